@@ -7,18 +7,14 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .native import native_library
-
-logger = logging.getLogger(__name__)
+from .triton_module import triton_module
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
@@ -100,11 +96,7 @@ def fused_ops(device: torch.device) -> FusedOps | None:
         from .native_fused import NativeFusedOps
 
         return NativeFusedOps(library)
-    if device.type != "cuda" or find_spec("triton") is None:
+    if device.type != "cuda":
         return None
-    try:
-        module = importlib.import_module("arbor.kernels.triton_fused")
-    except Exception as error:  # a damaged installation fails in any way
-        logger.warning("norms and activations are not fused: %s: %s", type(error).__name__, error)
-        return None
-    return cast(FusedOps, module.TritonFusedOps())
+    module = triton_module("triton_fused", "norms and activations")
+    return None if module is None else cast(FusedOps, module.TritonFusedOps())

@@ -7,18 +7,14 @@ CUDA one in Triton (`arbor.kernels.triton_rotary`).
 
 from __future__ import annotations
 
-import importlib
-import logging
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .native import native_library
-
-logger = logging.getLogger(__name__)
+from .triton_module import triton_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +107,14 @@ def rotary_ops(device: torch.device) -> RotaryOps | None:
         True
     """
     if device.type == "cuda":
-        return _by_triton()
+        module = triton_module("triton_rotary", "rotary embeddings")
+        return None if module is None else cast(RotaryOps, module.TritonRotary())
     library = native_library() if device.type == "cpu" else None
     if library is None:
         return None
     from .native_rotary import NativeRotary
 
     return NativeRotary(library)
-
-
-def _by_triton() -> RotaryOps | None:
-    if find_spec("triton") is None:
-        return None
-    try:
-        module = importlib.import_module("arbor.kernels.triton_rotary")
-    except Exception as error:  # a damaged installation fails in any way
-        logger.warning("rotary embeddings are not fused: %s: %s", type(error).__name__, error)
-        return None
-    return cast(RotaryOps, module.TritonRotary())
 
 
 def rotate_by_torch(x: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import cast
 
 import torch
 from torch import Tensor
+
+from .triton_module import triton_module
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +41,14 @@ Kernel = Callable[[Tensor, float], Tensor]
 @functools.cache
 def _kernel(device: torch.device) -> Kernel | None:
     """The kernel of a device, if it computes what torch does."""
-    if find_spec("triton") is None:
+    module = triton_module("triton_sampling", "sums of logits")
+    if module is None:
         return None
     try:
-        module = importlib.import_module("arbor.kernels.triton_sampling")
         reason = "" if agrees(module.row_sums, device) else "its sums are not torch's"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a damaged installation or a missing compiler fails in any way
+    except Exception as error:  # compilers and CUDA fail in many ways
         lines = str(error).strip().splitlines() or [""]
         reason = f"{type(error).__name__}: {lines[0]}"
     if reason:

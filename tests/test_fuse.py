@@ -21,7 +21,7 @@ from test_layers import batch
 from torch import Tensor, nn
 
 from arbor import Solver
-from arbor.kernels import fused
+from arbor.kernels import triton_module
 from arbor.kernels.fused import Activation, FusedOps, NormForm, fused_ops
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.native import native_library, without_native
@@ -503,20 +503,20 @@ def test_the_kernels_of_cuda_are_tritons_and_those_of_a_cpu_native(
         imported.append(name)
         return type("Module", (), {"TritonFusedOps": lambda self=None: stand_in})
 
-    monkeypatch.setattr(fused.importlib, "import_module", import_module)
-    monkeypatch.setattr(fused, "find_spec", lambda name: object())
+    monkeypatch.setattr(triton_module.importlib, "import_module", import_module)
+    monkeypatch.setattr(triton_module, "find_spec", lambda name: object())
     with without_native():
         assert fused_ops(torch.device("cpu")) is None and not imported
     assert fused_ops(cuda) is stand_in and imported == ["arbor.kernels.triton_fused"]
 
-    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    monkeypatch.setattr(triton_module, "find_spec", lambda name: None)
     assert fused_ops(cuda) is None
 
     def damaged(name: str) -> Any:
         raise ImportError("libcuda.so.1: cannot open")
 
-    monkeypatch.setattr(fused, "find_spec", lambda name: object())
-    monkeypatch.setattr(fused.importlib, "import_module", damaged)
+    monkeypatch.setattr(triton_module, "find_spec", lambda name: object())
+    monkeypatch.setattr(triton_module.importlib, "import_module", damaged)
     with caplog.at_level(logging.WARNING):
         assert fused_ops(cuda) is None
     assert "libcuda.so.1: cannot open" in caplog.text

@@ -14,7 +14,7 @@ import torch
 from support import flashinfer_standin as standin
 from support.flashinfer_standin import MULTIPROCESSORS, Wrapper, demand
 from support.fused_standin import TorchRotary
-from support.graph_tape import Tape
+from support.graph_tape import Broken, Tape, nothing
 from support.models import build, config_of, copy_of, random_model
 from support.trees import GREEDY, Lab, leaves_of, own_answers, relative_error
 from torch import Tensor
@@ -360,24 +360,6 @@ def test_graphs_need_the_series_of_flashinfer_that_was_read(package: Any, tape: 
 
 
 # Checks on first use
-
-
-class Broken:
-    """A recorder whose replays leave something out.
-
-    Args:
-        replay: in place of the step.
-    """
-
-    def __init__(self, replay: Callable[[Callable[[], None]], None]) -> None:
-        self._replay = replay
-
-    def record(self, step: Callable[[], None]) -> Recording:
-        return Recording(lambda: self._replay(step))
-
-
-def nothing(step: Callable[[], None]) -> None:
-    pass
 
 
 def twice_the_logits(step: Callable[[], None]) -> None:

@@ -511,18 +511,17 @@ def test_sums_of_another_kernel_are_compared_before_they_are_used(
     assert row_sums.agrees(row_sums.by_torch, torch.device("cpu"))
     assert not row_sums.agrees(wrong, torch.device("cpu"))
 
-    def missing(name: str) -> Any:
+    def failing(logits: Tensor, temperature: float) -> Tensor:
         raise ImportError("no compiler\nat all")
 
-    kernel = types.SimpleNamespace(row_sums=row_sums.by_torch)
-    monkeypatch.setattr(row_sums, "find_spec", lambda name: object())
-    for load, used, reasons in (
-        (lambda name: kernel, True, []),
-        (lambda name: types.SimpleNamespace(row_sums=wrong), False, ["its sums are not torch's"]),
-        (missing, False, ["ImportError: no compiler"]),
+    for kernel, used, reasons in (
+        (row_sums.by_torch, True, []),
+        (wrong, False, ["its sums are not torch's"]),
+        (failing, False, ["ImportError: no compiler"]),
     ):
         caplog.clear()
-        monkeypatch.setattr(row_sums.importlib, "import_module", load)
+        module = types.SimpleNamespace(row_sums=kernel)
+        monkeypatch.setattr(row_sums, "triton_module", lambda name, what, module=module: module)
         row_sums._kernel.cache_clear()
         assert (row_sums._kernel(torch.device("cpu")) is not None) == used
         said = [f"the kernel for sums of logits is not used: {reason}" for reason in reasons]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.graph_tape import Tape
+from support.graph_tape import Broken, Tape, nothing
 from test_invariant_triton import run_check
 from torch import Tensor
 
@@ -93,20 +93,6 @@ def test_a_bucket_is_captured_after_some_draws_and_the_least_used_graph_leaves(
     for count in (8, 8, 8, 4, 16, 16, 16):
         draw(count)
     assert [bucket.rows for bucket in graphs.buckets] == [4, 16]
-
-
-class Broken:
-    """A recorder whose replays do something else."""
-
-    def __init__(self, replay: Callable[[Callable[[], None]], None]) -> None:
-        self._replay = replay
-
-    def record(self, step: Callable[[], None]) -> Recording:
-        return Recording(lambda: self._replay(step))
-
-
-def nothing(step: Callable[[], None]) -> None:
-    pass
 
 
 def another_token(step: Callable[[], None]) -> None:

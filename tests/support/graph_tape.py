@@ -48,6 +48,24 @@ class Tape:
         return Recording(replay, device_bytes=1000)
 
 
+class Broken:
+    """A recorder whose replays leave something out, or do something else.
+
+    Args:
+        replay: in place of the step.
+    """
+
+    def __init__(self, replay: Callable[[Callable[[], None]], None]) -> None:
+        self._replay = replay
+
+    def record(self, step: Callable[[], None]) -> Recording:
+        return Recording(lambda: self._replay(step))
+
+
+def nothing(step: Callable[[], None]) -> None:
+    """A replay that does nothing."""
+
+
 class _Taping(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
