@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,10 +75,11 @@ class CudaRecorder:
         self._device = device
         self._pool: Any = None
         self._stream: Any = None
+        self._turn = threading.Lock()  # engines in several threads capture one after the other
 
     def record(self, step: Callable[[], None]) -> Recording:
         """See `Recorder.record`; other threads may go on using the device."""
-        with torch.cuda.device(self._device):
+        with self._turn, torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
                 self._pool = torch.cuda.graph_pool_handle()
