@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -314,8 +315,8 @@ def test_a_kernel_that_fails_leaves_every_layer_as_it_is(
 
     assert fuse_attention(model, Broken()) == ((), {})
 
-    (record,) = caplog.records
-    assert record.getMessage() == "attention layers are not fused: ImportError: no compiler"
+    said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert said == ["attention layers are not fused: ImportError: no compiler"]
     after, stored_after = bits(runner)
     assert torch.equal(after.logits, before.logits) and same(stored_after, stored)
     assert not any(type(each).__name__ == "FusedLlamaAttention" for each in model.modules())
