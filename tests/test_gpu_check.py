@@ -60,6 +60,20 @@ def test_the_float64_result_is_the_reference(case: attention.Case) -> None:
 
     assert torch.allclose(out, problem.out, atol=1e-12)
     assert torch.allclose(lse.double(), problem.lse, atol=1e-5)  # a float32 number
+    mass = backend.mass(plan, problem.q.double(), problem.k.double(), lse)
+    assert torch.allclose(mass.double(), problem.mass, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [lambda mass: 1.02 * mass, lambda mass: mass.roll(1)])
+def test_attention_mass_of_the_wrong_size_or_slot_fails(wrong: Any) -> None:
+    class Other(TorchCascade):
+        def mass(self, *args: Any, **kwargs: Any) -> Any:
+            return wrong(super().mass(*args, **kwargs))
+
+    problem = attention.problem_of(attention.cases(small=True)[0], 5, CPU)
+    assert attention.errors(TorchCascade(), problem, problem.layout)["ok"]
+    found = attention.errors(Other(), problem, problem.layout)
+    assert not found["ok"] and found["mass_error"] > 0.01
 
 
 @pytest.mark.parametrize("case", attention.cases(small=True)[::5], ids=lambda case: case.name)

@@ -30,6 +30,8 @@ from arbor.kernels.flashinfer_cascade import FlashInferCascade
 
 ERROR = 5e-3  # of a row's output, relative to its length; bfloat16 and three levels cost up to 4e-3
 LSE_ERROR = 2e-3  # of a logsumexp
+MASS_ERROR = 5e-3  # of the attention mass of all slots, relative to its length
+MASS_ROWS = 1000  # of larger problems mass is not asked
 LONGEST = 40  # keys
 QUERY_SIZE = 0.5  # of queries and keys of normal numbers: no key's weight is close to 0
 DENSE_BYTES = 1 << 30  # of float64 logits at once
@@ -65,6 +67,7 @@ class Problem:
         q, k, v, sinks: as a backend takes them.
         out: [T, H, D] float64.
         lse: [T, H] float64.
+        mass: [slots] float64, the attention that each slot receives.
     """
 
     layout: CascadeLayout
@@ -75,6 +78,7 @@ class Problem:
     sinks: Tensor | None
     out: Tensor
     lse: Tensor
+    mass: Tensor
 
 
 def shape(
@@ -175,8 +179,7 @@ def problem_of(case: Case, seed: int, device: torch.device) -> Problem:
     k[unused.to(device)] = torch.nan
     v[unused.to(device)] = torch.nan
     sinks = normal(one.num_qo_heads) if case.sinks else None
-    out, lse = exact(layout, one, q, k, v, sinks)
-    return Problem(layout, one, q, k, v, sinks, out, lse)
+    return Problem(layout, one, q, k, v, sinks, *exact(layout, one, q, k, v, sinks))
 
 
 def visible(layout: CascadeLayout, shape: AttentionShape) -> tuple[Tensor, Tensor]:
@@ -206,14 +209,16 @@ def exact(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Attention in float64 over the union of the lists, with a mask, some rows at a time."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention in float64 over the union of the lists, with a mask, some rows at a time: outputs,
+    logsumexps and mass."""
     slots, mask = visible(layout, shape)
     index = slots.to(q.device)
     keys = k[index].double().repeat_interleave(shape.group, 1).transpose(0, 1)  # [H, U, D]
     values = v[index].double().repeat_interleave(shape.group, 1).transpose(0, 1)
     at_once = max(1, DENSE_BYTES // (8 * shape.num_qo_heads * max(1, len(slots))))
     outs, sums = [], []
+    mass = torch.zeros(len(k), dtype=torch.float64, device=q.device)
     for part in range(0, layout.rows, at_once):
         queries = q[part : part + at_once].double().transpose(0, 1)
         logits = queries @ keys.transpose(1, 2) * shape.scaling
@@ -223,13 +228,17 @@ def exact(
         lse = torch.logsumexp(logits, -1)
         outs.append((torch.exp(logits - lse[..., None]) @ values).transpose(0, 1))
         sums.append(lse.transpose(0, 1))
+        whole = lse if sinks is None else torch.logaddexp(lse, sinks.double()[:, None])
+        mass[index] += torch.exp(logits - whole[..., None]).sum((0, 1))
     out, lse = torch.cat(outs), torch.cat(sums)
-    return apply_sinks(out, lse, sinks) if sinks is not None else (out, lse)
+    if sinks is not None:
+        out, lse = apply_sinks(out, lse, sinks)
+    return out, lse, mass
 
 
 def errors(backend: AttentionBackend, problem: Problem, layout: CascadeLayout) -> dict[str, Any]:
-    """The largest error of a row's output, relative to its length, and of any logsumexp; whether
-    both are small enough.
+    """The largest error of a row's output, relative to its length, and of any logsumexp, that of
+    the attention mass, and whether all are small enough.
 
     Args:
         backend: is checked.
@@ -241,10 +250,14 @@ def errors(backend: AttentionBackend, problem: Problem, layout: CascadeLayout) -
     length = problem.out.flatten(1).norm(dim=1)
     error = float(((out.double() - problem.out).flatten(1).norm(dim=1) / length).max())
     lse_error = float((lse.double() - problem.lse).abs().max())
-    if math.isnan(error) or math.isnan(lse_error):
-        return {"error": None, "lse_error": None, "ok": False, "reason": "NaN"}
-    ok = error < ERROR and lse_error < LSE_ERROR
-    return {"error": error, "lse_error": lse_error, "ok": ok}
+    found = {"error": error, "lse_error": lse_error}
+    if len(out) < MASS_ROWS:
+        mass = backend.mass(plan, problem.q, problem.k, lse).double()
+        found["mass_error"] = float((mass - problem.mass).norm() / problem.mass.norm())
+    if any(map(math.isnan, found.values())):
+        return {**dict.fromkeys(found), "ok": False, "reason": "NaN"}
+    limits = {"error": ERROR, "lse_error": LSE_ERROR, "mass_error": MASS_ERROR}
+    return {**found, "ok": all(value < limits[name] for name, value in found.items())}
 
 
 def without_key(layout: CascadeLayout, index: int, place: int) -> CascadeLayout:

@@ -138,10 +138,13 @@ def checks(rows: Sequence[Row]) -> str:
         ]
         worst = [
             max((row[name] for row in found if row.get(name) is not None), default=None)
-            for name in ("error", "lse_error")
+            for name in ("error", "lse_error", "mass_error")
         ]
         lines.append([stage, backend, len(found), sum(bool(row["ok"]) for row in found), *worst])
-    header = ("stage", "backend", "checks", "passed", "largest error", "of a logsumexp")
+    header = (
+        *("stage", "backend", "checks", "passed", "largest error", "of a logsumexp"),
+        "of attention mass",
+    )
     return table(header, lines)
 
 

@@ -13,7 +13,7 @@ DECODE = (
 )
 PEAKS = ("copy_tb_per_s", "matmul_tflop_per_s")
 SEARCHES = ("same_answers", "solved", "over_budget", "recomputed")
-ERRORS = ("error", "lse_error", "gap")
+ERRORS = ("error", "lse_error", "mass_error", "gap")
 HOST_STEPS = 20
 
 
