@@ -287,11 +287,17 @@ class DenseJoint:
             layer.weight.data = part
         biases = [each.bias.data for each in layers if each.bias is not None]
         self._bias = torch.cat(biases) if biases else None
+        self._places = self._weights()
+
+    def _weights(self) -> list[int]:
+        return [each.weight.data_ptr() for each in self.layers]
 
     @property
     def hooked(self) -> bool:
-        """Whether a layer has hooks, which a joint product does not run."""
-        return any(each._forward_hooks or each._forward_pre_hooks for each in self.layers)
+        """Whether a layer has hooks, which a joint product does not run, or another weight by now:
+        a model that was moved or copied."""
+        hooks = (each._forward_hooks or each._forward_pre_hooks for each in self.layers)
+        return any(hooks) or self._weights() != self._places
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[M, in] -> [M, out of all layers], in the order of the layers."""

@@ -412,6 +412,9 @@ def test_plain_layers_as_one_product_give_the_same_and_share_its_weight() -> Non
     assert joint.hooked
     handle.remove()
     assert not joint.hooked
+    assert copy.deepcopy(joint).hooked, "its layers have weights of their own"
+    layers[2].weight.data = layers[2].weight.data.clone()
+    assert joint.hooked
 
 
 def test_layers_that_are_not_alike_or_not_torchs_stay_apart() -> None:
