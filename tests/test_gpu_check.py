@@ -64,6 +64,15 @@ def test_the_float64_result_is_the_reference(case: attention.Case) -> None:
     assert torch.allclose(mass.double(), problem.mass, rtol=1e-4, atol=1e-5)
 
 
+def test_a_device_is_checked_with_backends_that_run_on_it() -> None:
+    cuda = attention.backends_of("rowwise", torch.device("cuda"))
+    cpu = attention.backends_of("rowwise", CPU)
+    assert cuda[0] == cpu[0] == "rowwise"
+    assert "invariant" in cuda and "native" not in cuda
+    assert "native" in cpu and "invariant" not in cpu
+    assert attention.backends_of("flashinfer", torch.device("cuda")) == ["flashinfer"]
+
+
 @pytest.mark.parametrize("wrong", [lambda mass: 1.02 * mass, lambda mass: mass.roll(1)])
 def test_attention_mass_of_the_wrong_size_or_slot_fails(wrong: Any) -> None:
     class Other(TorchCascade):

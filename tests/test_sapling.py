@@ -275,6 +275,22 @@ def test_long_word_problems_fill_long_rows_of_training(tokenizer: Any) -> None:
     assert longest > 700  # tokens of one path; 16 steps end below 520
 
 
+def test_several_processes_make_the_steps_of_one(tokenizer: Any) -> None:
+    training = script("train_sapling")
+    trees = training.Trees(
+        lambda text: list(tokenizer(text, add_special_tokens=False).input_ids), [1]
+    )
+    mix, level = training.Mix(growing=(1, 2)), types.SimpleNamespace(value=0.0)
+
+    def steps(first: int, stride: int, count: int) -> list[list[int]]:
+        made = training.batches(trees, mix, 7, first, level, stride)
+        return [[int(part.ids.sum()) for part in step] for step in itertools.islice(made, count)]
+
+    alone = steps(0, 1, 6)
+    assert len({tuple(step) for step in alone}) == 6
+    assert [steps(0, 2, 3), steps(1, 2, 3)] == [alone[::2], alone[1::2]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_models_of_other_training_seeds_solve_word_problems(seed: int) -> None:

@@ -232,3 +232,19 @@ def test_the_tables_of_a_checkpoint_are_resumed_and_refuse_other_settings(tmp_pa
     done = warm_process.run(str(SCRIPTS / "evidence.py"), *other.split())
     assert done.returncode == 2 and "was measured with tokens 60" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_arms_that_several_processes_search_are_those_of_one(tmp_path: Path) -> None:
+    words = "lossy --task chains --steps 2 2 --n 3 --budgets 0.75 --rehydrate off --baseline lru"
+    found = []
+    for jobs in ("1", "2"):
+        out = tmp_path / f"{jobs}.json"
+        command = [sys.executable, str(SCRIPTS / "eval_policies.py"), *words.split()]
+        command += ["--policies", "lru", "random", "h2o", "--jobs", jobs, "--json", str(out)]
+        subprocess.run(command, cwd=tmp_path, timeout=300, check=True, capture_output=True)
+        found.append(json.loads(out.read_text(encoding="utf-8")))
+
+    assert found[0] == found[1]
+    assert [row["policy"] for row in found[0]["rows"]] == ["full", "lru", "random", "h2o"]
+    assert "against_baseline" in found[0]["rows"][2]

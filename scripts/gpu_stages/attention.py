@@ -279,15 +279,19 @@ def backend_of(part: str, device: torch.device) -> AttentionBackend:
     return backend
 
 
+def backends_of(part: str, device: torch.device) -> list[str]:
+    """Names of the backends that a part checks: its own, and with `rowwise` those added later."""
+    if part != "rowwise":
+        return [part]
+    elsewhere = "native" if device.type == "cuda" else "invariant"  # CPU code, Triton kernels
+    others = {*registry.names("backend")} - {"reference", "rowwise", "torch", elsewhere}
+    return [part, *sorted(others)]
+
+
 def run(job: Job) -> None:
-    """Check every case with the part's backend; a case that raises does not stop the others."""
+    """Check every case with the part's backends; a case that raises does not stop the others."""
     device = torch.device(job.device)
-    names = [job.part]
-    if job.part == "rowwise":  # and backends that were added later
-        others = {*registry.names("backend")} - {"reference", "rowwise", "torch"}
-        if device.type != "cuda":
-            others -= {"invariant"}  # Triton kernels
-        names += sorted(others)
+    names = backends_of(job.part, device)
     todo = [(name, case) for name in names for case in cases(job.small)]
     backends: dict[str, AttentionBackend] = {}
     while todo and job.left_s > 0:
