@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from numbers import Real
 from typing import Any, Literal
 
 from arbor.errors import BudgetInfeasible, BudgetRange
 
-Unit = Literal["ratio", "max", "tokens", "bytes"]
+Unit = Literal["ratio", "tokens", "bytes"]
 
 DECODED = 4  # tokens of a block that are on the device at least while it is decoded
 
 _FORMS = "For an absolute size write 8192tok or 6GiB."
-_MAX = "max"
 _BYTES = {
     "b": 1,
     "kib": 2**10,
@@ -29,13 +28,12 @@ _BYTES = {
     "tb": 10**12,
 }
 _SIZE = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+)")
-_RESOLVED = re.compile(r"(\S+)\s+of\s+prompt\s*\+\s*([0-9]{1,15})", re.IGNORECASE)
 _BINARY = ("TiB", "GiB", "MiB", "KiB")
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The KV a search can need and is expected to need, in tokens; weights are never counted.
+    """The KV that a search can need, in tokens; weights are never counted.
 
     Attributes:
         prompt_tokens: tokens at the root.
@@ -45,9 +43,6 @@ class Footprint:
         question_tokens: tokens appended to one path for a while: a verifier's question, or one for
             proposals with its completion; 0 where there is neither.
         protected_tokens: lossy mode: tokens of a path that always stay; None: paths stay whole.
-        beyond_prompt: tokens that full retention of this kind of search is expected to hold at its
-            peak, the prompt excluded; None: not measured.
-        searches: number of measured searches behind `beyond_prompt`.
         proposals: most questions for proposals at a time; 0 where thoughts are sampled.
         staging_tokens: slots through which attention reads KV in host memory; with such a buffer a
             path may be longer than the budget. 0: none.
@@ -59,8 +54,6 @@ class Footprint:
     blocks: int
     question_tokens: int = 0
     protected_tokens: int | None = None
-    beyond_prompt: int | None = None
-    searches: int = 0
     proposals: int = 0
     staging_tokens: int = 0
 
@@ -70,7 +63,6 @@ class Footprint:
         assert self.step_tokens >= 1, f"step_tokens={self.step_tokens} is below 1"
         assert self.max_depth >= 1, f"max_depth={self.max_depth} is below 1"
         assert self.blocks >= 1, f"blocks={self.blocks} is below 1"
-        assert (self.beyond_prompt or 0) >= 0, f"beyond_prompt={self.beyond_prompt} is negative"
 
     @property
     def full_tokens(self) -> int:
@@ -79,14 +71,6 @@ class Footprint:
         asked = max(1, self.proposals) * self.question_tokens
         tree = self.prompt_tokens + self.blocks * self.step_tokens
         return tree + asked + self.staging_tokens
-
-    @property
-    def expected_tokens(self) -> int | None:
-        """Expected peak of full retention, at most the worst case; None: not measured."""
-        if self.beyond_prompt is None:
-            return None
-        most = self.prompt_tokens + self.beyond_prompt + self.staging_tokens
-        return max(1, min(most, self.full_tokens))
 
     @property
     def path_blocks(self) -> int:
@@ -105,10 +89,23 @@ class Footprint:
         return [f"{flag} {most}" for flag, most in flags.items() if most >= 1]
 
     @property
+    def first_tokens(self) -> int:
+        """Positions of the prompt, one thought and a question."""
+        return self.prompt_tokens + self.step_tokens + self.question_tokens
+
+    @property
     def smallest_tokens(self) -> int:
-        """Slots of one path; in lossy mode, of its protected tokens and `decoded_tokens`; with a
-        staging buffer, of that and the newest tokens."""
-        whole = self.path_tokens
+        """Slots without which a search cannot begin: `enough_tokens` of its first thought."""
+        return self._least(self.first_tokens)
+
+    @property
+    def enough_tokens(self) -> int:
+        """Slots that are enough for any tree of the search: of the longest path; in lossy mode, of
+        what is protected of it and `decoded_tokens`; with a staging buffer, of that and the newest
+        tokens."""
+        return self._least(self.path_tokens)
+
+    def _least(self, whole: int) -> int:
         if self.staging_tokens:
             return self.staging_tokens + min(whole, self.newest_tokens)
         if self.protected_tokens is None:
@@ -132,14 +129,15 @@ class Plan:
     """The budget of one search in slots, known before anything loads.
 
     Attributes:
-        budget_tokens: slots the search may hold at any instant; at most `full_tokens`.
+        budget_tokens: slots the search may hold at any instant, at most `full_tokens`; for a part,
+            those of full retention, of which it is one.
         full_tokens: slots full retention could need: the worst case.
-        smallest_tokens: slots below which the search cannot run.
+        smallest_tokens: slots below which the search cannot begin.
+        enough_tokens: slots that are enough for any tree of the search.
         bytes_per_token: KV bytes of one token over all layers.
         prompt_tokens, step_tokens, max_depth, blocks, question_tokens, proposals: as in
             `Footprint`.
-        expected_tokens: slots full retention is expected to hold at its peak; None: not measured.
-        searches: number of measured searches behind `expected_tokens`; 0 where it was given.
+        part: the part kept of what full retention holds; None: the budget is an amount.
         host_tokens, disk_tokens: tokens that these tiers may hold of what has left the device.
         kv_dtype: of the KV, as in `Solver`.
         host_bits: of a number of KV in host memory; 0: full precision.
@@ -150,14 +148,14 @@ class Plan:
     budget_tokens: int
     full_tokens: int
     smallest_tokens: int
+    enough_tokens: int
     bytes_per_token: int
     prompt_tokens: int
     step_tokens: int
     max_depth: int
     blocks: int
     question_tokens: int
-    expected_tokens: int | None = None
-    searches: int = 0
+    part: float | None = None
     host_tokens: int = 0
     disk_tokens: int = 0
     kv_dtype: str = "auto"
@@ -167,25 +165,30 @@ class Plan:
     staging_tokens: int = 0
 
     @property
-    def reference_tokens(self) -> int:
-        """Slots a ratio is a part of: the expected peak, or the worst case if not measured."""
-        return self.full_tokens if self.expected_tokens is None else self.expected_tokens
-
-    @property
     def most_held(self) -> int:
         """Most slots of blocks and questions under full retention: the worst case without the
         staging buffer."""
         return self.full_tokens - self.staging_tokens
 
     @property
-    def ratio(self) -> float:
-        """The part of `reference_tokens` kept, in (0, 1]; 1 for more than all of them."""
-        return min(1.0, self.budget_tokens / self.reference_tokens)
+    def fraction(self) -> Fraction | None:
+        """The part as the decimal in its text, so that 0.29 of 100 is 29; None: an amount."""
+        return None if self.part is None else Fraction(repr(self.part))
 
     @property
-    def smallest_ratio(self) -> float:
-        """The smallest ratio that works, rounded up to two significant digits."""
-        return _round_up(Fraction(self.smallest_tokens, self.reference_tokens))
+    def room_tokens(self) -> int:
+        """Slots for controllers that ask how many blocks may decode at once: the budget, or the
+        part of the worst case."""
+        if self.fraction is None:
+            return self.budget_tokens
+        return max(self.smallest_tokens, math.floor(self.fraction * self.full_tokens))
+
+    @property
+    def ratio(self) -> float:
+        """The part kept: as given, or an amount as a part of the worst case, in (0, 1]."""
+        if self.part is not None:
+            return self.part
+        return min(1.0, self.budget_tokens / self.full_tokens)
 
     @property
     def budget_bytes(self) -> int:
@@ -197,40 +200,24 @@ class Plan:
         """KV bytes of full retention; weights excluded."""
         return self.full_tokens * self.bytes_per_token
 
-    @property
-    def expected_bytes(self) -> int | None:
-        """KV bytes of the expected peak; None: not measured."""
-        if self.expected_tokens is None:
-            return None
-        return self.expected_tokens * self.bytes_per_token
-
-    @property
-    def unmeasured(self) -> Plan:
-        """The same slots without the expectation, for runs whose budget does not depend on it."""
-        return replace(self, expected_tokens=None, searches=0)
-
     def to_dict(self) -> dict[str, Any]:
-        """All fields and derived numbers, JSON-able; the expectation, lower tiers, proposals and
-        another dtype of the KV only where there are such."""
+        """All fields and derived numbers, JSON-able; the part, lower tiers, proposals and another
+        dtype of the KV only where there are such."""
         tiers = ("host_tokens", "host_bits", "host_token_bytes", "staging_tokens", "disk_tokens")
         counts = (*tiers, "proposals")
-        optional = ("expected_tokens", "searches", "kv_dtype", *counts)
         numbers = {
-            **{name: value for name, value in asdict(self).items() if name not in optional},
+            **{name: value for name, value in asdict(self).items() if name not in counts},
             "ratio": self.ratio,
-            "smallest_ratio": self.smallest_ratio,
             "budget_bytes": self.budget_bytes,
             "full_bytes": self.full_bytes,
         }
-        if self.expected_tokens is not None:
-            numbers |= {
-                "expected_tokens": self.expected_tokens,
-                "expected_bytes": self.expected_bytes,
-                "searches": self.searches,
-            }
         some = {name: getattr(self, name) for name in counts}
         numbers |= {name: count for name, count in some.items() if count}
-        return numbers if self.kv_dtype == "auto" else numbers | {"kv_dtype": self.kv_dtype}
+        if self.part is None:
+            del numbers["part"]
+        if self.kv_dtype == "auto":
+            del numbers["kv_dtype"]
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,25 +225,19 @@ class Budget:
     """How much KV may be resident on the device.
 
     Attributes:
-        unit: ``ratio``: the part *kept* of the expected peak of full retention; ``max``: the part
-            kept of the worst case; ``tokens``; or ``bytes`` of KV (weights, activations and
-            workspace are not KV and not counted).
-        amount: in (0, 1] for ``ratio`` and ``max``, a whole number >= 1 otherwise. A ratio of 1
-            is everything, so its unit becomes ``max``.
-        beyond_prompt: for a ratio: the expected peak without the prompt, if it is given rather
-            than measured.
+        unit: ``ratio``: the part *kept* of what full retention of the same search holds at the same
+            time, and at least one expansion; ``tokens``; or ``bytes`` of KV (weights, activations
+            and workspace are not KV and not counted).
+        amount: in (0, 1] for a ratio, where 1 is everything; a whole number >= 1 otherwise.
     """
 
     unit: Unit
     amount: float
-    beyond_prompt: int | None = None
 
     def __post_init__(self) -> None:
-        if self.unit in ("ratio", "max"):
+        if self.unit == "ratio":
             if not 0 < self.amount <= 1:  # also refuses nan
                 raise _not_a_ratio(_plain(self.amount), self.amount)
-            if self.amount == 1:
-                object.__setattr__(self, "unit", "max")
         elif not (1 <= self.amount < math.inf and self.amount == math.floor(self.amount)):
             raise BudgetRange(
                 "budget-range",
@@ -264,10 +245,6 @@ class Budget:
                 _FORMS,
                 value=_finite(self.amount),
             )
-        if self.unit != "ratio":
-            object.__setattr__(self, "beyond_prompt", None)
-        elif self.beyond_prompt is not None and self.beyond_prompt < 0:
-            raise _unreadable(f"{self.amount!r} of prompt+{self.beyond_prompt}")
 
     @classmethod
     def absolute(cls, value: Budget | int | str, *units: Unit) -> Budget | None:
@@ -288,10 +265,9 @@ class Budget:
         """A budget as a user writes it.
 
         Args:
-            value: ``full``; a ratio ``0 < x <= 1`` of the expected peak (the part kept; 1 is
-                ``full``); ``0.25max``, a part of the worst case; ``0.25 of prompt+669``, a ratio
-                with its expected peak; ``8192tok``; or KV bytes as ``6GiB``, ``512MiB``, ``1.5GB``
-                (B, KiB to TiB, KB to TB; any case). Digits may be grouped with ``,`` or ``_``.
+            value: ``full``; a ratio ``0 < x <= 1`` of full retention (the part kept; 1 is
+                ``full``); ``8192tok``; or KV bytes as ``6GiB``, ``512MiB``, ``1.5GB`` (B, KiB to
+                TiB, KB to TB; any case). Digits may be grouped with ``,`` or ``_``.
 
         Raises:
             BudgetRange: any other value; suggests the likely form.
@@ -305,11 +281,7 @@ class Budget:
         else:
             raise _unreadable(str(value))
         if text.lower() == "full":
-            return cls("max", 1.0)
-        if (resolved := _RESOLVED.fullmatch(text)) is not None:
-            return cls("ratio", _part(resolved[1], text), int(resolved[2]))
-        if text.lower().endswith(_MAX):
-            return cls("max", _part(text[: -len(_MAX)], text))
+            return cls("ratio", 1.0)
         match = _SIZE.fullmatch(text)
         if match is not None and not math.isinf(_number(match[1])):
             number, unit = Fraction(match[1].replace(",", "").replace("_", "")), match[2].lower()
@@ -339,11 +311,8 @@ class Budget:
 
     def __str__(self) -> str:
         """The form that `parse` reads back to an equal budget."""
-        if self.unit == "max":
-            return "full" if self.amount == 1 else f"{self.amount!r}{_MAX}"
         if self.unit == "ratio":
-            given = self.beyond_prompt
-            return repr(self.amount) if given is None else f"{self.amount!r} of prompt+{given}"
+            return "full" if self.amount == 1 else repr(self.amount)
         amount = int(self.amount)
         if self.unit == "tokens":
             return f"{amount}tok"
@@ -353,43 +322,22 @@ class Budget:
         return f"{amount}B"
 
     @property
-    def open(self) -> bool:
-        """Whether the slots depend on measurements: a ratio whose expected peak is not given."""
-        return self.unit == "ratio" and self.beyond_prompt is None
+    def keeps_all(self) -> bool:
+        """Whether it is full retention."""
+        return self.unit == "ratio" and self.amount == 1
 
-    def resolved(self, beyond_prompt: int | None) -> Budget:
-        """The budget that means the same whatever is measured later.
-
-        An open ratio gets the expected peak, or becomes a part of the worst case; any other budget
-        stays as it is.
-
-        Args:
-            beyond_prompt: the expected peak without the prompt; None: not measured.
-        """
-        if not self.open:
-            return self
-        if beyond_prompt is None:
-            return Budget("max", self.amount)
-        return Budget("ratio", self.amount, beyond_prompt)
-
-    def tokens(
-        self, full_tokens: int, bytes_per_token: int, expected_tokens: int | None = None
-    ) -> int:
-        """The budget in slots.
+    def tokens(self, full_tokens: int, bytes_per_token: int) -> int:
+        """The budget in slots, where full retention is known to hold so many.
 
         A ratio is read as the decimal in its text, so that 0.29 of 100 is 29; it rounds down, to
-        one token at least. Bytes round down. The result is at most the worst case.
+        one token at least. Bytes round down. The result is at most full retention.
 
         Args:
-            full_tokens: slots of the worst case.
+            full_tokens: slots of full retention.
             bytes_per_token: KV bytes of one token over all layers, >= 1.
-            expected_tokens: slots of the expected peak; None: a ratio is a part of the worst case.
         """
-        if self.unit in ("ratio", "max"):
-            reference = full_tokens
-            if self.unit == "ratio" and expected_tokens is not None:
-                reference = expected_tokens
-            tokens = max(1, math.floor(Fraction(repr(float(self.amount))) * reference))
+        if self.unit == "ratio":
+            tokens = max(1, math.floor(Fraction(repr(float(self.amount))) * full_tokens))
         elif self.unit == "tokens":
             tokens = int(self.amount)
         else:
@@ -397,42 +345,40 @@ class Budget:
         return min(tokens, full_tokens)
 
     def plan(self, footprint: Footprint, bytes_per_token: int) -> Plan:
-        """The budget in slots for one search.
+        """The budget in slots for one search. A ratio always works: it gives way to one expansion.
 
         Args:
-            footprint: the KV the search can need and is expected to need; an expectation given
-                with the budget replaces it.
+            footprint: the KV the search can need.
             bytes_per_token: KV bytes of one token over all layers, >= 1.
 
         Raises:
-            BudgetInfeasible: one path does not fit; names the smallest ratio and number of tokens,
-                and other remedies. `needed` is `Footprint.smallest_tokens`.
+            BudgetInfeasible: an amount in which the search cannot begin; names the smallest number
+                of tokens, and other remedies. `needed` is `Footprint.smallest_tokens`.
         """
         assert bytes_per_token >= 1, f"bytes_per_token={bytes_per_token} is below 1"
-        if self.beyond_prompt not in (None, footprint.beyond_prompt):
-            footprint = replace(footprint, beyond_prompt=self.beyond_prompt, searches=0)
-        tokens = self.tokens(footprint.full_tokens, bytes_per_token, footprint.expected_tokens)
-        plan = Plan(
-            budget_tokens=tokens,
-            full_tokens=footprint.full_tokens,
-            smallest_tokens=footprint.smallest_tokens,
-            bytes_per_token=bytes_per_token,
-            prompt_tokens=footprint.prompt_tokens,
-            step_tokens=footprint.step_tokens,
-            max_depth=footprint.max_depth,
-            blocks=footprint.blocks,
-            question_tokens=footprint.question_tokens,
-            expected_tokens=footprint.expected_tokens,
-            searches=footprint.searches,
-            proposals=footprint.proposals,
-            staging_tokens=footprint.staging_tokens,
-        )
+        is_part = self.unit == "ratio"
+        full = footprint.full_tokens
+        tokens = full if is_part else self.tokens(full, bytes_per_token)
         if tokens >= footprint.smallest_tokens:
-            return plan
+            return Plan(
+                budget_tokens=tokens,
+                full_tokens=full,
+                smallest_tokens=footprint.smallest_tokens,
+                enough_tokens=footprint.enough_tokens,
+                bytes_per_token=bytes_per_token,
+                prompt_tokens=footprint.prompt_tokens,
+                step_tokens=footprint.step_tokens,
+                max_depth=footprint.max_depth,
+                blocks=footprint.blocks,
+                question_tokens=footprint.question_tokens,
+                part=float(self.amount) if is_part else None,
+                proposals=footprint.proposals,
+                staging_tokens=footprint.staging_tokens,
+            )
         if footprint.staging_tokens:
             parts = f"{footprint.staging_tokens:,} staging + the newest tokens"
-        elif footprint.smallest_tokens == footprint.path_tokens:
-            parts = f"{footprint.prompt_tokens:,} prompt + {footprint.path_blocks} x {footprint.step_tokens:,}"
+        elif footprint.smallest_tokens == footprint.first_tokens:
+            parts = f"{footprint.prompt_tokens:,} prompt + {footprint.step_tokens:,}"
         else:
             parts = f"{footprint.protected_tokens:,} protected + {footprint.decoded_tokens:,}"
         if footprint.question_tokens:
@@ -440,54 +386,24 @@ class Budget:
         raise BudgetInfeasible(
             footprint.smallest_tokens,
             tokens,
-            f"one path ({parts})",
-            f"Smallest workable: {plan.smallest_ratio:.12g} or {footprint.smallest_tokens}tok "
-            f"of {_reference(plan)}. {self._levers(footprint, tokens, bytes_per_token)}",
+            f"the first thought ({parts})",
+            f"Smallest workable: {footprint.smallest_tokens}tok, or a ratio as in --budget 0.25. "
+            f"{self._levers(footprint, tokens)}",
         )
 
-    def _levers(self, footprint: Footprint, tokens: int, bytes_per_token: int) -> str:
+    def _levers(self, footprint: Footprint, tokens: int) -> str:
         """Other remedies; with a number only where it is certain to work.
 
-        An absolute budget is constant when the search shrinks; a ratio shrinks with it. Only the
-        controller knows how the number of blocks depends on the depth, so a part gets no depth; a
-        part of the expected peak gets no shorter step either, since that is another kind of search.
         Steps of less than half the length are not suggested: thoughts cut so short hold no answer.
         """
-        fixed = footprint.prompt_tokens + footprint.question_tokens
-        levers = []
-        depth = (tokens - fixed) // footprint.step_tokens
-        absolute = self.unit in ("tokens", "bytes")
-        whole = footprint.protected_tokens is None and not footprint.staging_tokens
-        if absolute and depth >= 1 and whole:
-            levers.append(f"--max-depth {depth}")
-        steps = range(footprint.step_tokens - 1, (footprint.step_tokens - 1) // 2, -1)
-        for step in () if self.unit == "ratio" and footprint.beyond_prompt is not None else steps:
-            shape = replace(footprint, step_tokens=step)
-            if self.tokens(shape.full_tokens, bytes_per_token) >= shape.smallest_tokens:
-                levers.append(f"--step-tokens {step}")
-                break
-        if levers:
-            return f"Or: {', '.join(levers)}."
-        if footprint.smallest_tokens < footprint.path_tokens and footprint.protected_tokens:
-            return "Or: fewer protected tokens, as with --set recent=0."
         if footprint.staging_tokens:
             return "Or: a smaller --staging."
-        return "Or: a shorter prompt, or a smaller --max-depth."
-
-
-def _reference(plan: Plan) -> str:
-    """What the smallest workable ratio is a part of."""
-    if plan.expected_tokens is None:
-        return f"{plan.full_tokens:,}"
-    return f"an expected {plan.expected_tokens:,}"
-
-
-def _round_up(ratio: Fraction) -> float:
-    """The smallest decimal with two significant digits that is not below `ratio`, at most 1."""
-    scale = 100
-    while ratio * scale < 10:
-        scale *= 10
-    return float(min(Fraction(1), Fraction(math.ceil(ratio * scale), scale)))
+        if footprint.smallest_tokens < footprint.first_tokens:
+            return "Or: fewer protected tokens, as with --set recent=0."
+        step = tokens - footprint.prompt_tokens - footprint.question_tokens
+        if 2 * step >= footprint.step_tokens:
+            return f"Or: --step-tokens {step}."
+        return "Or: a shorter prompt."
 
 
 def _number(text: str) -> float:
@@ -496,20 +412,6 @@ def _number(text: str) -> float:
         return float(text.replace(",", "")) if "_" not in text else math.nan
     except ValueError:
         return math.nan
-
-
-def _part(number: str, text: str) -> float:
-    """The decimal in (0, 1] at the beginning of a budget.
-
-    Raises:
-        BudgetRange: another number, or none.
-    """
-    part = math.nan if "," in number else _number(number)
-    if math.isnan(part):
-        raise _unreadable(text)
-    if not 0 < part <= 1:
-        raise _not_a_ratio(text, part)
-    return part
 
 
 def _plain(value: float) -> str:

@@ -27,17 +27,16 @@ ReachedLimit = Literal["max_expansions", "max_tokens", "timeout", "first", "conf
 Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node id
 
 
-# budget_tokens, full_tokens, smallest_tokens, bytes_per_token; expected_tokens where the budget is
-# a part of it; host_tokens and disk_tokens where there are such tiers, host_bits and
-# host_token_bytes where the host's is packed, staging_tokens where attention reads it; kv_dtype
-# where it is not the model's; numbers derived from them
+# budget_tokens, full_tokens, smallest_tokens, bytes_per_token; part where the budget is one of full
+# retention; host_tokens and disk_tokens where there are such tiers, host_bits and host_token_bytes
+# where the host's is packed, staging_tokens where attention reads it; kv_dtype where it is not the
+# model's; numbers derived from them
 Slots = Annotated[
     dict[str, Any],
     Integers(
         (
             *("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token"),
-            *("expected_tokens", "host_tokens", "disk_tokens", "host_bits", "host_token_bytes"),
-            "staging_tokens",
+            *("host_tokens", "disk_tokens", "host_bits", "host_token_bytes", "staging_tokens"),
         )
     ),
 ]
@@ -72,8 +71,9 @@ class Header:
 
     Attributes:
         task: its name.
-        kv: slots of the budget, of full retention (at most, and expected where the budget is a part
-            of that) and of the smallest workable budget; bytes of KV per token.
+        kv: slots of the budget, of full retention at most and of the smallest workable budget;
+            bytes of KV per token. Of a budget that is a part of full retention: the part, and the
+            slots of full retention (`Limited` has those of the budget).
     """
 
     name: ClassVar[str] = "header"
@@ -170,6 +170,21 @@ class Transition:
     leaves: tuple[int, ...]
     previous: tuple[int, ...]
     distance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """What a budget that is a part of full retention allows, as blocks begin to grow or have ended.
+
+    Attributes:
+        tokens: the most that could be held at any instant since the last such event, of all
+            searches that share the budget.
+        retained: the most that full retention of this search has held so far.
+    """
+
+    name: ClassVar[str] = "limit"
+    tokens: int
+    retained: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,6 +547,7 @@ Event = (
     | BranchesStopped
     | Selected
     | Transition
+    | Limited
     | Pressure
     | Allocated
     | Evicted
@@ -566,6 +582,7 @@ EVENTS: tuple[type[Event], ...] = (
     BranchesStopped,
     Selected,
     Transition,
+    Limited,
     Pressure,
     Allocated,
     Evicted,

@@ -21,6 +21,7 @@ from arbor.events import (
     Evicted,
     Forwarded,
     Header,
+    Limited,
     Merged,
     Opened,
     Pressure,
@@ -73,7 +74,10 @@ class Metrics:
         rounds: times the controller chose leaves.
         expansions: leaves grown.
         nodes: blocks opened, the root included.
-        budget_tokens: slots of the budget.
+        part: the part of full retention that the budget is; 0 where it is an amount.
+        budget_tokens: slots of the budget; of a part, the most it came to.
+        retained_tokens: the most that full retention of the search held, where the budget is a part
+            of it.
         full_tokens: slots of full retention for the whole search shape, from the plan.
         smallest_tokens: the smallest workable budget.
         bytes_per_token: bytes of one token's KV in all layers.
@@ -135,7 +139,9 @@ class Metrics:
     rounds: int = 0
     expansions: int = 0
     nodes: int = 0
+    part: float = field(default=0.0, metadata=ONLY_IF_SET)
     budget_tokens: int = 0
+    retained_tokens: int = field(default=0, metadata=ONLY_IF_SET)
     full_tokens: int = 0
     smallest_tokens: int = 0
     bytes_per_token: int = 0
@@ -194,6 +200,11 @@ class Metrics:
     def budget_share(self) -> float:
         """The peak as a part of the budget."""
         return self.peak_tokens / self.budget_tokens if self.budget_tokens else 0.0
+
+    @property
+    def retained_share(self) -> float:
+        """The peak as a part of what full retention held; 0 where that is not known."""
+        return self.peak_tokens / self.retained_tokens if self.retained_tokens else 0.0
 
     @property
     def budget_reached(self) -> bool:
@@ -311,6 +322,9 @@ class MetricsFold:
             case Header():
                 for name in ("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token"):
                     self._counts[name] = int(event.kv.get(name, 0))
+                self._counts["part"] = float(event.kv.get("part", 0.0))
+                if 0 < self._counts["part"] < 1:
+                    self._counts["budget_tokens"] = 0  # until it is known
             case Opened():
                 self._add(nodes=1)
                 if event.parent is None:
@@ -325,6 +339,8 @@ class MetricsFold:
                 self._add(rounds=1, expansions=len(event.leaves))
             case Transition():
                 self._add(transitions=1, transition_distance=event.distance)
+            case Limited():
+                self._most(budget_tokens=event.tokens, retained_tokens=event.retained)
             case Pressure():
                 self._add(pressure_events=1)
             case Allocated():

@@ -60,7 +60,6 @@ from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
 from arbor.run.scoring import Scoring
-from arbor.run.search_sizes import SearchSizes
 from arbor.run.searches import as_completed
 from arbor.run.settings import (
     check_calibration,
@@ -134,8 +133,8 @@ class Solver:
             (``{"name": "tot", "beam": 3}``), or a ready component.
         aggregate: what chooses the answer among the finished paths, likewise: ``best`` (the best
             path's), ``argmax``, ``majority`` or ``weighted``.
-        budget: the part of the expected peak of full retention that is kept, in (0, 1], or of the
-            worst case, ``0.25max``; or ``8192tok``, ``6GiB``; ``full``.
+        budget: the part kept of what full retention of the same search holds, in (0, 1], and one
+            expansion in any case; or ``8192tok``, ``6GiB``; ``full``. See docs/budget.md.
         policy: what blocks off the running paths keep on the device: likewise a name, a table or a
             ready policy; an allocator alone stands for `Policy(allocator)`. By default ``reentry``,
             and ``ends`` in lossy mode where nothing comes back.
@@ -341,7 +340,6 @@ class Solver:
             )
         self.msve = resolve_msve(msve, source)
         self.verifier = resolve_verifier(self.verifier, self.task, source)
-        self._sizes = SearchSizes(source.place, source.revision)
         self._engine: Engine | None = None
         self._loading = threading.Lock()
         # the search in progress, or several
@@ -893,7 +891,6 @@ class Solver:
             seed=self.seed,
             listeners=tuple(self.listeners),
             record_bytes=self.record_bytes,
-            sizes=self._sizes,
             verifier_models=self.verifier_models,
         )
 

@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace, name: str, phases: Phases) -> list[dict[st
             peak = plain.solve(problem).metrics.peak_tokens
             whole = blocks.take()
             for ratio, host in turned(list(seen), place):
-                least = plain.plan(problem).smallest_tokens
+                least = plain.plan(problem).enough_tokens
                 slots = max(least, math.floor(ratio * peak))
                 budget = f"{slots}tok" if ratio < 1 else "full"
                 blocks.take()

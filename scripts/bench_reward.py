@@ -31,6 +31,7 @@ from experiment_table import ExperimentTable, add_options
 from torch import Tensor
 
 from arbor import Solver
+from arbor.budget import Budget, Footprint
 from arbor.engine.engine import Engine
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
@@ -105,6 +106,7 @@ def mirrored(engine: Engine, levels: Levels, part: float) -> tuple[list[Scores],
     """
     full = PROMPT + STEP * sum(len(level) for level in levels.levels)
     slots = max(int(part * full), PROMPT + STEP * len(levels.levels))
+    plan = Budget("tokens", slots).plan(Footprint(PROMPT, STEP, len(levels.levels), full), 1)
     mirror = Mirror(
         engine,
         levels.prompt,
@@ -113,7 +115,7 @@ def mirrored(engine: Engine, levels: Levels, part: float) -> tuple[list[Scores],
         lambda scores: values_of(scores, 0),
         "last",
         context=1 << 20,
-        slots=slots,
+        plan=plan,
         pool=slots,
         verifier="prm",
         emit=lambda event: None,

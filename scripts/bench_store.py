@@ -88,7 +88,7 @@ def measure(name: str, search: str, store: str, n: int) -> dict[str, Any]:
         solver = stack.enter_context(Solver(**model(name), threads=1, fetch="always", **settings))
         for problem in problems_of(solver.task, "test", n):
             peak = solver.solve(problem, budget="full").metrics.peak_tokens
-            budget = f"{max(solver.plan(problem).smallest_tokens, peak // 4)}tok"
+            budget = f"{max(solver.plan(problem).enough_tokens, peak // 4)}tok"
             solver.solve(problem, budget=budget)  # warm
             clock.on = True
             began = time.thread_time()

@@ -353,7 +353,7 @@ def shares(args: argparse.Namespace) -> dict[str, Any]:
             runs = []
             for problem in problems_of(solver.task, "test", max(2, int(args.n / fewer))):
                 peak = solver.solve(problem).metrics.peak_tokens
-                slots = max(peak // 4, solver.plan(problem).smallest_tokens)
+                slots = max(peak // 4, solver.plan(problem).enough_tokens)
                 runs.append(solver.solve(problem, budget=f"{slots}tok").metrics)
         spent = np.array([(1e3 * m.policy_s, 1e3 * m.wall_s) for m in runs])  # ms
         rows.append(
@@ -646,7 +646,7 @@ def compared(
         run = bounded(solver, problem, slots)
         if run is None:
             smallest += 1
-            needed = solver.plan(problem).smallest_tokens
+            needed = solver.plan(problem).enough_tokens
             run = solver.solve(problem, budget=f"{needed}tok")
         if blocks.take() != tree:
             differ.append(problem.text)

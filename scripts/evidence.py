@@ -268,7 +268,7 @@ def compare(
     """
     plans = [next(iter(solvers.values())).plan(each.problem) for each in samples]
     longest = max(plan.prompt_tokens for plan in plans)
-    asked = [plan.smallest_tokens for plan in plans]
+    asked = [plan.enough_tokens for plan in plans]
     budget = max((longest + args.tokens) // 2, *asked)
     words = ["compare", dataset, "--task", common["task"], "--model", args.model]
     for name, (search, _) in CONTROLLERS.items():

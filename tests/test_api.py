@@ -197,7 +197,7 @@ def test_the_options_of_a_run_are_the_fields_of_its_request() -> None:
 
 
 def test_a_budget_for_one_run_is_in_its_config(solver: Solver) -> None:
-    smallest = solver.plan(PUZZLE).smallest_tokens
+    smallest = solver.plan(PUZZLE).enough_tokens
     full = solver.solve(PUZZLE)
 
     small = solver.solve(PUZZLE, budget=f"{smallest}tok")
@@ -387,10 +387,10 @@ def test_a_budget_that_changed_nothing_says_so(solver: Solver) -> None:
     plan = solver.plan(PUZZLE)
     full = solver.solve(PUZZLE, seed=SOLVED)
 
-    wide = solver.solve(PUZZLE, seed=SOLVED, budget=f"{plan.smallest_tokens}tok")
+    wide = solver.solve(PUZZLE, seed=SOLVED, budget=f"{plan.enough_tokens}tok")
 
     peak = full.metrics.peak_tokens
-    assert peak < plan.smallest_tokens < plan.full_tokens
+    assert peak < plan.enough_tokens < plan.full_tokens
     assert wide.metrics.peak_tokens == peak
     assert not full.budget_reached and not wide.budget_reached
 
@@ -438,7 +438,7 @@ def test_a_plan_needs_no_problem_and_no_weights() -> None:
     plan = solver.plan()
 
     assert plan == solver.plan(solver.task.example)
-    assert solver.plan(budget=0.5).budget_tokens == pytest.approx(plan.full_tokens / 2, abs=1)
+    assert solver.plan(budget=0.5).room_tokens == pytest.approx(plan.full_tokens / 2, abs=1)
     assert solver.plan(max_depth=1).full_tokens < plan.full_tokens
     assert solver.plan(step_tokens=1).full_tokens < plan.full_tokens
     assert solver.checkpoint._files is not None

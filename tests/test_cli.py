@@ -24,7 +24,13 @@ from arbor.budget import Budget, Footprint
 from arbor.cli.output import Output
 from arbor.cli.show import listed
 from arbor.cli.signals import Interrupted, StopSignals
-from arbor.cli.solve import budget_line, print_plan, unreached_line, votes_table
+from arbor.cli.solve import (
+    budget_line,
+    numbers_line,
+    print_plan,
+    unreached_line,
+    votes_table,
+)
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.metrics import Metrics
 from arbor.trace import Replay, TraceWriter, read_trace
@@ -57,8 +63,8 @@ def test_verbose_prints_the_numbers_on_stderr(command: Arbor) -> None:
     assert loading == "loading builtin:sapling · seed 0"
     assert ran.out == "(10 - 4) * 5 - 6\n"
     assert budget == (
-        "budget 0.5 keeps 250 of 500 tokens (250 KiB of 500 KiB; worst case, since no such search "
-        "was measured yet) · smallest workable 0.088"
+        "budget 0.5 keeps 50 % of what full retention holds at the time, and one expansion in any "
+        "case; full retention needs 500 tokens (500 KiB) at most"
     )
     assert numbers.startswith("solved in 0.")
     for part in (" blocks · ", " tok/s · peak KV ", " % of budget", "thoughts"):
@@ -142,40 +148,59 @@ def test_a_budget_that_was_never_reached_is_said(counts: dict[str, int], line: s
     assert unreached_line(Metrics(full_tokens=3533, **counts)) == line
 
 
-MEASURED = Footprint(11, 32, 3, 110, 2, beyond_prompt=677, searches=40)
+SHAPE = Footprint(11, 32, 3, 110, 2)
 
 
 @pytest.mark.parametrize(
     ("budget", "line"),
     [
-        ("0.25", "172 of 688 expected tokens (2.02 MiB of 8.06 MiB; 3,533 at most)"),
-        ("200tok", "200 of 688 expected tokens (2.34 MiB of 8.06 MiB; 3,533 at most)"),
-        ("0.25max", "883 of 3,533 tokens (10.3 MiB of 41.4 MiB; 688 expected)"),
-        ("full", "3,533 of 3,533 tokens (41.4 MiB of 41.4 MiB; 688 expected)"),
+        (
+            "0.25",
+            "keeps 25 % of what full retention holds at the time, and one expansion in any case; "
+            "full retention needs 3,533 tokens (41.4 MiB) at most",
+        ),
+        (
+            "200tok",
+            "keeps 200 tokens (2.34 MiB) at most; full retention needs 3,533 tokens (41.4 MiB) at "
+            "most",
+        ),
+        ("full", "keeps everything, 3,533 tokens (41.4 MiB) at most"),
     ],
 )
-def test_the_plan_line_has_the_expected_peak_and_the_worst_case(budget: str, line: str) -> None:
-    plan = Budget.parse(budget).plan(MEASURED, 12_288)
+def test_the_plan_line_says_what_is_kept_and_the_worst_case(budget: str, line: str) -> None:
+    plan = Budget.parse(budget).plan(SHAPE, 12_288)
 
-    assert budget_line(budget, plan) == f"budget {budget} keeps {line} · smallest workable 0.16"
+    assert budget_line(budget, plan) == f"budget {budget} {line}"
 
 
-def test_a_dry_run_shows_the_expected_peak_and_the_worst_case(
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        (
+            {"peak_tokens": 175, "retained_tokens": 703},
+            "held 175 of the 703 tokens that full retention holds (25 %, 0 B)",
+        ),
+        (
+            {"peak_tokens": 235, "retained_tokens": 287, "peak_unshared_tokens": 780},
+            "held 235 of the 287 tokens that full retention holds (82 %, 0 B; one expansion is that "
+            "much; 780 without prefix sharing)",
+        ),
+    ],
+)
+def test_the_summary_gives_the_ratio_that_was_reached(counts: dict[str, int], line: str) -> None:
+    assert line in numbers_line("solved", Metrics(part=0.25, **counts))
+
+
+def test_a_dry_run_shows_what_is_kept_and_the_worst_case(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_plan(Output(), Budget.parse("0.25").plan(MEASURED, 12_288))
-    print_plan(Output(), Budget.parse("0.5 of prompt+400").plan(MEASURED, 12_288))
+    print_plan(Output(), Budget.parse("0.25").plan(SHAPE, 12_288))
 
     assert capsys.readouterr().out.splitlines() == [
-        "budget                   172 tokens  2.02 MiB  0.25 of the expected peak",
-        "expected peak            688 tokens  8.06 MiB  full retention, mean of 40 measured searches",
+        "budget                  0.25 of what full retention holds at the time, at least one expansion",
         "worst case             3,533 tokens  41.4 MiB  full retention, at most",
-        "smallest workable        109 tokens  1.28 MiB  --budget 0.16 or 109tok",
-        "shape             11 prompt + 110 blocks of 32 + 2 question, 3 deep",
-        "budget                   205 tokens   2.4 MiB  0.499 of the expected peak",
-        "expected peak            411 tokens  4.82 MiB  full retention, given",
-        "worst case             3,533 tokens  41.4 MiB  full retention, at most",
-        "smallest workable        109 tokens  1.28 MiB  --budget 0.27 or 109tok",
+        "smallest workable         45 tokens   540 KiB  prompt, one thought and a question, as an amount",
+        "enough                   109 tokens  1.28 MiB  for any tree, as an amount",
         "shape             11 prompt + 110 blocks of 32 + 2 question, 3 deep",
     ]
 
@@ -187,8 +212,8 @@ def test_a_dry_run_shows_the_plan_only(command: Arbor) -> None:
     assert ran.out.splitlines() == [
         "budget                   100 tokens   100 KiB  0.2 of the worst case",
         "worst case               500 tokens   500 KiB  full retention, at most",
-        "smallest workable         44 tokens    44 KiB  --budget 0.088 or 44tok",
-        "expected peak     not measured yet: a ratio is a part of the worst case",
+        "smallest workable         28 tokens    28 KiB  prompt, one thought and a question, as an amount",
+        "enough                    44 tokens    44 KiB  for any tree, as an amount",
         "shape             20 prompt + 60 blocks of 8 + 0 question, 3 deep",
     ]
     as_json = command("solve", "4 5 6 10", "--dry-run", "--json").document
@@ -344,7 +369,7 @@ def test_words_for_the_built_in_model_are_warned_of(command: Arbor) -> None:
         (["solve", ""], 4, "problem-empty", "Try: 4 5 6 10"),
         (["solve", "4 5"], 4, "problem-invalid", "four are needed"),
         (["solve", "4 5 6 10", "--budget", "25"], 2, "budget-range", "Did you mean 0.25"),
-        (["solve", "4 5 6 10", "--budget", "1tok"], 6, "budget-infeasible", "44tok"),
+        (["solve", "4 5 6 10", "--budget", "1tok"], 6, "budget-infeasible", "28tok"),
         (["solve", "4 5 6 10", "--task", "game42"], 2, "unknown-task", "Did you mean 'game24'"),
         (["solve", "4 5 6 10", "--controller", "tott"], 2, "unknown-controller", "'tot'"),
         (["solve", "4 5 6 10", "--verifier", "sef"], 2, "unknown-verifier", "'self'"),
@@ -577,7 +602,7 @@ def test_an_ascii_terminal_is_written_to_in_ascii() -> None:
         out, err = process.communicate(timeout=60)
 
     assert process.returncode == 0
-    assert b" | smallest workable" in err
+    assert b" | seed 0" in err
     err.decode("ascii")
     out.decode("ascii")
 

@@ -362,9 +362,6 @@ def test_a_comparison_that_is_ended_goes_on_where_it_stopped(
 @pytest.mark.parametrize(
     ("more", "code", "words"),
     [
-        (("--budget", "0.5"), "usage", "--tokens, which is not given"),
-        (("--budget", "0.5max"), "usage", "differs from arm to arm"),
-        (("--budget", "0.5 of prompt+9", "--tokens", "9"), "usage", "differs from arm to arm"),
         (("--budget", "300tok", "--concurrency", "2"), "usage", "would share it"),
         (("--budget", "20tok"), "budget-infeasible", "the arm 'dpts' needs"),
         (("--csv", "nowhere/t.csv"), "output-nowhere", "--csv"),
@@ -388,13 +385,10 @@ def test_one_arm_is_no_comparison(command: Arbor) -> None:
     assert ran.code == 2 and "a comparison needs 2 arms, not 1" in ran.err
 
 
-def test_a_ratio_is_of_the_prompt_and_the_tokens(command: Arbor) -> None:
+def test_a_ratio_is_of_each_searchs_own_full_retention(command: Arbor) -> None:
     ran = run(command, "--budget", "0.5", "--tokens", "200", "--tokens", "400")
 
-    prompt = fake_solver.PROMPT
-    assert ran.document["budgets"] == [
-        *([200, f"{(prompt + 200) // 2}tok"], [400, f"{(prompt + 400) // 2}tok"])
-    ]
+    assert ran.document["budgets"] == [[200, "0.5"], [400, "0.5"]]
 
 
 def test_another_folder_is_left_alone(command: Arbor) -> None:

@@ -65,7 +65,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> Attempts:
                 return type("Info", (), {"parameters": 10**9})
 
             def plan(self, problem: str) -> Any:
-                return type("Plan", (), {"smallest_tokens": 100})
+                return type("Plan", (), {"enough_tokens": 100})
 
             def solve(self, problem: str, *, seed: int, trace: Path) -> Found:
                 assert self.settings["budget"] == "100tok"

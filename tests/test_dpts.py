@@ -618,7 +618,7 @@ def test_the_tree_is_the_same_at_any_budget(
     shapes, recomputed = [], 0
     with solver_of(checkpoint, verifier=verifier, policy=policy, **task) as solver:
         plan = solver.plan(problem, budget="full")
-        for budget in ("full", 0.6, f"{plan.smallest_tokens}tok"):
+        for budget in ("full", 0.6, f"{plan.enough_tokens}tok"):
             path = tmp_path / f"{budget}.arbor.jsonl"
             solution = solver.solve(problem, budget=budget, trace=path)
             recomputed += solution.metrics.tokens_recomputed
@@ -710,7 +710,7 @@ def test_every_mode_runs_it_in_the_smallest_budget(
     solver = solver_of(checkpoint, verifier="self", step_tokens=8, max_expansions=6, **settings)
     plan = solver.plan(PROBLEMS[1], budget="full")
 
-    solver.solve(PROBLEMS[1], budget=f"{plan.smallest_tokens}tok", trace=path)
+    solver.solve(PROBLEMS[1], budget=f"{plan.enough_tokens}tok", trace=path)
 
     assert Replay.of(read_trace(path)).problems == []
     solver.engine.memory.check()

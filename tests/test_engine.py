@@ -31,6 +31,7 @@ from support.trees import (
 )
 from torch import Tensor
 
+from arbor.engine.operation import GivenBlock
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, UsageError
@@ -187,7 +188,7 @@ def test_running_a_last_token_again_leaves_its_kv_alone(
 @pytest.mark.parametrize(
     "act",
     [
-        lambda lab, node: lab.sprout([(node, 2)], length=14),
+        lambda lab, node: lab.begin_given([GivenBlock(node, [2] * 14, growth(20), whole=True)]),
         lambda lab, node: lab.ask([lab.tree.root, node], [[1], [2] * 14]),
     ],
     ids=["grow", "ask"],
@@ -218,14 +219,18 @@ def test_a_prompt_that_cannot_fit_is_refused(lab: Lab) -> None:
     assert lab.memory.used == 0
 
 
-def test_open_blocks_that_cannot_fit_are_refused(lab: Lab) -> None:
+def test_a_block_that_outgrows_the_budget_ends_with_the_size_it_needs(lab: Lab) -> None:
     tree = lab.plant(len(PROMPT) + 4)
     child = tree.fork(tree.root)
 
-    with pytest.raises(BudgetInfeasible):
+    with pytest.raises(BudgetInfeasible) as caught:
         lab.decode([child], growth(5))
 
-    assert child.tokens == []
+    assert (caught.value.needed, caught.value.budget) == (len(PROMPT) + 5, len(PROMPT) + 4)
+    assert child.state is NodeState.PRUNED and len(child.tokens) >= 4
+    lab.memory.check()
+    (other,) = lab.sprout([(tree.root, 1)], length=3)
+    assert other.state is NodeState.CLOSED
 
 
 def test_the_budget_the_error_names_works(lab: Lab) -> None:

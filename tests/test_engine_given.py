@@ -233,8 +233,8 @@ def test_given_tokens_that_cannot_fit_are_refused() -> None:
         lab.begin_given([GivenBlock(tree.root, FIRST, growth(), whole=True)])
     assert caught.value.needed == len(PROMPT) + len(FIRST)
     with pytest.raises(BudgetInfeasible) as caught:
-        lab.begin_given([GivenBlock(tree.root, (5,), growth())])
-    assert caught.value.needed == len(PROMPT) + MOST
+        lab.begin_given([GivenBlock(tree.root, FIRST, growth())])
+    assert caught.value.needed == len(PROMPT) + len(FIRST) + 1
 
     assert len(tree) == blocks == len(leaves_of(tree))
 

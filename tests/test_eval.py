@@ -323,23 +323,26 @@ def test_the_settings_of_a_run_repeat_it(
         assert solver.sampling.temperature == 0.5
 
 
-def test_a_resumed_run_gives_its_ratio_the_same_meaning(
+def test_a_ratio_means_the_same_in_the_first_run_and_the_second(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     real = in_process(capsys)
     search = ("eval", "game24", "--set", "beam=4", "--set", "width=6", "--output", "out", "--json")
 
-    first = real(*search, "--limit", "1", "--budget", "0.5")  # the first of its kind
-    second = real(*search, "--limit", "2", "--budget", "0.5")  # such a search is measured by now
-    resumed = tomllib.loads(Path("out/run.toml").read_text())["budget"]
+    first = real(*search, "--limit", "1", "--budget", "0.25")
+    second = real(*search, "--limit", "2", "--budget", "0.25")
     other = real(*search, "--limit", "2", "--budget", "0.6")
-    fresh = real(*search, "--limit", "1", "--budget", "0.5", "--fresh")
+    rows = [json.loads(line) for line in Path("out/samples.jsonl").read_text().splitlines()]
+    again = real(*search, "--limit", "2", "--budget", "0.25", "--fresh")
+    anew = [json.loads(line) for line in Path("out/samples.jsonl").read_text().splitlines()]
 
-    assert (first.code, second.code, fresh.code) == (0, 0, 0), second.err
-    assert (resumed, second.document["n"]) == ("0.5max", 2)
+    assert (first.code, second.code, again.code) == (0, 0, 0), second.err
+    assert tomllib.loads(Path("out/run.toml").read_text())["budget"] == "0.25"
     assert (other.code, other.document["error"]["code"]) == (2, "run-differs")
-    assert tomllib.loads(Path("out/run.toml").read_text())["budget"].startswith("0.5 of prompt+")
+    assert [row["metrics"]["peak_tokens"] for row in rows] == [
+        row["metrics"]["peak_tokens"] for row in anew
+    ]
 
 
 def test_a_folder_with_something_else_is_left_alone(command: Arbor) -> None:

@@ -31,7 +31,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 def search() -> None:
     with Solver(device="cpu", controller="tot", budget="full", max_expansions=8) as solver:
-        budget = f"{solver.plan('4 5 6 10').smallest_tokens}tok"
+        budget = f"{solver.plan('4 5 6 10').enough_tokens}tok"
         solver.solve("4 5 6 10", budget=budget)
 
 

@@ -60,7 +60,7 @@ def test_the_command_and_the_solver_have_the_same_defaults(given: tuple[str, ...
 def test_a_lossy_budget_may_be_smaller_than_a_path_and_says_when_it_is_too_small() -> None:
     whole = Footprint(200, 16, 6, 100, 4)
     lossy = Footprint(200, 16, 6, 100, 4, protected_tokens=12)
-    assert (whole.smallest_tokens, lossy.smallest_tokens) == (300, 20)
+    assert (whole.enough_tokens, lossy.enough_tokens) == (300, 20)
     Budget.parse("20tok").plan(lossy, 64)
     with pytest.raises(BudgetInfeasible, match="12 protected") as caught:
         Budget.parse("19tok").plan(lossy, 64)
@@ -69,7 +69,7 @@ def test_a_lossy_budget_may_be_smaller_than_a_path_and_says_when_it_is_too_small
 
 def test_the_smallest_lossy_budget_runs() -> None:
     with Solver(mode="lossy", policy="streaming", verifier="exact") as solver:
-        smallest = solver.plan("4 5 6 10").smallest_tokens
+        smallest = solver.plan("4 5 6 10").enough_tokens
         metrics = solver.solve("4 5 6 10", budget=f"{smallest}tok").metrics
     assert 0 < metrics.peak_tokens <= smallest
     assert metrics.tokens_recomputed == 0

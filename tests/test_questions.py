@@ -53,7 +53,7 @@ LONGEST = len(PLAIN.tokenizer.encode(" 4" * EACH * 3 + "Reachable?", add_special
 def test_a_declared_bound_keeps_every_budget_that_the_plan_accepts(name: str) -> None:
     with Solver(task=Growing(max_question_tokens=LONGEST), **SEARCHES[name]) as solver:
         plan = solver.plan(PUZZLE)
-        slots = plan.full_tokens if name == "full" else plan.smallest_tokens
+        slots = plan.full_tokens if name == "full" else plan.enough_tokens
         solution = solver.solve(PUZZLE, budget=f"{slots}tok")
         with pytest.raises(BudgetInfeasible) as caught:
             solver.plan(PUZZLE, budget=f"{plan.smallest_tokens - 1}tok")
@@ -70,7 +70,7 @@ def test_a_question_longer_than_planned_names_its_task_and_what_works(
     """Each time the number named is declared, the search gets further, and in the end it is
     done."""
     task, path = Growing(), tmp_path / "run.arbor.jsonl"
-    budget, named = f"{Solver(task=task, **SEARCHES[name]).plan(PUZZLE).smallest_tokens}tok", []
+    budget, named = f"{Solver(task=task, **SEARCHES[name]).plan(PUZZLE).enough_tokens}tok", []
     while True:
         with Solver(task=task, budget=budget, debug=True, **SEARCHES[name]) as solver:
             try:
@@ -147,5 +147,5 @@ def test_the_budget_named_has_room_for_everything_if_the_policy_gives_up_too_lit
     with pytest.raises(BudgetInfeasible, match="by the task 'growing', planned for 2") as caught:
         asker.ask([root], [[0] * 28])
 
-    assert (plan.smallest_tokens, plan.full_tokens) == (52, 482)
+    assert (plan.enough_tokens, plan.full_tokens) == (52, 482)
     assert caught.value.needed == needed

@@ -141,7 +141,7 @@ class Opened:
 def small(verifier: RewardModel) -> str:
     """The smallest budget that works."""
     engine = RewardEngine(verifier, Placement(device="cpu"))
-    return f"{engine.plan(shape()).smallest_tokens}tok"
+    return f"{engine.plan(shape()).enough_tokens}tok"
 
 
 # Agreement
@@ -171,7 +171,7 @@ def test_scores_are_those_of_transformers_for_each_path_from_nothing(
     for level, own in zip(again, wanted, strict=True):
         assert level == pytest.approx(own, abs=TOLERANCE)
     assert least.mirror.cost.recomputed > 0, "the smallest budget evicted nothing"
-    assert least.mirror.cost.peak <= least.plan.smallest_tokens < full.mirror.cost.peak
+    assert least.mirror.cost.peak <= least.plan.enough_tokens < full.mirror.cost.peak
 
 
 @pytest.mark.parametrize("steps", every(3, ["last", "min", "mean", "product"]))

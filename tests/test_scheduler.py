@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from support.models import Words, build, path_logits
 from support.trees import LENGTH, PROMPT, SAMPLED, Lab, path_ids, relative_error
 
+from arbor.engine.account import Account
 from arbor.engine.decode_batch import DecodeBatch
 from arbor.engine.decoding import Decoding
+from arbor.engine.lengths import Lengths
 from arbor.engine.open_tree import OpenTree, RunHooks
 from arbor.engine.operation import Growing, Operation
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import (
     MARGIN,
     Joined,
-    Lengths,
     Row,
     Scheduler,
     WaveScheduler,
@@ -41,6 +42,11 @@ from arbor.memory.slots import NO_OWNER
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
+
+
+def of_all(memory: KVMemory) -> Scheduler:
+    """A scheduler of searches that share the slots of a pool, and siblings theirs."""
+    return Scheduler(Account(memory, memory.slots), overlap=Overlap(memory.forest))
 
 
 def operation(tree: ThoughtTree, slots: int, expected: int = 0) -> Growing:
@@ -64,7 +70,8 @@ def row(work: Operation, leaf: Node, length: int = 0, longest: int = 30) -> Row:
 def queue_of(rows: list[Row], *, lossy: bool = False) -> Scheduler:
     """A scheduler in which all of these wait."""
     (work,) = {each.operation for each in rows}
-    queue = (WaveScheduler if lossy else Scheduler)(work.opened._memory)
+    memory = work.opened._memory
+    queue = (WaveScheduler if lossy else Scheduler)(Account(memory, memory.slots))
     work.waiting.extend(rows)
     queue.operations.append(work)
     return queue
@@ -167,7 +174,8 @@ def test_what_prompts_share_counts_once_while_several_of_them_are_in_use(shares:
     trees = [ThoughtTree([*common, *end]) for end in ((60, 61), (70, 71, 72))]
     slots = LEAST_COMMON + 2 + 3 + 3 * 6
     memory = KVMemory((LayerKV(1, 1, 1),), slots, torch.float32, torch.device("cpu"))
-    queue = Scheduler(memory, overlap=Overlap(memory.forest) if shares else None)
+    overlap = Overlap(memory.forest) if shares else None
+    queue = Scheduler(Account(memory, memory.slots), overlap=overlap)
     rows: list[list[Row]] = []
     for tree, count in zip(trees, (1, 3), strict=True):
         memory.adopt(tree)
@@ -264,8 +272,7 @@ class Plain(Scheduler):
     """Looks at all that runs whenever it is asked."""
 
     def _forest(self) -> Forest:
-        assert isinstance(self.account, KVMemory)
-        return self.account.forest
+        return self.account._memory.forest
 
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         assert isinstance(work, Row)
@@ -280,8 +287,8 @@ def test_work_joins_as_if_all_that_runs_were_looked_at_each_time(
     plan: Plan, moves: list[tuple[bool, int]]
 ) -> None:
     queues = [
-        laid_out(plan, Plain),
-        laid_out(plan, lambda memory: Scheduler(memory, overlap=Overlap(memory.forest))),
+        laid_out(plan, lambda memory: Plain(Account(memory, memory.slots))),
+        laid_out(plan, of_all),
     ]
     for ends, at in [*moves, *[(True, 0)] * len(plan.rows)]:
         names = []
@@ -314,7 +321,7 @@ def test_siblings_join_and_leave_without_a_look_at_all_pairs_each_time(
             tree.append(child, token)
         memory.forest.close(child)
         work.waiting.append(row(work, child))
-    queue = Scheduler(memory, overlap=Overlap(memory.forest))
+    queue = of_all(memory)
     queue.operations.append(work)
     calls = []
     right = Forest.common

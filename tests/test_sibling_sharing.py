@@ -12,7 +12,8 @@ from support.trees import PROMPT, QUESTIONS, SAMPLED, Lab, planted_again, relati
 from torch import Tensor
 
 from arbor import Solver
-from arbor.engine.scheduler import MARGIN, Lengths, Row
+from arbor.engine.lengths import Lengths
+from arbor.engine.scheduler import MARGIN, Row
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.errors import UsageError

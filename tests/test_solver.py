@@ -51,7 +51,7 @@ from arbor.retention.allocators.belady import Belady
 from arbor.retention.base import Blocks, Ints, Scorer
 from arbor.retention.policy import Policy
 from arbor.tasks.game24 import Game24
-from arbor.trace import TraceWriter, read_trace
+from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.verifiers.base import Verdict
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -112,6 +112,11 @@ def search(model: Any, **settings: Any) -> tuple[Solution, list[Event]]:
         return solver.solve(PUZZLE), events
 
 
+def enough() -> int:
+    """An amount that is enough for any tree of `search`."""
+    return Solver(controller=SMALL, verifier="self").plan(PUZZLE).enough_tokens
+
+
 # The main job
 
 
@@ -143,7 +148,7 @@ def test_the_same_seed_gives_the_same_tree_and_another_seed_another() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_feasible_budget_gives_the_same_tree(deterministic: bool) -> None:
     full, events = search("builtin:sapling", deterministic=deterministic)
-    smallest = full.metrics.smallest_tokens
+    smallest = enough()
 
     for tokens in (smallest, smallest + 16):
         squeezed, seen = search(
@@ -162,7 +167,7 @@ def test_every_feasible_budget_gives_the_same_tree(deterministic: bool) -> None:
 def test_deterministic_values_are_the_same_bits_at_every_budget(dtype: str) -> None:
     settings = {"deterministic": True, "dtype": dtype}
     full, _ = search("builtin:sapling", **settings)
-    smallest = full.metrics.smallest_tokens
+    smallest = enough()
 
     squeezed, _ = search("builtin:sapling", budget=f"{smallest}tok", **settings)
 
@@ -492,16 +497,30 @@ def test_an_unsupported_architecture_is_refused_before_its_weights(tmp_path: Pat
 # Budgets and problems
 
 
-def test_an_infeasible_budget_names_the_smallest_that_works() -> None:
+def test_an_infeasible_budget_names_the_smallest_that_is_planned() -> None:
     with pytest.raises(BudgetInfeasible) as error:
         Solver(budget="20tok").solve(PUZZLE)
     smallest = error.value.needed
     with pytest.raises(BudgetInfeasible):
         Solver(budget=f"{smallest - 1}tok").plan(PUZZLE)
 
-    solution = Solver(controller=SMALL, budget=f"{smallest}tok").solve(PUZZLE)
+    assert Solver(budget=f"{smallest}tok").plan(PUZZLE).budget_tokens == smallest
 
-    assert solution.metrics.peak_tokens <= smallest
+
+def test_a_path_that_outgrows_an_amount_ends_the_search_with_its_tree_and_what_it_needs(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    with Solver(controller="chain", verifier="exact", step_tokens=16, budget="30tok") as solver:
+        with pytest.raises(BudgetInfeasible) as error:
+            solver.solve(PUZZLE, trace=path)
+
+        assert error.value.budget == 30 < error.value.needed
+        replay = Replay.of(read_trace(path))
+        assert replay.problems == [] and replay.ended is not None
+        assert replay.ended.status == "error" and len(replay.blocks) > 1
+        again = solver.solve(PUZZLE, budget=0.1)
+    assert again.text
 
 
 def test_an_overlong_problem_is_refused(small: Path) -> None:
@@ -576,7 +595,8 @@ def test_a_policy_that_evicts_nothing_needs_full_retention(budget: float | str) 
 
     plan = solver.plan(PUZZLE, budget="full")
     assert error.value.needed == plan.smallest_tokens == plan.full_tokens == plan.budget_tokens
-    assert solver.plan(PUZZLE, budget=f"{plan.full_tokens}tok") == plan
+    amount = solver.plan(PUZZLE, budget=f"{plan.full_tokens}tok")
+    assert amount.budget_tokens == plan.budget_tokens and amount.part is None
     assert solver.checkpoint._weights is None
 
 

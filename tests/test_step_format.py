@@ -126,12 +126,6 @@ def test_the_configuration_repeats_it() -> None:
         assert "step_format" not in plain.config
 
 
-def test_measured_sizes_are_those_of_searches_without_a_format() -> None:
-    with Solver() as usual, Solver(step_format=f"regex:{STEP}") as strict:
-        assert usual.plan("4 5 6 10").expected_tokens
-        assert strict.plan("4 5 6 10").expected_tokens is None
-
-
 def test_a_task_may_bring_its_format() -> None:
     from arbor.tasks.game24 import Game24
 

@@ -784,7 +784,7 @@ def test_a_path_that_did_not_fit_is_searched_with_a_buffer() -> None:
         Solver(budget="24tok", host="9999tok").plan(PUZZLE)
     plan = Solver(budget="24tok", **THROUGH).plan(PUZZLE)
     assert plan.staging_tokens == 12
-    assert plan.smallest_tokens <= 24 < plan.prompt_tokens + plan.step_tokens
+    assert plan.enough_tokens <= 24 < plan.prompt_tokens + plan.step_tokens
     with pytest.raises(BudgetInfeasible, match=r"12 staging \+ the newest tokens"):
         Solver(budget="14tok", **THROUGH).plan(PUZZLE)
 

@@ -101,7 +101,7 @@ def test_replaying_the_trace_gives_the_engines_counters_after_every_event(
 ) -> None:
     solver.controller = CONTROLLERS[controller]
     plan = solver.plan("4 5 6 10", budget="full")
-    tokens = plan.smallest_tokens + int(share * (plan.full_tokens - plan.smallest_tokens))
+    tokens = plan.enough_tokens + int(share * (plan.full_tokens - plan.enough_tokens))
     path = tmp_path_factory.mktemp("runs") / ("run.jsonl" if words else "run.jsonl.gz")
     watch = Watch(solver)
     solver.listeners = (watch,)
@@ -131,7 +131,7 @@ def test_a_finer_level_shows_the_same_run_step_by_step_and_token_by_token(
     solver: Solver, tmp_path: Path
 ) -> None:
     solver.controller, solver.listeners = CONTROLLERS["dfs"], ()
-    budget = f"{solver.plan('4 5 6 10', budget='full').smallest_tokens}tok"
+    budget = f"{solver.plan('4 5 6 10', budget='full').enough_tokens}tok"
     runs = {}
     for level in get_args(Detail):
         path = tmp_path / f"{level}.arbor.jsonl"

@@ -171,7 +171,7 @@ def test_models_whose_digits_are_tokens_of_their_own_vote(
         "tokenizer": tokenizer,
     }
     with Solver(sized("llama", tokenizer), **settings) as solver:
-        smallest = solver.plan("1+1?").smallest_tokens
+        smallest = solver.plan("1+1?").enough_tokens
         metrics = solver.solve("1+1?", budget=f"{smallest}tok").metrics
 
     assert metrics.asked > 0
@@ -226,7 +226,7 @@ def test_a_search_by_votes_is_the_same_in_the_smallest_budget() -> None:
         "max_depth": 2,
     }
     with Solver(**settings) as solver:
-        smallest = solver.plan("4 5 6 10").smallest_tokens
+        smallest = solver.plan("4 5 6 10").enough_tokens
         whole = solver.solve("4 5 6 10")
         small = solver.solve("4 5 6 10", budget=f"{smallest}tok")
 

@@ -205,9 +205,6 @@ class SearchShape:
         boundary: the longest step, in tokens of the search's model, and the most steps of a path.
         blocks: most blocks of the search.
         prompt_tokens: length of the prompt in tokens of the search's model.
-        beyond_prompt: tokens that full retention of such a search is expected to hold at its peak,
-            the prompt excluded; None: not measured.
-        searches: number of measured searches behind it.
     """
 
     task: Task
@@ -215,8 +212,6 @@ class SearchShape:
     boundary: BlockLimits
     blocks: int
     prompt_tokens: int
-    beyond_prompt: int | None = None
-    searches: int = 0
 
 
 @runtime_checkable

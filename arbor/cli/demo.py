@@ -130,8 +130,8 @@ def search(output: Output, folder: Path, seed: int) -> Solution:
     began = time.monotonic()
     controller = ToT(beam=4, width=6)
     with Solver(controller=controller) as planner:
-        # the smallest budget that works: KV is evicted and recomputed
-        budget = f"{planner.plan(PROBLEM).smallest_tokens}tok"
+        # the longest path just fits: KV is evicted and recomputed
+        budget = f"{planner.plan(PROBLEM).enough_tokens}tok"
     best: Solution | None = None
     with Solver(controller=controller, budget=budget) as solver:
         for attempt in range(seed, seed + ATTEMPTS):

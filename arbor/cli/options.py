@@ -221,7 +221,7 @@ budget_option = option(
     metavar="X",
     heading="KV budget",
     common=True,
-    help="KV to keep: a part of the expected peak (0.25) or worst case (0.25max), or a size: 8192tok, 6GiB.",
+    help="KV to keep: a part of what full retention holds (0.25), or a size: 8192tok, 6GiB.",
 )
 
 policy_option = option(

@@ -132,7 +132,8 @@ def _rows(
     slots_at_most = max(worst_case, peak)
     bytes_per_token = int(record.header.kv.get("bytes_per_token", 1))
     for budget in budgets:
-        slots = budget.tokens(slots_at_most, bytes_per_token, peak)
+        whole = peak if budget.unit == "ratio" else slots_at_most
+        slots = budget.tokens(whole, bytes_per_token)
         for policy in policies:
             row: dict[str, Any] = {"policy": policy, "budget": str(budget), "budget_tokens": slots}
             needed, cost = replay_smallest(

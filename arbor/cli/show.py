@@ -95,31 +95,24 @@ def info(output: Output, /, **values: Any) -> int:
     if plan is not None:
         shape = f"{plan.prompt_tokens:,} prompt + {plan.blocks:,} blocks of {plan.step_tokens:,}"
         output.print(f"{'search':<20}{options.task}, {options.controller}: {shape}")
-        peak = (
-            "not measured yet: a ratio is a part of the worst case"
-            if plan.expected_tokens is None
-            else f"{plan.expected_tokens:,} tokens at full retention; {plan.full_tokens:,} at most"
-        )
-        output.print(f"{'expected peak':<20}{peak}")
         output.print("")
         output.table(_budget_table(rows, plan))
     return 0 if model.supported else ModelError.exit_code
 
 
 def _budgets(plan: Plan, asked: str) -> list[dict[str, Any]]:
-    """Tokens and bytes of each budget, and whether one path fits."""
-    forms = dict.fromkeys([*RATIOS, str(Budget.parse(asked)), f"{plan.smallest_ratio:g}"])
+    """Tokens and bytes of each budget, of the worst case where it is a ratio; and whether it
+    works."""
     rows = []
-    for form in forms:
-        tokens = Budget.parse(form).tokens(
-            plan.full_tokens, plan.bytes_per_token, plan.expected_tokens
-        )
+    for form in dict.fromkeys([*RATIOS, str(Budget.parse(asked))]):
+        budget = Budget.parse(form)
+        tokens = budget.tokens(plan.full_tokens, plan.bytes_per_token)
         rows.append(
             {
                 "budget": form,
                 "tokens": tokens,
                 "bytes": tokens * plan.bytes_per_token,
-                "workable": tokens >= plan.smallest_tokens,
+                "workable": budget.unit == "ratio" or tokens >= plan.smallest_tokens,
             }
         )
     return sorted(rows, key=lambda row: -row["tokens"])
@@ -129,10 +122,10 @@ def _budget_table(rows: list[dict[str, Any]], plan: Plan) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("--budget", "tokens", "KV", "workable"):
+    for name in ("--budget", "tokens at most", "KV", "workable"):
         table.add_column(name, justify="left" if name == "workable" else "right")
     for row in rows:
-        least = f"no, one path needs {plan.smallest_tokens:,}"
+        least = f"no, the first thought needs {plan.smallest_tokens:,}"
         table.add_row(
             row["budget"],
             f"{row['tokens']:,}",

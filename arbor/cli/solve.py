@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from arbor.budget import Budget, Plan
+from arbor.budget import Plan
 from arbor.cli.build import build_solver, warn_of_guesses
 from arbor.cli.command import Command, option, option_group
 from arbor.cli.configure import CONFIG_PATH
@@ -321,20 +321,18 @@ def write_events_page(
 
 def budget_line(budget: str, plan: Plan) -> str:
     """The budget in tokens and bytes, printed before the search."""
-    expected, of_expected = plan.expected_tokens, ""
-    whole, whole_bytes, note = plan.full_tokens, plan.full_bytes, ""
-    if expected is not None and plan.budget_tokens < expected:
-        whole, whole_bytes, of_expected = expected, expected * plan.bytes_per_token, " expected"
-        note = f"; {plan.full_tokens:,} at most"
-    elif expected is not None:
-        note = f"; {expected:,} expected"
-    elif Budget.parse(budget).open:
-        note = "; worst case, since no such search was measured yet"
-    size = f"{human_bytes(plan.budget_bytes)} of {human_bytes(whole_bytes)}"
-    return (
-        f"budget {budget} keeps {plan.budget_tokens:,} of {whole:,}{of_expected} tokens ({size}{note})"
-        f" · smallest workable {plan.smallest_ratio:g}{_below(plan)}{_stored(plan)}"
-    )
+    whole = f"{plan.full_tokens:,} tokens ({human_bytes(plan.full_bytes)})"
+    if plan.part is None:
+        tokens = f"{plan.budget_tokens:,} tokens ({human_bytes(plan.budget_bytes)})"
+        kept = f"keeps {tokens} at most; full retention needs {whole} at most"
+    elif plan.part < 1:
+        kept = (
+            f"keeps {100 * plan.part:.3g} % of what full retention holds at the time, and one "
+            f"expansion in any case; full retention needs {whole} at most"
+        )
+    else:
+        kept = f"keeps everything, {whole} at most"
+    return f"budget {budget} {kept}{_below(plan)}{_stored(plan)}"
 
 
 def _stored(plan: Plan) -> str:
@@ -374,14 +372,11 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
         "timeout": "time up after",
         "interrupted": "interrupted after",
     }
-    unshared = metrics.peak_unshared_tokens  # every leaf with its own path
     parts = [
         f"{ended.get(reason, reason)} {metrics.wall_s:.1f} s",
         f"{metrics.blocks:,} blocks",
         f"{metrics.tok_per_s:.0f} tok/s",
-        f"peak KV {metrics.peak_tokens:,} tokens, {human_bytes(metrics.peak_bytes)} "
-        f"({100 * metrics.budget_share:.0f} % of budget"
-        f"{f'; {unshared:,} without prefix sharing' if unshared > metrics.peak_tokens else ''})",
+        _peak(metrics),
     ]
     if metrics.tokens_loaded:
         parts.append(
@@ -419,11 +414,30 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
     return " · ".join(parts)
 
 
+def _peak(metrics: Metrics) -> str:
+    """The most KV that was held, of what the budget and full retention hold."""
+    peak, size = metrics.peak_tokens, human_bytes(metrics.peak_bytes)
+    if metrics.retained_tokens:
+        share = metrics.retained_share
+        line = (
+            f"held {peak:,} of the {metrics.retained_tokens:,} tokens that full retention holds "
+            f"({100 * share:.0f} %, {size}"
+        )
+        if share > metrics.part + 0.005:
+            line += "; one expansion is that much"
+    else:
+        line = f"peak KV {peak:,} tokens, {size} ({100 * metrics.budget_share:.0f} % of budget"
+    unshared = metrics.peak_unshared_tokens  # every leaf with its own path
+    return f"{line}{f'; {unshared:,} without prefix sharing' if unshared > peak else ''})"
+
+
 def unreached_line(metrics: Metrics) -> str:
     """That a budget below full retention changed nothing, and which one would; else empty."""
     if metrics.budget_reached or metrics.budget_tokens >= metrics.full_tokens:
         return ""
     peak, smallest = metrics.peak_tokens, metrics.smallest_tokens
+    if metrics.part:
+        return "nothing had to be evicted: one expansion is all that full retention holds"
     line = f"this budget was never reached: peak {peak:,} of {metrics.budget_tokens:,} tokens"
     return f"{line}; {smallest}tok to {peak - 1}tok would evict KV" if smallest < peak else line
 
@@ -467,16 +481,18 @@ def print_plan(output: Output, plan: Plan) -> None:
     if output.json:
         output.document({"schema": PLAN_SCHEMA, **plan.to_dict()})
         return
-    least = f"--budget {plan.smallest_ratio:g} or {plan.smallest_tokens}tok"
     rows: list[tuple[str, int, str]] = []
-    if plan.expected_tokens is None:
+    if plan.part is None:
         rows.append(("budget", plan.budget_tokens, f"{plan.ratio:.3g} of the worst case"))
     else:
-        searches = f"mean of {plan.searches:,} measured searches" if plan.searches else "given"
-        rows.append(("budget", plan.budget_tokens, f"{plan.ratio:.3g} of the expected peak"))
-        rows.append(("expected peak", plan.expected_tokens, f"full retention, {searches}"))
+        whole = "everything" if plan.part == 1 else "at least one expansion"
+        output.print(
+            f"{'budget':<18}{plan.part:>10g} of what full retention holds at the time, {whole}"
+        )
     rows.append(("worst case", plan.full_tokens, "full retention, at most"))
+    least = "prompt, one thought and a question, as an amount"
     rows.append(("smallest workable", plan.smallest_tokens, least))
+    rows.append(("enough", plan.enough_tokens, "for any tree, as an amount"))
     below = ("host", plan.host_tokens), ("disk", plan.disk_tokens)
     rows += [(name, tokens, "of what has left the device") for name, tokens in below if tokens]
     if plan.staging_tokens:
@@ -495,8 +511,6 @@ def print_plan(output: Output, plan: Plan) -> None:
         output.print(
             f"{'KV on the host':<18}{plan.host_bits} bits, lossy: {size} per token, with scales"
         )
-    if plan.expected_tokens is None:
-        output.print(f"{'expected peak':<18}not measured yet: a ratio is a part of the worst case")
     asked = f"{plan.question_tokens:,} question"
     if plan.proposals > 1:
         asked = f"{plan.proposals:,} questions of {plan.question_tokens:,}"

@@ -19,6 +19,7 @@ from arbor.engine.schedulers import Schedulers
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import CheckedSource, TokenSource
 from arbor.events import Boundary, Sampled
+from arbor.forest import by_tree
 from arbor.tree import NO_SLOT, Certainty, Node, NodeState, paths_of
 
 T = TypeVar("T")
@@ -195,6 +196,8 @@ class Decoding:
             assert row.stop is not None
             self._report(row.node, row.stop)
         self._sharing.merge(nodes)
+        for tree, group in by_tree(nodes).items():  # siblings are found from here on
+            self._state.trees[tree].retained.finish(group)
 
     def _confidence(self, done: Sequence[Row], logits: Tensor) -> list[float]:
         """The model's confidence after each row; an operation with a wrong answer ends."""
@@ -214,6 +217,8 @@ class Decoding:
             node.state = NodeState.PRUNED
             self._source.finish(node)
         self._state.changed(nodes)
+        for tree, group in by_tree(nodes).items():
+            self._state.trees[tree].retained.give_up(group)
         for node in nodes:
             self._report(node, "limit")
 

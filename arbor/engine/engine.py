@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -202,6 +203,8 @@ class Engine:
         slots: int,
         *,
         pool: int | None = None,
+        part: Fraction | None = None,
+        least: int = 0,
         emit: Listener = ignore,
         detail: Detail = "events",
         outlook: Callable[[], Mapping[int, float]] = dict,
@@ -213,9 +216,15 @@ class Engine:
 
         Args:
             tree: holds only its root.
-            slots: the budget of this search alone, in tokens of KV.
+            slots: the budget of this search alone, in tokens of KV; with `part`, what it may come
+                to.
             pool: the budget of all searches; by default that of this one. What the first search
                 sets holds until all have ended.
+            part: the budget instead as a part of what full retention of the search, or of all
+                searches that share a budget, holds up to then; 1: no limit. What the first search
+                sets holds likewise.
+            least: with `part`, tokens that a search is left in any case where its paths need not
+                stay whole; where they do, one expansion is.
             emit: listener for everything that happens to the tree, until `finish`.
             detail: how finely decoding is reported to it.
             outlook: probability that a later operation reads the path to a block, by node id.
@@ -232,22 +241,31 @@ class Engine:
             self.close(tree)
         self.close_finished()
         if self._opened is None or not self._opened.state.trees:
-            self._opened = self._parts_for(slots if pool is None else pool)
+            self._opened = self._parts_for(slots if pool is None else pool, part)
         memory = self._opened.state.memory
         memory.adopt(tree)
         run = RunHooks(emit, detail, outlook, interrupted)
-        self._latest = OpenTree(tree, memory, slots, run, reads, most)
+        state = self._opened.state
+        self._latest = OpenTree(
+            tree, memory, slots, run, reads, most, least=least, shares=state.shares_siblings
+        )
         self._opened.state.open(self._latest)
 
-    def _parts_for(self, slots: int) -> _Parts:
-        if self._memory is None or self._memory.budget != slots:
+    def _parts_for(self, slots: int, part: Fraction | None) -> _Parts:
+        # what is as large as the pool, or lies at its end, does not grow with it
+        grows = part is not None and not (self.lower.staging or self.policy.by_head)
+        if (
+            self._memory is None
+            or self._memory.grows != grows
+            or not (grows or self._memory.budget == slots)
+        ):
             # two pools at once may be too much
             if self._memory is not None:
                 self._memory.lower.close()
             self._memory = self._opened = self._latest = None
             self._memory = KVMemory(
                 self.runner.layer_kv,
-                slots,
+                None if grows else slots,
                 self.runner.kv_dtype,
                 self.runner.device,
                 weight_bytes=self.runner.weight_bytes,
@@ -266,6 +284,7 @@ class Engine:
             shares_siblings=lossless and self.share == "exact",
             keeps_prompts=self.share in SIMILAR if self.mode == "lossy" else self.share != "off",
             own_budgets=have_own_budgets(self.mode, self.share, staged=streamed),
+            part=part,
         )
         mode: type[Lossless | Lossy] = self._mode
         if streamed:
@@ -330,6 +349,7 @@ class Engine:
         self.residency.forget(tree)
         self.residency.view.forget(rows)
         parts.forwards.observer.forget(tree)
+        parts.stepper.drop(tree)
 
     def close_finished(self) -> None:
         """Let the trees of all finished runs go; their prompts stay while nothing needs the
@@ -500,7 +520,7 @@ class Engine:
         Raises:
             BudgetInfeasible: a single child does not fit after its path.
         """
-        self._require([each.leaf for each in blocks], [each.longest for each in blocks])
+        self._require([each.leaf for each in blocks], [each.least for each in blocks])
         children = self._fork([each.leaf for each in blocks])
         for child, each in zip(children, blocks, strict=True):
             for token in each.tokens:
@@ -559,6 +579,7 @@ class Engine:
         growth_of = dict(zip((child.id for child in children), growths, strict=True))
         ending = {child.id for child in whole}
         operation = Growing(self.state.of(children[0]), children)
+        operation.opened.retained.begin(children)
         order = self._in_order(children, [child.parent or child for child in children])
         for place, child in enumerate(order):
             assert child.parent is not None, "the root does not decode"
@@ -751,8 +772,10 @@ class Engine:
         rules = self._parts.rules
         ends = [rules.required(node) for node in nodes]
         needed = max((end + more for end, more in zip(ends, extra, strict=True)), default=0)
-        slots = self.state.account(nodes[0].tree).slots if nodes else self.memory.slots
-        if needed > slots:
+        account = self.state.account(nodes[0].tree) if nodes else None
+        if account is None or account.part is not None:  # there is room for any expansion
+            return
+        if needed > (slots := account.slots):
             what = f"{rules.must_fit} with its next block"
             raise BudgetInfeasible(needed, slots, what)
 

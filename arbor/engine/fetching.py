@@ -82,7 +82,7 @@ class Fetching:
         if not self._memory.lower:
             return _NO_FETCH
         own = self._stored(path, holes, wanted, most)
-        lent = self._lent(path, holes, wanted, most)
+        lent = [*self._equal(own), *self._lent(path, holes, wanted, most)]
         stored = dict(own)
         for each in lent:
             _add(each.offsets, each.leader.row, stored)
@@ -136,6 +136,21 @@ class Fetching:
                 stored[node.row] = here
                 holes[node.row] = np.setdiff1d(holes[node.row], here, assume_unique=True)
         return stored
+
+    def _equal(self, own: Holes) -> list[Follower]:
+        """Take out what one block has records of and another one on the paths as well: it is
+        fetched once, for both. Packed records are rounded, and serve their own block only."""
+        exact = {
+            row: offsets[self._state.forest[row].span.tier[offsets] != Tier.COMPRESSED]
+            for row, offsets in own.items()
+        }
+        twice = self._sharing.followers(exact)
+        for each in twice:
+            row = each.node.row
+            own[row] = np.setdiff1d(own[row], each.offsets, assume_unique=True)
+            if not len(own[row]):
+                del own[row]
+        return twice
 
     def _lent(
         self, path: Sequence[Node], holes: Holes, wanted: set[int], most: int | None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.engine.account import Account, PartOfRetained
 from arbor.engine.last_logits import LastLogits
 from arbor.engine.open_tree import OpenTree
-from arbor.engine.own_budget import Account, OwnBudget
 from arbor.engine.pieces import contexts_of
 from arbor.events import Cause, Discarded, Evicted
 from arbor.forest import Forest, by_tree
@@ -36,7 +37,9 @@ class ForestState:
         keeps_prompts: prompts of finished problems stay for later ones while nothing needs their
             slots.
         own_budgets: each search keeps within its own budget, and none shares a slot with another;
-            else all of them share the pool.
+            else all of them share one.
+        part: the budget as a part of full retention; None: it is the slots of the pool, or of each
+            search.
 
     Attributes:
         trees: the open trees, in the order in which they were opened.
@@ -58,10 +61,12 @@ class ForestState:
         shares_siblings: bool = False,
         keeps_prompts: bool = False,
         own_budgets: bool = False,
+        part: Fraction | None = None,
     ) -> None:
         assert not (own_budgets and (shares_prompts or shares_siblings or keeps_prompts))
         self.memory = memory
         self.own_budgets = own_budgets
+        self.part = part
         self.shares_prompts = shares_prompts
         self.shares_siblings = shares_siblings
         self.keeps_prompts = keeps_prompts
@@ -76,6 +81,8 @@ class ForestState:
         self.before_hiding: frozenset[int] = frozenset()
         self._clock = 0
         self._turns = 0
+        self._shared = Account(memory, self._part() or memory.slots)
+        self._own: dict[ThoughtTree, Account] = {}
 
     # Trees
 
@@ -87,8 +94,11 @@ class ForestState:
     def open(self, opened: OpenTree) -> None:
         """Take a tree that the memory has adopted."""
         if self.own_budgets:
-            together = opened.slots + sum(each.slots for each in self.trees.values())
-            assert together <= self.memory.slots, "budgets of more slots than the pool has"
+            if self.part is None:
+                together = opened.slots + sum(each.slots for each in self.trees.values())
+                assert together <= self.memory.slots, "budgets of more slots than the pool has"
+            limit = self._part(opened) or opened.slots
+            self._own[opened.tree] = Account(self.memory, limit, opened.tree)
         self.trees[opened.tree] = opened
         opened.turn = self._turns
         self._turns += 1
@@ -98,6 +108,8 @@ class ForestState:
     def fits_whole(self) -> bool:
         """Whether nothing ever has to leave: there are slots for full retention of all open trees
         at their worst."""
+        if self.part is not None:
+            return self.part == 1
         total = 0
         for opened in self.trees.values():
             if opened.most is None:
@@ -107,14 +119,32 @@ class ForestState:
 
     def account(self, tree: ThoughtTree) -> Account:
         """The budget that an open tree keeps within."""
-        if not self.own_budgets:
-            return self.memory
-        return OwnBudget(self.memory, tree, self.trees[tree].slots)
+        return self._own[tree] if self.own_budgets else self._shared
+
+    def _part(self, opened: OpenTree | None = None) -> PartOfRetained | None:
+        """The budget of an open tree, or of all of them, where it is a part of full retention."""
+        if self.part is None:
+            return None
+
+        def trees() -> list[OpenTree]:
+            return list(self.trees.values()) if opened is None else [opened]
+
+        def worst() -> int | None:
+            every = [each.most for each in trees()]
+            known = [each for each in every if each is not None]
+            return sum(known) if len(known) == len(every) else None
+
+        return PartOfRetained(
+            self.part,
+            lambda: (each.retained for each in trees()),
+            worst,
+            lambda: sum(each.least for each in trees()),
+        )
 
     def fits_alone(self, tree: ThoughtTree) -> bool:
         """Whether nothing of an open tree ever has to leave: its budget has slots for full
         retention at its worst; where a pool is shared, see `fits_whole`."""
-        if not self.own_budgets:
+        if not self.own_budgets or self.part is not None:
             return self.fits_whole
         opened = self.trees[tree]
         return opened.most is not None and opened.most <= opened.slots
@@ -125,6 +155,7 @@ class ForestState:
         self.memory.lower.take_moves()  # its run hears of nothing any more
         self.sharing_changed()
         del self.trees[opened.tree]
+        self._own.pop(opened.tree, None)
         for row in rows:
             self.logits.pop(row, None)
         self.computed.difference_update(rows)
@@ -192,6 +223,7 @@ class ForestState:
         for tree, group in by_tree(nodes).items():
             self.computed.update(node.row for node in group)
             self.trees[tree].reached(group)
+            self.trees[tree].retained.take(group)
 
     def observe(
         self, slots: NDArray[np.int64], mass: NDArray[np.float32], queries: NDArray[np.int64]

@@ -44,7 +44,7 @@ class Rules(Protocol):
         ...
 
     def decoded(self, tokens: int) -> int:
-        """Tokens of a block of so many that have to be on the device while it is decoded."""
+        """Tokens of a block of at most so many that have to be on the device for it to begin."""
         ...
 
     def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
@@ -126,6 +126,10 @@ class Lossless:
         self._keeps_all = policy.keeps_all
         self._rehydrate = rehydrate
 
+    def _slots(self, nodes: Sequence[Node]) -> int:
+        """The budget of blocks that keep within the same."""
+        return self._state.account(nodes[0].tree).slots
+
     def _keeps(self) -> bool:
         """Whether nothing has to leave."""
         return self._keeps_all or self._state.fits_whole
@@ -135,8 +139,8 @@ class Lossless:
         return node.end
 
     def decoded(self, tokens: int) -> int:
-        """All."""
-        return tokens
+        """All that it has: one, to begin with."""
+        return min(tokens, 1)
 
     def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
         """What fits next to the longest path."""
@@ -144,12 +148,12 @@ class Lossless:
 
     def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
         """The union of a wave's paths fits."""
-        return list(fitting(nodes, extra, self._memory.slots))
+        return list(fitting(nodes, extra, self._slots(nodes))) if nodes else []
 
     def scheduler(self, opened: OpenTree) -> Scheduler:
         """A block joins as soon as it is expected to fit."""
         overlap = Overlap(self._state.forest, self._state.shares)
-        return Scheduler(self._memory, keeps=self._keeps, overlap=overlap)
+        return Scheduler(self._state.account(opened.tree), keeps=self._keeps, overlap=overlap)
 
     def pinned(self, nodes: Sequence[Node]) -> int:
         """Whole paths."""
@@ -157,7 +161,7 @@ class Lossless:
 
     def is_crowded(self, nodes: Sequence[Node]) -> bool:
         """Where their paths and these tokens exceed the budget."""
-        return self.pinned(nodes) + len(nodes) > self._memory.slots
+        return self.pinned(nodes) + len(nodes) > self._slots(nodes)
 
     def is_outdated(self, leaf: Node) -> bool:
         """Never: they were computed over a whole path."""
@@ -209,7 +213,10 @@ class Streamed(Lossless):
 
     def scheduler(self, opened: OpenTree) -> Scheduler:
         """A block joins as soon as its path fits into host memory, and new tokens on the device."""
-        return StreamedScheduler(self._memory, lambda node: len(self._missing(node)), self._keeps)
+        account = self._state.account(opened.tree)
+        return StreamedScheduler(
+            account, self._memory, lambda node: len(self._missing(node)), self._keeps
+        )
 
     def _missing(self, node: Node) -> NDArray[np.int64]:
         """Offsets of the tokens that are computed before a block's path runs."""
@@ -229,7 +236,7 @@ class Streamed(Lossless):
     ) -> Holes:
         """Everything that is nowhere or inexact; of paths that fit, what is in host memory too."""
         holes = super().holes(path, leaves, reserve, residency)
-        if sum(len(node.tokens) for node in path) + reserve <= self._memory.slots:
+        if sum(len(node.tokens) for node in path) + reserve <= self._slots(leaves):
             for node in path:
                 stored = np.flatnonzero(node.span.attended)
                 if len(stored):

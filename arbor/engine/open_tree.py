@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from arbor.engine.scheduler import Lengths
+from arbor.engine.lengths import Lengths
+from arbor.engine.retained import Retained
 from arbor.events import KV, Detail, Event, Listener
 from arbor.memory import KVMemory
 from arbor.retention.future_reads import FutureReads
@@ -64,10 +65,13 @@ class OpenTree:
     Args:
         tree: holds only its root.
         memory: has adopted the tree.
-        slots: the budget of this search alone, in tokens.
+        slots: the budget of this search alone, in tokens; where it is a part of full retention,
+            what it may come to.
         run: the hooks of the run.
         reads: future reads of a recorded run, for the clairvoyant policy.
         most: tokens that full retention of the search holds at most; None: unknown.
+        least: tokens that a budget which is a part of full retention leaves it in any case.
+        shares: whether siblings share what they begin alike with.
 
     Attributes:
         run: the run in progress; after `finish` one that listens to nothing.
@@ -76,6 +80,7 @@ class OpenTree:
         operation: number of the operation in progress.
         upcoming: blocks at whose end each later wave of the operation begins, the next wave first.
         lengths: of its finished blocks.
+        retained: what full retention of the search holds.
         steps: decode steps that were not reported yet.
         finished: the run has ended.
     """
@@ -88,10 +93,14 @@ class OpenTree:
         run: RunHooks,
         reads: FutureReads | None = None,
         most: int | None = None,
+        *,
+        least: int = 0,
+        shares: bool = False,
     ) -> None:
         self.tree = tree
         self.slots = slots
         self.most = most
+        self.least = least
         self.run = run
         self.reads = reads
         self.turn = 0
@@ -99,6 +108,8 @@ class OpenTree:
         self.operation = 0
         self.upcoming: list[list[Node]] = []
         self.lengths = Lengths()
+        self.retained = Retained(memory.forest, self.lengths, shares=shares)
+        self.retained.take([tree.root])
         self.steps = Steps()
         self.finished = False
         self._memory = memory

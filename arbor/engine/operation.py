@@ -36,9 +36,9 @@ class GivenBlock:
     whole: bool = False
 
     @property
-    def longest(self) -> int:
-        """Tokens that it may have."""
-        return len(self.tokens) if self.whole else self.growth.stop.max_tokens
+    def least(self) -> int:
+        """Tokens that it has at least."""
+        return len(self.tokens) + (not self.whole)
 
 
 class Operation:

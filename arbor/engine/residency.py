@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.engine.account import Account
 from arbor.engine.forest_state import ForestState
 from arbor.engine.head_sets import HeadSets
 from arbor.engine.nvtx import nvtx_range
-from arbor.engine.own_budget import Account
 from arbor.engine.policy_view import PolicyView, ShowsKV, Where
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure, Rehydrated
@@ -30,6 +30,18 @@ from arbor.tree import NO_SLOT, Node, ThoughtTree, paths_of
 
 # when running paths lose tokens: never, once everything off them has left, or like all other blocks
 PathsLose = Literal["never", "last", "equally"]
+
+
+class DoesNotFit(Exception):
+    """Work that joins needs more room than can be made: less of it may join.
+
+    Args:
+        short: slots that are missing.
+    """
+
+    def __init__(self, short: int) -> None:
+        super().__init__(f"{short} slots are missing")
+        self.short = short
 
 
 class Residency:
@@ -95,14 +107,19 @@ class Residency:
             whether the running paths may have lost tokens.
 
         Raises:
+            DoesNotFit: the running paths and what is needed are more than the budget; nothing that
+                the policy decides on has left.
             BudgetInfeasible: the policy will not give up as much; nothing has left.
             UsageError: the policy's answer breaks its protocol; nothing has left.
         """
-        if needed > self._memory.free and self._memory.prefixes:
-            self._memory.let_go(needed)
-            self._state.sharing_changed()
-        if needed <= self._account(leaves).free:
+        account = self._account(leaves)
+        if needed <= (free := account.free):
             return False
+        if self._memory.prefixes:
+            self._memory.let_go(needed - free)
+            self._state.sharing_changed()
+            if needed <= account.free:
+                return False
         with nvtx_range("policy"):
             usual = self._at_clock if cause == "clock" else self._paths_lose
             return self._free(needed, leaves, cause, paths_lose or usual)
@@ -138,8 +155,7 @@ class Residency:
         return leaves[0].tree if self._state.own_budgets else None
 
     def _account(self, leaves: Sequence[Node]) -> Account:
-        whose = self._alone(leaves)
-        return self._memory if whose is None else self._state.account(whose)
+        return self._state.account(leaves[0].tree)
 
     def assign(self, leaves: Sequence[Node]) -> bool:
         """Let a policy that destroys tokens assign tiers at its time, where attention reads host
@@ -254,7 +270,8 @@ class Residency:
         if room < 0 and self._drop_shared(-room, leaves, cause):
             blocks = offer()
             room = account.free + int(blocks.resident.sum()) - needed
-        assert room >= 0, "more was planned than fits"
+        if room < 0:
+            raise DoesNotFit(-room)
         more = max(0, self._policy.trigger.spare * len(leaves) - needed)
         room = max(room - more, min(room, int(blocks.floor.sum())), room // 2)
         idle = paths_lose != "equally" and off_paths is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +14,13 @@ from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopReason
 from arbor.forest import Overlap
 from arbor.model.sharing import Context
-from arbor.tree import NO_SLOT, Certainty, Node
+from arbor.tree import NO_SLOT, Certainty, Node, NodeState, ThoughtTree
 
 if TYPE_CHECKING:
+    from arbor.engine.account import Account
     from arbor.engine.branches import Branches
     from arbor.engine.early_exit import Exiting
     from arbor.engine.operation import Operation
-    from arbor.engine.own_budget import Account
     from arbor.engine.token_source import Growth
     from arbor.memory import KVMemory
 
@@ -137,30 +136,6 @@ Work = Row | Question | Visit
 
 
 @dataclass(slots=True)
-class Lengths:
-    """Lengths of the finished blocks of one tree."""
-
-    count: int = 0
-    total: int = 0
-    squares: int = 0
-
-    def add(self, tokens: int) -> None:
-        """Count a block that has ended."""
-        self.count += 1
-        self.total += tokens
-        self.squares += tokens * tokens
-
-    def expected(self, longest: int) -> int:
-        """Expected length of one more block: mean plus standard deviation; half of the longest
-        before any."""
-        if not self.count:
-            return math.ceil(longest / 2)
-        mean = self.total / self.count
-        spread = math.sqrt(max(0.0, self.squares / self.count - mean * mean))
-        return min(longest, math.ceil(mean + spread))
-
-
-@dataclass(slots=True)
 class Joined:
     """The work that joins the next forward."""
 
@@ -213,6 +188,17 @@ class Joined:
         else:
             self.visits.append(work)
 
+    @property
+    def youngest(self) -> Work:
+        """The work of the latest place in the youngest operation."""
+        return max(self, key=lambda each: (each.operation.order, each.place))
+
+    def remove(self, work: Work) -> None:
+        """Take one out."""
+        self.rows = [each for each in self.rows if each is not work]
+        self.questions = [each for each in self.questions if each is not work]
+        self.visits = [each for each in self.visits if each is not work]
+
 
 class Scheduler:
     """Rows that decode now within one budget, and the work that waits.
@@ -240,6 +226,7 @@ class Scheduler:
     """
 
     _chunks = True  # a long path is computed in several forwards
+    _expands = True  # one expansion is always given room
 
     def __init__(
         self,
@@ -259,6 +246,10 @@ class Scheduler:
         self._ends: int | None = None  # tokens of the rows' blocks at their ends, while work joins
         self._asked = 0  # tokens of the questions that join the next forward
         self._missing = 0  # tokens that are computed before what joined for the next forward runs
+        self._focus: Node | None = None  # whose expansion is in progress, or was the last one
+        self._question_tokens = 0  # of the longest question about it that joined
+        if account.part is not None and self._expands:
+            account.part.least = self.expansion
         self._begun = 0  # the same of blocks of rows that joined, where `_missing` lacks them
 
     def __bool__(self) -> bool:
@@ -268,6 +259,11 @@ class Scheduler:
     def keeps(self) -> bool:
         """Whether nothing has to leave: no work joins for which something would."""
         return self._keeps()
+
+    @property
+    def focus(self) -> Node | None:
+        """The block whose expansion is in progress, or was the last one."""
+        return self._focus
 
     @property
     def waiting(self) -> bool:
@@ -288,6 +284,7 @@ class Scheduler:
         joined = Joined()
         self._asked = self._missing = self._begun = 0
         self._ends = None  # rows have grown
+        self._look()
         keeps = self.keeps
         for operation in self.operations:
             while operation.waiting:
@@ -336,9 +333,50 @@ class Scheduler:
 
     def preempt(self) -> Row:
         """The last row of the last operation waits again."""
-        row = max(self.rows, key=lambda row: (row.operation.order, row.joined))
+        row = max(self.rows, key=_age)
         self.wait_again([row])
         return row
+
+    def _look(self) -> None:
+        """Set whose expansion is in progress: that of the work which never has to wait again."""
+        if self.rows:
+            self._focus = min(self.rows, key=_age).leaf
+            self._question_tokens = 0
+        else:
+            first = next((each.waiting[0] for each in self.operations if each.waiting), None)
+            if first is not None:
+                self._focus, self._question_tokens = _parent(first), _question(first)
+
+    def forget(self, tree: ThoughtTree, others: Sequence[ThoughtTree]) -> None:
+        """Expand nothing of a tree that was dropped.
+
+        Args:
+            tree: that was dropped.
+            others: that are open, the first opened first.
+        """
+        if self._focus is not None and self._focus.tree is tree:
+            self._focus, self._question_tokens = others[0].root if others else None, 0
+            self._look()
+
+    def expansion(self) -> int:
+        """Tokens of the path to the block that is being expanded, of its children, and of a
+        question about one of them: the least that lets a search go on."""
+        if self._focus is None:
+            return 0
+        running = {row.node.row for row in self.rows if row.started}
+        total = self._focus.end + self._question_tokens
+        for child in self._focus.children:
+            if child.state is not NodeState.PRUNED:
+                total += len(child.tokens)
+                # the next token of a block that runs is among its tokens already
+                total += child.state is NodeState.OPEN and child.row not in running
+        return total
+
+    def _is_expansion(self, work: Work, joined: Joined) -> bool:
+        """Whether all that runs and joins belongs to the expansion in progress, with this work."""
+        if any(_parent(each) is not self._focus for each in (*self.rows, *joined, work)):
+            return False
+        return not (isinstance(work, Question) and (joined.questions or self.rows))
 
     def _in_order(self, joined: Joined) -> None:
         """Rows that share a path next to each other, also those that joined again."""
@@ -395,6 +433,8 @@ class Scheduler:
             fresh: blocks of its path that are on no other, root first.
             new: tokens of paths that the next forward computes if it joins.
         """
+        if self.account.part is not None and self._is_expansion(work, joined):
+            return True
         room = self.account.slots - self._paths - self._asked
         room -= sum(len(node.tokens) for node in fresh)
         if isinstance(work, Row):
@@ -442,15 +482,22 @@ class StreamedScheduler(Scheduler):
     device.
 
     Args:
-        memory: the slots, and the room for running paths.
+        account: the budget on the device.
+        memory: has the room for running paths.
         missing: tokens of a block that are computed before its path runs.
         keeps: as in `Scheduler`.
     """
 
+    _expands = False
+
     def __init__(
-        self, memory: KVMemory, missing: Callable[[Node], int], keeps: Callable[[], bool]
+        self,
+        account: Account,
+        memory: KVMemory,
+        missing: Callable[[Node], int],
+        keeps: Callable[[], bool],
     ) -> None:
-        super().__init__(memory, keeps=keeps)
+        super().__init__(account, keeps=keeps)
         self._memory = memory
         self._missing_of = missing
 
@@ -459,7 +506,7 @@ class StreamedScheduler(Scheduler):
 
     @property
     def _most_new(self) -> int:
-        return max(1, min(MOST_STREAMED, self._memory.slots // 2))
+        return max(1, min(MOST_STREAMED, self.account.slots // 2))
 
     def _own(self, work: Work) -> int:
         begin = _begin(work)
@@ -480,13 +527,14 @@ class StreamedScheduler(Scheduler):
         rows = [*self.rows, work] if isinstance(work, Row) else self.rows
         on_device = new + self._asked + asked + len(rows) * 2 * MARGIN
         whole = paths + asked + most_held(rows)
-        return whole <= self._memory.path_room and on_device <= self._memory.slots
+        return whole <= self._memory.path_room and on_device <= self.account.slots
 
 
 class WaveScheduler(Scheduler):
     """Work joins in waves, each of which takes at most half of the budget at its longest."""
 
     _chunks = False  # see `Rules.pieces`
+    _expands = False
 
     def admit(self) -> Joined:
         """The next wave, once the last one has ended."""
@@ -499,6 +547,18 @@ class WaveScheduler(Scheduler):
 def is_part(work: Work) -> bool:
     """Whether it computes the beginning of a path for work that waits."""
     return isinstance(work, Visit) and work.most is not None
+
+
+def _parent(work: Work) -> Node:
+    """The block whose expansion a piece of work belongs to."""
+    if isinstance(work, Row):
+        return work.leaf
+    return work.node if work.node.parent is None else work.node.parent
+
+
+def _age(row: Row) -> tuple[tuple[int, int], int]:
+    """Orders rows by their operations, then by when they joined."""
+    return row.operation.order, row.joined
 
 
 def _begin(work: Work) -> Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.operation import Operation
@@ -44,6 +44,16 @@ class Schedulers:
     def of(self, operation: Operation) -> Scheduler:
         """The scheduler of an operation in progress."""
         return self._of[self._key(operation)]
+
+    def within(self, tree: ThoughtTree) -> Scheduler | None:
+        """The scheduler of the budget that a tree keeps within; None: it has had no operation."""
+        return self._of.get(tree if self._own_budgets else None)
+
+    def forget(self, tree: ThoughtTree, others: Sequence[ThoughtTree]) -> None:
+        """See `Scheduler.forget`."""
+        group = self.within(tree)
+        if group is not None:
+            group.forget(tree, others)
 
     def take(self, operation: Operation) -> None:
         """Take an operation."""

@@ -16,11 +16,11 @@ from arbor.engine.mode import Rules
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.operation import Asking, Growing, Operation, Reading
 from arbor.engine.rehydration import Placed, Rehydration
-from arbor.engine.residency import Residency
+from arbor.engine.residency import DoesNotFit, Residency
 from arbor.engine.scheduler import MARGIN, Joined, Row, Scheduler, Work, is_part
 from arbor.engine.schedulers import Schedulers
 from arbor.errors import ArborError, BudgetInfeasible
-from arbor.events import ForwardKind
+from arbor.events import ForwardKind, Limited
 from arbor.forest import by_tree
 from arbor.model.plan import Segment
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
@@ -80,6 +80,7 @@ class Stepper:
         operation.left = len(operation.waiting)
         if operation.left:
             self._schedulers.take(operation)
+            self._report_limit(operation.opened)
             if isinstance(operation, Growing) and operation.opened.run.interrupted():
                 self._interrupt(operation)
 
@@ -135,6 +136,7 @@ class Stepper:
         self._clear()
         self._hand_on_failures()
         self._tick(visited)
+        self.keep_within()
 
     # Before the forward
 
@@ -152,14 +154,7 @@ class Stepper:
             reserve = len(self._serving.rows) + mine.asked
             self._rehydration.prepare(mine.begins, want=mine.fresh, reserve=reserve)
         for self._serving, running, mine in admitted:
-            placed = self._rehydration.place(
-                mine.begins,
-                want=mine.fresh,
-                reserve=len(self._serving.rows) + mine.asked,
-                running=[row.node for row in running if row not in mine.rows],
-                most=next((visit.most for visit in mine.visits), None),
-            )
-            self._placed.add(placed)
+            self._placed.add(self._place(self._serving, running, mine))
         self._serving = None
         if self._placed.moved:
             before = [row for _, running, _ in admitted for row in running]
@@ -179,6 +174,38 @@ class Stepper:
                 and not any(node.row in written for node in row.begin.path)
             ]
         )
+
+    def _place(self, group: Scheduler, running: Sequence[Row], mine: Joined) -> Placed:
+        """Give slots to what the paths of a budget's work miss. The scheduler expects what fits;
+        what does not waits again, the youngest first.
+
+        Args:
+            group: of the budget.
+            running: the rows that decoded before this work joined.
+            mine: the work; what waits again is taken out.
+
+        Raises:
+            BudgetInfeasible: a single path does not fit, and nothing else runs.
+        """
+        while mine:
+            try:
+                return self._rehydration.place(
+                    mine.begins,
+                    want=mine.fresh,
+                    reserve=len(group.rows) + mine.asked,
+                    running=[row.node for row in running if row not in mine.rows],
+                    most=next((visit.most for visit in mine.visits), None),
+                )
+            except DoesNotFit as error:
+                if len(list(mine)) == 1 and not running:
+                    slots = group.account.slots
+                    what = f"{self._rules.must_fit} with its next block"
+                    raise BudgetInfeasible(slots + error.short, slots, what) from error
+                youngest = mine.youngest
+                mine.remove(youngest)
+                self._joined.remove(youngest)
+                group.wait_again([youngest])
+        return Placed()
 
     def _start(self, rows: Sequence[Row]) -> None:
         """Let rows whose paths are complete begin or go on."""
@@ -336,7 +363,11 @@ class Stepper:
             self._decoding.suspend(group.preempt())
             preempted = True
         rows, nodes = group.rows, group.nodes
-        most = group.account.slots - self._rules.pinned(nodes)
+        slots, pinned = group.account.slots, self._rules.pinned(nodes)
+        most = slots - pinned
+        if most < len(rows):
+            what = f"{self._rules.must_fit} with its next token"
+            raise BudgetInfeasible(pinned + len(rows), slots, what)
         margin = 1 if group.keeps else MARGIN
         try:
             lost = self._residency.fit(min(margin * len(rows), most), nodes, "pressure")
@@ -345,6 +376,27 @@ class Stepper:
         if lost:
             self._decoding.look_back(rows)
         return preempted or lost
+
+    def drop(self, tree: ThoughtTree) -> None:
+        """After a tree was dropped: its part of a shared budget is gone."""
+        self._schedulers.forget(tree, list(self._state.trees))
+        self.keep_within()
+
+    def keep_within(self) -> None:
+        """Make room where a budget has become smaller than what is held: blocks were shorter than
+        expected, or another search has ended."""
+        for opened in list(self._state.trees.values()):
+            account = self._state.account(opened.tree)
+            if account.part is None or account.free >= 0:
+                continue
+            group = self._schedulers.within(opened.tree)
+            if group is not None and group.rows:
+                self._serving = group
+                self._changed |= self._make_room_in(group)
+                self._serving = None
+            else:
+                last = None if group is None else group.focus
+                self._residency.fit(0, [opened.tree.root if last is None else last], "close")
 
     def _tick(self, visited: Sequence[Node]) -> None:
         """Let the policy act at its own time, after a step with rows that decode.
@@ -433,8 +485,15 @@ class Stepper:
     def _finish(self, operation: Operation) -> None:
         """End an operation all of whose work is done."""
         self._forwards.report_steps(operation.opened)
+        self._report_limit(operation.opened)
         if operation.error is None and operation.opened.failure is None:
             self._schedulers.drop(operation)
+
+    def _report_limit(self, opened: OpenTree) -> None:
+        """Report what a budget that is a part of full retention allows."""
+        part = self._state.account(opened.tree).part
+        if part is not None and part.part < 1:
+            opened.emit(Limited(part.report(), opened.retained.peak))
 
     # Failures
 
@@ -496,6 +555,8 @@ class Stepper:
             count = int(np.count_nonzero(node.span.resident))
             if count:
                 lost[node] = count
+        for tree, group in by_tree(nodes).items():
+            self._state.trees[tree].retained.give_up(group)
         self._memory.release(nodes)
         self._state.changed(nodes)
         self._state.sharing_changed()

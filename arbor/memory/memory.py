@@ -14,13 +14,15 @@ from arbor.memory.head_table import HeadMoves, HeadTable
 from arbor.memory.last_tokens import LastTokens
 from arbor.memory.lower_tiers import LowerTiers
 from arbor.memory.packed_store import PackedStore
-from arbor.memory.pool import KVPool, LayerKV
+from arbor.memory.pool import KVPool, LayerKV, bytes_per_token
 from arbor.memory.prefix_cache import PrefixCache
 from arbor.memory.records import Tokens
 from arbor.memory.slots import NO_OWNER, NO_TREE, SlotTable
 from arbor.memory.staging_buffer import StagingBuffer
 from arbor.memory.stores import NO_ROOM, HostStore, LowerRoom
 from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier
+
+FIRST_BYTES = 64 * 2**20  # of a pool that grows
 
 _NOTHING = np.empty(0, np.int64)
 _NO_SLOTS = np.empty(0, np.int32)
@@ -29,19 +31,22 @@ _NO_SLOTS = np.empty(0, np.int32)
 class KVMemory:
     """The KV of the trees of a forest.
 
-    The pool has exactly as many slots as the budget, so that no event, transient or not, can hold
-    more. Tokens that were given slots are pending until `commit` says that a forward has written
-    them; `rollback` takes their slots back.
+    A pool of a fixed budget has exactly as many slots, so that no event, transient or not, can hold
+    more. One that grows begins with `FIRST_BYTES`, and is twice as large each time it is full: what
+    may be held is then for the engine's `Account` to say. Tokens that were given slots are pending
+    until `commit` says that a forward has written them; `rollback` takes their slots back.
 
     Attributes:
         heads: what KV heads hold where they hold different tokens.
         prefixes: prompts of trees that were dropped, kept while nothing needs their slots.
-        budget: tokens of KV on the device at any instant, the staging buffer included.
+        budget: tokens of KV on the device at any instant, the staging buffer included; of a pool
+            that grows, its slots now.
+        grows: whether the pool gets more slots when it is full.
         staging: the buffer through which attention reads KV in host memory; None: it reads none.
 
     Args:
         layers: what each layer stores per token.
-        slots: the budget, the staging buffer included.
+        slots: the budget, the staging buffer included; None: the pool grows.
         dtype, device: of the pool.
         weight_bytes: see `KVPool`.
         lower: room for KV that leaves the device; see `LowerTiers`.
@@ -51,7 +56,7 @@ class KVMemory:
     def __init__(
         self,
         layers: Sequence[LayerKV],
-        slots: int,
+        slots: int | None,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -59,11 +64,14 @@ class KVMemory:
         lower: LowerRoom = NO_ROOM,
         debug: bool = False,
     ) -> None:
+        self.grows = slots is None
+        if slots is None:
+            assert not lower.staging, "a staging buffer is the end of a pool of one size"
+            slots = max(1, FIRST_BYTES // bytes_per_token(layers, dtype))
         assert lower.staging < slots, "a staging buffer of the whole budget"
         self.pool = KVPool(
             layers, slots, dtype, device, weight_bytes=weight_bytes, staging=lower.staging
         )
-        self.budget = slots
         self._inexact = lower.inexact
         self.table = SlotTable(slots - lower.staging)
         self.heads = HeadTable(layers, self.table.slots)
@@ -84,8 +92,12 @@ class KVMemory:
     # The account
 
     @property
+    def budget(self) -> int:
+        return self.pool.slots
+
+    @property
     def slots(self) -> int:
-        """The budget of blocks and questions in tokens: all of it but the staging buffer."""
+        """Slots of blocks and questions: all of the pool but the staging buffer."""
         return self.table.slots
 
     @property
@@ -98,9 +110,20 @@ class KVMemory:
         return self.table.free
 
     @property
-    def available(self) -> int:
-        """Slots that are free, or are once no prompt of a dropped tree is kept."""
-        return self.table.free + self.prefixes.slots_alone(self.table)
+    def kept_slots(self) -> int:
+        """Slots that are free once no prompt of a dropped tree is kept."""
+        return self.prefixes.slots_alone(self.table)
+
+    def _grow_for(self, count: int) -> None:
+        """Have so many free slots, if the pool grows."""
+        if not self.grows or count <= self.table.free:
+            return
+        slots = self.slots
+        while slots - self.table.used < count:
+            slots *= 2
+        self.pool.grow(slots)
+        self.table.grow(slots)
+        self.heads = HeadTable(self.pool.layers, slots)
 
     @property
     def peak(self) -> int:
@@ -297,6 +320,7 @@ class KVMemory:
             f"block {node.id}: a resident token was placed again"
         )
         self._forget(node, offsets)
+        self._grow_for(len(offsets))
         slots = self.table.take(len(offsets), first, tree=node.tree.number)
         self._placed.append((node, offsets, exact, rounded))
         self._assign(node, offsets, slots, depth)
@@ -328,6 +352,7 @@ class KVMemory:
         """Slots for tokens of a block, after that of the token before them if they are free."""
         before = int(node.span.slot[offsets[0] - 1]) if offsets[0] else NO_SLOT
         first = before + 1 if before != NO_SLOT else NO_SLOT
+        self._grow_for(len(offsets))
         return self.table.take(len(offsets), first, tree=node.tree.number)
 
     def _assign(
@@ -367,6 +392,7 @@ class KVMemory:
             int32 [n] slots.
         """
         assert self._appended is None, "the last step was neither committed nor rolled back"
+        self._grow_for(len(near))
         table, spans, at = self.table, last.spans, last.at
         slots = table.take_each(near, self.forest.numbers_of(last.row))
         self._appended = (last, exact, rounded)
@@ -747,9 +773,10 @@ class KVMemory:
         node.span.exact[begin:] = node.span.rounded[begin:] = False
         self._changed()
 
-    def let_go(self, needed: int) -> None:
-        """Give up prompts of dropped trees until so many slots are free, or none is kept."""
-        while self.free < needed and self.prefixes:
+    def let_go(self, count: int) -> None:
+        """Give up prompts of dropped trees until so many slots more are free; all, if fewer are."""
+        used = self.used
+        while used - self.used < count and self.prefixes:
             self._release(self.prefixes.oldest(), NO_TREE)
 
     def _hand_over(self, node: Node, slots: NDArray[np.int32]) -> None:
@@ -810,6 +837,7 @@ class KVMemory:
             after: the block at the path's end.
             positions: int64 [n], of each; by default consecutive after that block.
         """
+        self._grow_for(len(tokens))
         slots = self.table.take(len(tokens), tree=after.tree.number)
         self.table.token[slots] = tokens
         consecutive = np.arange(after.end, after.end + len(tokens))

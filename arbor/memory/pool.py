@@ -83,31 +83,47 @@ class KVPool:
         self.dtype = dtype
         self.device = device
         self._format = kv_format(dtype)
-        width = self._format.width
+        self._weight_bytes = weight_bytes
+        self._store, self.k, self.v = self._allocate(slots)
+
+    def _allocate(self, slots: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The tensors for so many slots and the trash slot: all of them, and K and V by layer."""
+        width, layers = self._format.width, self.layers
         widths = [(layer.num_kv_heads, width(layer.head_dim_qk)) for layer in layers]
         widths += [(layer.num_kv_heads, width(layer.head_dim_vo)) for layer in layers]
         sizes = [(slots + 1) * heads * width for heads, width in widths]
-        store = self._allocate(sum(sizes), weight_bytes)
+        try:
+            # whatever the caller's mode, slots can be written in any
+            with torch.inference_mode(False):
+                store = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise kv_too_large(
+                self.device, slots, self.bytes_per_token, self._weight_bytes
+            ) from error
         if store.is_cpu:
             on_huge_pages(store.data_ptr(), store.nbytes, filled=False)
         parts = [
             part.view(slots + 1, *width)
             for part, width in zip(store.split(sizes), widths, strict=True)
         ]
-        self.k, self.v = parts[: len(layers)], parts[len(layers) :]
-        self._store = store
+        return store, parts[: len(layers)], parts[len(layers) :]
 
-    def _allocate(self, numbers: int, weight_bytes: int) -> Tensor:
-        try:
-            # whatever the caller's mode, slots can be written in any
-            with torch.inference_mode(False):
-                return torch.zeros(numbers, dtype=self.dtype, device=self.device)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise kv_too_large(
-                self.device, self.slots, self.bytes_per_token, weight_bytes
-            ) from error
+    def grow(self, slots: int) -> None:
+        """Have more slots; what the slots hold stays in them.
+
+        The tensors are others afterwards, so CUDA graphs are captured again (`DecodeGraphs`).
+
+        Raises:
+            OutOfMemory: the machine has no memory for both.
+        """
+        assert not self.staging, "a staging buffer is the end of a pool of one size"
+        store, k, v = self._allocate(slots)
+        with torch.inference_mode():
+            for before, after in zip((*self.k, *self.v), (*k, *v), strict=True):
+                after[: self.slots].copy_(before[: self.slots])
+        self._store, self.k, self.v, self.slots = store, k, v, slots
 
     @property
     def trash(self) -> int:

@@ -57,6 +57,15 @@ class SlotTable:
         """Slots nobody uses."""
         return self.slots - self.used
 
+    def grow(self, slots: int) -> None:
+        """Have more slots, the new ones free."""
+        more = slots - self.slots
+        for name, empty in (("token", NO_SLOT), ("position", NO_SLOT), ("owner", NO_OWNER)):
+            setattr(self, name, np.pad(getattr(self, name), (0, more), constant_values=empty))
+        for name in ("tree", "references", "mixed", "lent", "further"):
+            setattr(self, name, np.pad(getattr(self, name), (0, more)))
+        self.slots = slots
+
     def open(self, tree: int) -> None:
         """Begin the account of a tree, which uses no slot yet."""
         more = tree + 1 - len(self.used_by)

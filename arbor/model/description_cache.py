@@ -39,7 +39,7 @@ PACKAGES = ("tokenizers", "torch", "transformers")
 # files of a model's directory that hold none of its settings
 WEIGHTS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
 OTHER_FILES = (
-    *(SHIPPED, "exit.json", "msve.json", "search_sizes.json"),
+    *(SHIPPED, "exit.json", "msve.json"),
     *("README.md", "LICENSE", ".gitattributes", ".gitignore"),
 )
 TEMPLATES = "additional_chat_templates"  # the only folder that transformers reads

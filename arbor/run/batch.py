@@ -33,9 +33,13 @@ class Pool:
     (`Setup.own_budgets`) each take theirs out of it, and one whose budget is not left waits.
 
     Attributes:
-        tokens: of KV.
+        is_fixed: it is an amount whatever the budgets of the searches are.
+        tokens: of KV; where the budgets are parts of full retention, of which the pool grows as
+            they do, the most that full retention of the first searches needs.
         verifiers: tokens of KV in the models of verifiers that have their own.
     """
+
+    is_fixed = False
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -75,6 +79,8 @@ class Pool:
                 before = self.verifiers.get(verifier, 0)
                 self.verifiers[verifier] = max(before, each.budget_tokens)
             return True
+        if plan.part is not None and not self.is_fixed and not own:
+            return True
         if plan.smallest_tokens > self.tokens or any(
             each.smallest_tokens > self.verifiers[verifier] for verifier, each in verifiers.items()
         ):
@@ -97,6 +103,8 @@ class FixedPool(Pool):
             as the first.
     """
 
+    is_fixed = True
+
     def __init__(self, tokens: int, at_once: int) -> None:
         super().__init__()
         self.tokens = tokens
@@ -117,9 +125,9 @@ class FixedPool(Pool):
 class Batch:
     """Many problems, several of which are searched at a time in one budget.
 
-    The budget of all is set by the problems that come first, as many as run at a time: the sum of
-    theirs if it is a ratio, else the amount given, at most full retention of them all. It stays
-    until the engine is idle. A problem that needs more, or has another budget, waits until then;
+    A ratio is a part of what full retention of all of them holds. An amount is that of all, at most
+    full retention of the problems that come first, as many as run at a time; it stays until the
+    engine is idle. A problem that needs more, or has another budget, waits until then;
     where the policy evicts nothing, so does one whose full retention is not free, and where each
     keeps within its own budget (`Pool`), one whose budget is not.
 
@@ -204,7 +212,7 @@ class Batch:
 
 
 def _given(run: Run) -> tuple[str, float]:
-    """The budget of a search as it was given, whatever peak is expected of it."""
+    """The budget of a search as it was given."""
     return run.budget.unit, run.budget.amount
 
 

@@ -106,7 +106,6 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     for part in parts_of(setup.verifier):
         if isinstance(part, ChecksQuestions):
             part.check(checked_task(setup.task), problem, Words(files.tokenizer))
-    size = setup.size
     proposals = most_proposals(setup.controller, boundary.max_depth)
     judged = question_tokens(setup, problem, files.tokenizer) if setup.verifier.needs_model else 0
     able = proposing(setup.task)
@@ -120,8 +119,6 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         most_blocks(setup.controller, boundary.max_depth),
         max(judged, listed),
         protect.sinks + protect.recent if setup.mode == "lossy" else None,
-        None if size is None else size.expected,
-        0 if size is None else size.n,
         proposals,
         setup.lower.staging_tokens(info.kv_bytes_per_token),
     )
@@ -151,7 +148,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         if bits is None:
             return plan
         return replace(plan, host_bits=bits, host_token_bytes=setup.lower.host_token_bytes(*number))
-    slots = budget.tokens(shape.full_tokens, info.kv_bytes_per_token, shape.expected_tokens)
+    slots = budget.tokens(shape.full_tokens, info.kv_bytes_per_token)
     if slots < shape.full_tokens:
         raise BudgetInfeasible(
             shape.full_tokens,
@@ -160,7 +157,8 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
             "Use --budget full, or another --policy.",
         )
     plan = budget.plan(shape, info.kv_bytes_per_token)
-    return replace(plan, smallest_tokens=plan.full_tokens, kv_dtype=info.kv_dtype)
+    whole = plan.full_tokens
+    return replace(plan, smallest_tokens=whole, enough_tokens=whole, kv_dtype=info.kv_dtype)
 
 
 class Words:
@@ -247,13 +245,10 @@ def search_shape(setup: Setup, problem: Problem, prompt_tokens: int) -> SearchSh
         problem: parsed.
         prompt_tokens: length of its prompt.
     """
-    size = setup.size
     return SearchShape(
         checked_task(setup.task),
         problem,
         setup.boundary,
         most_blocks(setup.controller, setup.boundary.max_depth),
         prompt_tokens,
-        None if size is None else size.expected,
-        0 if size is None else size.n,
     )

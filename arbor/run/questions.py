@@ -88,7 +88,7 @@ class PlannedQuestions:
     def _infeasible(self, longest: int) -> BudgetInfeasible:
         plan = self._plan
         more = longest - plan.question_tokens
-        needed = plan.smallest_tokens + more
+        needed = plan.enough_tokens + more
         if needed <= plan.budget_tokens:  # the policy gives up too little: room for everything
             needed = plan.full_tokens + more
         error = BudgetInfeasible(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
+from fractions import Fraction
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from arbor.events import Audited, Ended, Header, Listener, ReachedLimit
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
-from arbor.run.full_retention import FullRetention
 from arbor.run.limits import Limits, TokenLimit
 from arbor.run.planning import encode_prompt, parse_problem, plan_search, search_shape
 from arbor.run.plugin_answers import checked_task, is_guess, unchecked
@@ -64,12 +64,12 @@ class Run:
         self.problem = parsed
         self.request = request
         self.seed = setup.seed if request.seed is None else request.seed
-        budget = setup.budget if request.budget is None else Budget.parse(request.budget)
-        self.budget = setup.resolved(budget)
+        self.budget = setup.budget if request.budget is None else Budget.parse(request.budget)
         self.session: Session | None = None  # while the engine searches
         self._stopped: Status | None = None
         self._reached: ReachedLimit | None = None  # which limit stopped it
         self.pool: int | None = None  # the budget of all runs in the engine
+        self.pool_is_fixed = False  # it is an amount, whatever the budget of this run is
         self.verifier_pools: Mapping[Verifier, int] = {}  # likewise, in the verifiers' models
 
     def solve(
@@ -94,6 +94,7 @@ class Run:
         *listeners: Listener,
         pool: int | None = None,
         verifier_pools: Mapping[Verifier, int] | None = None,
+        pool_is_fixed: bool = False,
     ) -> Steps[Solution]:
         """`solve`, next to other runs in one engine.
 
@@ -104,10 +105,12 @@ class Run:
             listeners: called with every event, after those of the setup.
             pool: the budget of all runs in the engine, tokens; by default that of this run.
             verifier_pools: the same in the models of verifiers that have their own.
+            pool_is_fixed: `pool` is the budget of all, whatever that of this run is.
         """
         reads = self._reads()
         self.pool = self._lasting_pool() if self.setup.share in SIMILAR else pool
         self.verifier_pools = verifier_pools or {}
+        self.pool_is_fixed = pool_is_fixed
         metrics, writer = MetricsFold(), self.request.writer()
         recording = self._recording(writer)
         records = [each for each in (writer, recording) if each is not None]
@@ -125,7 +128,7 @@ class Run:
         Raises:
             UsageError: the budget depends on the problem.
         """
-        if self.budget.unit in ("ratio", "max"):
+        if self.budget.unit == "ratio":
             raise UsageError(
                 "share",
                 f"share={self.setup.share} keeps prompts from one problem to the next, and a budget "
@@ -227,6 +230,17 @@ class Run:
             )
         return reads
 
+    @property
+    def _part(self) -> Fraction | None:
+        """The part of full retention that is kept; None: an amount."""
+        shared = self.pool_is_fixed and not self.setup.own_budgets
+        return None if shared else self.plan.fraction
+
+    @property
+    def _slots(self) -> int:
+        """The own budget in tokens, see `Engine.open`."""
+        return self.plan.budget_tokens if self._part is None else self.plan.room_tokens
+
     # The search
 
     def _search(
@@ -245,8 +259,7 @@ class Run:
         from arbor.run.session import Session
 
         setup, request = self.setup, self.request
-        full = FullRetention()
-        heard: list[Listener] = [metrics, full, *records, *setup.listeners, *listeners]
+        heard: list[Listener] = [metrics, *records, *setup.listeners, *listeners]
         if request.max_tokens is not None:
             heard.append(TokenLimit(request.max_tokens, lambda: self.stop("limit", "max_tokens")))
         emit = Broadcast(heard, self.stop)
@@ -276,7 +289,7 @@ class Run:
                     request.first,
                     request.confidence,
                 ),
-                self.plan.budget_tokens,
+                self._slots,
                 detail=request.trace_level,
                 reads=reads,
                 questions=PlannedQuestions(
@@ -286,6 +299,8 @@ class Run:
                 aggregate=setup.aggregate,
                 opened=self._open_verifiers(emit, verifiers),
                 most=self.plan.most_held,
+                part=self._part,
+                least=self.plan.smallest_tokens,
             )
             text = self.task.prompt(self.problem)
             self.session = session(emit=emit)
@@ -307,7 +322,6 @@ class Run:
                 raise
         counters = metrics.metrics().to_dict()
         emit(Ended(outcome.status, len(outcome.tree), counters, outcome.limit))
-        self._learn(outcome, full)
         cost = metrics.metrics()
         logger.info(
             "%s: %d tokens in %.2f s, %d recomputed, at most %d tokens of KV",
@@ -336,16 +350,6 @@ class Run:
             until.callback(opened[verifier].close)
         return opened
 
-    def _learn(self, outcome: Outcome, full: FullRetention) -> None:
-        """Adds a search that ended by its own rules, or at `max_expansions`, to the measured
-        sizes."""
-        whole = outcome.status in ("solved", "exhausted")
-        cut = outcome.limit == "max_expansions"
-        if self.setup.mode == "lossless" and self.setup.is_usual and (whole or cut):
-            # questions for proposals are blocks, so the peak has them
-            asked = 0 if self.plan.proposals else self.plan.question_tokens
-            self.setup.sizes.learn(self.setup.kind, full.peak + asked)
-
     def _header(self, engine: Engine) -> Header:
         import torch
 
@@ -370,13 +374,8 @@ class Run:
                 "threads": torch.get_num_threads(),
             },
             config=self.config | _measured(engine),
-            kv=self._slots(),
+            kv=self.plan.to_dict() | ({} if self.pool is None else {"pool_tokens": self.pool}),
         )
-
-    def _slots(self) -> dict[str, Any]:
-        """The plan, as the header holds it, with the budget of all runs where there are several."""
-        plan = self.plan if self.budget.unit == "ratio" else self.plan.unmeasured
-        return plan.to_dict() | ({} if self.pool is None else {"pool_tokens": self.pool})
 
     # After the search
 

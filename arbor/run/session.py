@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from arbor.aggregate.base import Aggregate, AnswerVotes
@@ -106,7 +107,7 @@ class Session:
         aggregate: chooses the answer among those of the finished paths.
         opened: this search in the models of verifiers that have their own.
         compares: the prompt is compared with earlier ones where the engine shares similar ones.
-        most: tokens that full retention of the search holds at most, see `Engine.open`.
+        most, part, least: see `Engine.open`.
     """
 
     def __init__(
@@ -129,6 +130,8 @@ class Session:
         opened: Mapping[Verifier, VerifierSearch] | None = None,
         compares: bool = True,
         most: int | None = None,
+        part: Fraction | None = None,
+        least: int = 0,
     ) -> None:
         self.engine = engine
         self.task = checked_task(task)
@@ -143,6 +146,8 @@ class Session:
         self.reads = reads
         self.pool = pool
         self.most = most
+        self.part = part
+        self.least = least
         self.aggregate = aggregate or Best()
         self.verification = Verification(
             engine, self.task, problem, verifier, questions, opened or {}, emit
@@ -210,6 +215,8 @@ class Session:
             interrupted=self._over,
             reads=self.reads,
             pool=self.pool,
+            part=self.part,
+            least=self.least,
             most=self.most,
         )
 

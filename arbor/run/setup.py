@@ -19,7 +19,6 @@ from arbor.model.checkpoint import Checkpoint
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.run.search_sizes import SearchKind, SearchSize, SearchSizes
 from arbor.run.settings import resolve_sampling
 from arbor.run.tier_sizes import TierSizes
 from arbor.tasks.base import BlockLimits, Task
@@ -43,7 +42,6 @@ class Setup:
         given_sampling: `Solver`'s `sampling`, not resolved: that reads the model's files.
         listeners: called with every event of every run.
         record_bytes: as in `Solver`.
-        sizes: measured sizes of the model's searches.
         branch_stop: when branches end early; None: never.
         verifier_models: of the verifiers that have their own.
     """
@@ -68,7 +66,6 @@ class Setup:
     seed: int
     listeners: tuple[Listener, ...]
     record_bytes: int
-    sizes: SearchSizes
     aggregate: Aggregate
     branch_stop: BranchStop | None = None
     verifier_models: Mapping[Verifier, VerifierModel] = field(default_factory=dict)
@@ -91,38 +88,12 @@ class Setup:
         return CONCURRENCY if self.mode == "lossless" or self.own_budgets else 1
 
     @property
-    def kind(self) -> SearchKind:
-        """The kind of search, as sizes are measured by."""
-        return SearchKind.of(
-            self.task, self.controller, self.verifier, self.boundary, self.max_expansions
-        )
-
-    @property
-    def size(self) -> SearchSize | None:
-        """The measured size of such a search; None: not measured, as with a step format."""
-        return self.sizes.expected(self.kind) if self.is_usual else None
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether nothing changes the lengths of blocks but the model and the kind of search."""
-        return self.boundary.form is None and self.branch_stop is None
-
-    def resolved(self, budget: Budget) -> Budget:
-        """A budget that means the same whatever is measured later; see `Budget.resolved`."""
-        if not budget.open:
-            return budget
-        size = self.size
-        return budget.resolved(None if size is None else size.expected)
-
-    @property
     def config(self) -> dict[str, Any]:
         """Every setting, resolved; enough to build the solver again.
 
-        A ratio as a budget has its expected peak, or is one of the worst case where there is none:
-        the solver that is built again gives it the same slots. Named only where they are not the
-        default: `adapter`, `aggregate`, `host`, `host_bits`, `staging`, `disk`, `fetch`, `share`,
-        `kv_probe`, `cuda_graphs`, `kv_dtype`, `weights`, `step_format`,
-        `branch_stop`.
+        Named only where they are not the default: `adapter`, `aggregate`, `host`, `host_bits`,
+        `staging`, `disk`, `fetch`, `share`, `kv_probe`, `cuda_graphs`, `kv_dtype`, `weights`,
+        `step_format`, `branch_stop`.
         """
         source = self.checkpoint.source
         return {
@@ -131,7 +102,7 @@ class Setup:
             "task": components.spec_of(self.task),
             "controller": components.spec_of(self.controller),
             "verifier": components.spec_of(self.verifier),
-            "budget": str(self.resolved(self.budget)),
+            "budget": str(self.budget),
             "policy": components.spec_of(self.policy),
             "mode": self.mode,
             "rehydrate": self.rehydrate,

@@ -11,7 +11,6 @@ from arbor.run.batch import FixedPool
 from arbor.run.job import SearchJob
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
-from arbor.run.search_sizes import GivenSizes
 from arbor.run.setup import Setup
 from arbor.run.worker import Worker
 from arbor.tasks.base import Problem
@@ -34,7 +33,7 @@ class SharedEngine:
     free; every step serves all that are in progress. The budget of all is fixed, and they share
     it: a search that asks for less is planned for less, and may hold what others leave free.
     `SearchJob.stop` ends one with its best so far, `SearchJob.abandon` gives one up, and its KV
-    with it. Nothing is learned from these searches.
+    with it.
 
     Args:
         setup: the parts and settings of the solver, those of a search that changes none.
@@ -52,10 +51,7 @@ class SharedEngine:
         at_once: int,
         tokens: int,
     ) -> None:
-        source = setup.checkpoint.source
-        self.setup = dataclasses.replace(
-            setup, sizes=GivenSizes(source.place, source.revision), record_bytes=0
-        )
+        self.setup = dataclasses.replace(setup, record_bytes=0)
         self.tokens = tokens
         self._worker = Worker(at_once, lend, contended, FixedPool(tokens, at_once))
 

@@ -225,7 +225,13 @@ class Worker:
             # alone, its own budget is that of all
             pool = None if alone else self._pool.tokens
             verifiers = None if alone else self._pool.verifiers
-            steps = job.run.steps(engine, job.emit, pool=pool, verifier_pools=verifiers)
+            steps = job.run.steps(
+                engine,
+                job.emit,
+                pool=pool,
+                verifier_pools=verifiers,
+                pool_is_fixed=self._pool.is_fixed,
+            )
             search = Search(0, steps)
             self._going.append((search, job))
         return True

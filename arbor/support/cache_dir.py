@@ -7,7 +7,6 @@
     models/ID.json                      description of a model directory, for plans without torch
     kv_probe/ID.json                    when rows read a shared span together, per model and machine
     fetch_costs/ID.json                 what fetching and recomputing KV take, likewise
-    search_sizes/MODEL/REVISION.json    KV that searches with a model held, for ratios as budgets
 
 A model directory holds its own block values and thresholds; Hub models are in the Hugging Face
 cache. Every file here may be deleted.
@@ -76,16 +75,6 @@ def fetch_costs_file(identity: str) -> Path:
         identity: of the model and the machine.
     """
     return cache_dir() / "fetch_costs" / f"{identity}.json"
-
-
-def search_sizes_file(model: str, revision: str | None) -> Path:
-    """The file with the measured sizes of a model's searches, which may not exist.
-
-    Args:
-        model: its id on the Hub, or the path of its directory.
-        revision: branch, tag or commit; None = its main branch, or a directory.
-    """
-    return _model_file("search_sizes", model, revision)
 
 
 def _model_file(folder: str, model: str, revision: str | None) -> Path:

@@ -18,6 +18,7 @@ from arbor.events import (
     Evicted,
     Forwarded,
     Header,
+    Limited,
     Merged,
     Opened,
     Pressure,
@@ -94,6 +95,7 @@ class Replay:
         self.problems: list[str] = []
         self.events = 0
         self.peak = 0
+        self._most = 0  # held at any instant since the last `Limited`
         self._held = 0  # tokens of closed blocks on the device
         self._stored = 0  # tokens in lower tiers
         self._open_blocks = 0
@@ -189,6 +191,13 @@ class Replay:
                     self._within_length(block)
             case Transition():
                 self.running = tuple(block.id for block in self._find(event.leaves))
+            case Limited():
+                if self._most > event.tokens:
+                    self._wrong(
+                        f"event {self.events:,}: {self._most:,} tokens on the device, "
+                        f"{event.tokens:,} were allowed at most"
+                    )
+                self._most = 0
             case Evicted():
                 self._move(event.nodes, -1)
                 self._store(event.stored, +1)
@@ -252,7 +261,7 @@ class Replay:
             piece = min(event.rows, self._uncomputed)
         elif isinstance(event, Shared):
             piece = min(sum(count for _, count in event.nodes), self._uncomputed)
-        elif isinstance(event, Pressure | Allocated | Evicted):
+        elif isinstance(event, Limited | Pressure | Allocated | Evicted):
             return
         else:
             piece = self._uncomputed
@@ -325,6 +334,7 @@ class Replay:
         self.series.append((self.events, kv))
         self.peak = max(self.peak, kv.device)
         self._within_budget(kv.device)
+        self._most = max(self._most, kv.device)
         held = self._held - kv.shared
         if kv.device < held or (kv.device > held and not borrowed and not self.open_blocks):
             self._wrong(
@@ -343,6 +353,8 @@ class Replay:
 
     def _within_budget(self, tokens: int) -> None:
         kv = self.header.kv if self.header else {}
+        if "part" in kv:  # what it allows is reported afterwards
+            return
         budget = kv.get("pool_tokens", kv.get("budget_tokens"))
         if budget is not None and tokens > budget:
             self._wrong(

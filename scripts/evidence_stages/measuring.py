@@ -175,7 +175,7 @@ class Measuring:
             assert sample.problem is not None, "samples were read with their problems"
             budget, smallest = "full", False
             if peak is not None:
-                least = 1 if arm.lossy else solver.plan(sample.problem).smallest_tokens
+                least = 1 if arm.lossy else solver.plan(sample.problem).enough_tokens
                 slots = max(math.floor(arm.part * peak), least)
                 budget, smallest = f"{slots}tok", slots == least and not arm.lossy
             solver.load()  # not timed

@@ -66,7 +66,7 @@ def bounded(solver: Solver, problem: Any, whole: Solution, part: float) -> Solut
     try:
         return solver.solve(problem, budget=f"{slots}tok")
     except BudgetInfeasible:
-        return solver.solve(problem, budget=f"{solver.plan(problem).smallest_tokens}tok")
+        return solver.solve(problem, budget=f"{solver.plan(problem).enough_tokens}tok")
 
 
 def answers(solutions: list[Solution]) -> list[str]:

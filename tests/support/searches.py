@@ -95,12 +95,12 @@ class Model:
         solver.checkpoint = self._first.checkpoint
         problem = "What is 2+3?" if search.task == "reasoning" else solver.task.example
         plan = solver.plan(problem, budget="full")
-        room = plan.full_tokens - plan.smallest_tokens
+        room = plan.full_tokens - plan.enough_tokens
         # a question may be longer than planned; the trace shows the search up to there
         with suppress(BudgetInfeasible):
             solver.solve(
                 problem,
-                budget=f"{plan.smallest_tokens + int(search.share * room)}tok",
+                budget=f"{plan.enough_tokens + int(search.share * room)}tok",
                 max_tokens=search.max_tokens,
                 trace=TraceWriter(path, text=text),
                 trace_level=search.detail,

@@ -288,16 +288,12 @@ class RewardEngine:
         before = max(len(self.encode(text)) for text in (found.first, found.between))
         frame = before + len(self.encode(found.separator))
         step = math.ceil(growth * search.boundary.max_tokens) + frame
-        expected = search.beyond_prompt
         shape = Footprint(
             len(ids),
             step,
             search.boundary.max_depth,
             search.blocks,
             len(end),
-            None,
-            None if expected is None else math.ceil(expected * step / search.boundary.max_tokens),
-            search.searches,
         )
         if shape.path_tokens > info.context:
             raise InputError(
@@ -333,7 +329,7 @@ class RewardEngine:
             self.values,
             self.verifier.path_value or "last",
             context=self.describe().context,
-            slots=plan.budget_tokens,
+            plan=plan,
             pool=pool,
             verifier=self.name,
             emit=emit,

@@ -20,6 +20,8 @@ from ..base import Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from arbor.budget import Plan
+
 
 class StepTokens(Protocol):
     """Token ids of a step."""
@@ -71,7 +73,7 @@ class Mirror:
         values: of scores [n, labels].
         steps: the value of a path from those of its steps.
         context: positions of the model.
-        slots: the budget of this search, tokens.
+        plan: the budget of this search.
         pool: the budget of all searches in progress, tokens.
         verifier: its name, for events.
         emit: called with the events of the search.
@@ -88,7 +90,7 @@ class Mirror:
         steps: Steps,
         *,
         context: int,
-        slots: int,
+        plan: Plan,
         pool: int,
         verifier: str,
         emit: Listener,
@@ -109,7 +111,13 @@ class Mirror:
         self._of: dict[int, Node] = {}  # by id of the search's block
         self._uses: Counter[int] = Counter()  # blocks of the search by id of the mirror's block
         self._children: dict[tuple[int, tuple[int, ...]], Node] = {}
-        engine.open(self.tree, slots, pool=pool, emit=self.cost)
+        engine.open(
+            self.tree,
+            plan.budget_tokens if plan.part is None else plan.room_tokens,
+            pool=pool,
+            part=plan.fraction,
+            emit=self.cost,
+        )
 
     def begin(self, candidates: Sequence[Node]) -> Scoring:
         """Begin to score the paths of blocks; all that are new in one operation.

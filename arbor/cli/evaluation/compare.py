@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,21 +138,16 @@ def matched_budgets(
 ) -> dict[int | None, str]:
     """The KV budget of a search at each number of tokens, the same for every arm.
 
-    A ratio is of the longest prompt and the tokens: what full retention of any search holds that
-    generates so many and prunes nothing.
+    A ratio is of what full retention of each search holds; an amount is that of each search.
 
     Raises:
-        UsageError: a budget that differs from arm to arm, or is shared by several searches.
-        BudgetInfeasible: too small for an arm.
+        UsageError: an amount that several searches would share.
+        BudgetInfeasible: an amount too small for an arm.
     """
     levels: tuple[int | None, ...] = options.tokens or (None,)
     budget = Budget.parse(options.solver.budget)
-    if budget.unit == "max" and budget.amount == 1:
+    if budget.unit == "ratio":
         return dict.fromkeys(levels, str(budget))
-    if budget.unit == "max" or budget.beyond_prompt is not None:
-        raise _not_matched(options, "is a part of a size that differs from arm to arm")
-    if budget.unit == "ratio" and None in levels:
-        raise _not_matched(options, "is a part of the prompt and --tokens, which is not given")
     if options.concurrency > 1:
         raise UsageError(
             "usage",
@@ -162,53 +155,38 @@ def matched_budgets(
             "the searches in progress would share it.",
             "Leave --concurrency out.",
         )
-    prompt, smallest, bytes_per_token = _sizes(options, arms, samples)
-    found: dict[int | None, str] = {}
-    for tokens in levels:
-        whole = prompt + (tokens or 0)
-        slots = math.floor(Fraction(repr(float(budget.amount))) * whole)
-        if budget.unit != "ratio":
-            slots = budget.tokens(2**62, bytes_per_token)
-        for label, least in smallest.items():
-            if least > slots:
-                ratio = f", {math.ceil(1000 * least / whole) / 1000:g}" if tokens else ""
-                hint = f"Smallest workable for it: --budget {least}tok{ratio}."
-                raise BudgetInfeasible(least, slots, f"the arm '{label}'", hint)
-        found[tokens] = f"{slots}tok"
-    return found
+    smallest, bytes_per_token = _sizes(options, arms, samples)
+    slots = budget.tokens(2**62, bytes_per_token)
+    for label, least in smallest.items():
+        if least > slots:
+            hint = f"Smallest workable for it: --budget {least}tok, or a ratio as in 0.25."
+            raise BudgetInfeasible(least, slots, f"the arm '{label}'", hint)
+    return dict.fromkeys(levels, f"{slots}tok")
 
 
 def _sizes(
     options: CompareOptions, arms: Sequence[Arm], samples: Sequence[Sample]
-) -> tuple[int, dict[str, int], int]:
-    """Tokens of the longest prompt, the smallest workable budget of each arm for it, and the bytes
-    of a token's KV.
+) -> tuple[dict[str, int], int]:
+    """The smallest workable amount of each arm for the longest prompt, and the bytes of a token's
+    KV.
 
     Raises:
         ArborError: an arm cannot be built, or a problem is too long for the model.
     """
     problems = [sample.problem for sample in samples if sample.problem is not None]
-    longest, smallest, size = 0, {}, 1
+    smallest, size = {}, 1
     for place, arm in enumerate(arms):
         shared = dataclasses.replace(options.solver, budget="full")
         with build_solver(arm.solver_options(shared), searches=False) as solver:
             if not place:
                 plans = [solver.plan(problem) for problem in problems]
                 prompts = [plan.prompt_tokens for plan in plans]
-                longest, size = max(prompts, default=0), plans[0].bytes_per_token if plans else 1
-                problems = [problems[prompts.index(longest)]] if plans else []
+                size = plans[0].bytes_per_token if plans else 1
+                problems = [problems[prompts.index(max(prompts))]] if plans else []
             smallest[arm.label] = max(
                 (solver.plan(problem).smallest_tokens for problem in problems), default=0
             )
-    return longest, smallest, size
-
-
-def _not_matched(options: CompareOptions, why: str) -> UsageError:
-    return UsageError(
-        "usage",
-        f"--budget {options.solver.budget} {why}.",
-        "Give a size, as in --budget 300tok, or with --tokens a ratio of the prompt and these.",
-    )
+    return smallest, size
 
 
 def plan_runs(

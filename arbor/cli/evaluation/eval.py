@@ -19,7 +19,6 @@ from click.shell_completion import CompletionItem
 
 from arbor import registry
 from arbor._version import __version__
-from arbor.budget import Budget
 from arbor.cli.build import build_solver, build_task, import_engine, warn_of_guesses
 from arbor.cli.command import Command
 from arbor.cli.evaluation.eval_dataset import STDIN, is_task, name_of, read_samples
@@ -36,7 +35,6 @@ from arbor.measure.evaluation.rows import HUB
 from arbor.measure.workers.worker_place import check_ray, check_workers
 from arbor.model.loading import locate_model
 from arbor.retention.msve import MSVE
-from arbor.run.config import read_config
 from arbor.tasks.base import Converses, Task, Versioned
 
 if TYPE_CHECKING:
@@ -129,7 +127,6 @@ def evaluate(
         with contextlib.closing(finished):
             found = write_results(finished, options.samples.dataset, samples, other)
         return Evaluated(finished.path, found, finished.rows)
-    options = with_recorded_budget(options)
     with build_solver(described(options), searches=False) as solver:
         warn_of_guesses(output, options.solver)
         config = run_config(options, solver, task)
@@ -207,24 +204,6 @@ def request_digest(options: EvalOptions, task: Task) -> str:
     facts["files"] = [path.read_bytes().hex() for path in files if path.is_file()]
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
-
-
-def with_recorded_budget(options: EvalOptions) -> EvalOptions:
-    """The options with the budget recorded in the run's folder, where that is the same ratio.
-
-    A resumed run keeps its slots, whatever has been measured since it began.
-    """
-    budget = Budget.parse(options.solver.budget)
-    if options.output is None or options.fresh or not budget.open:
-        return options
-    try:
-        recorded = Budget.parse(str(read_config(options.output / CONFIG)["budget"]))
-    except (OSError, KeyError, ArborError):
-        return options
-    if budget.resolved(recorded.beyond_prompt) != recorded:
-        return options
-    solver = dataclasses.replace(options.solver, budget=str(recorded))
-    return dataclasses.replace(options, solver=solver)
 
 
 def _show(output: Output, options: EvalOptions, found: Mapping[str, Any]) -> int:

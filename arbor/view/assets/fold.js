@@ -111,8 +111,17 @@ class Run {
     return this._types.get(type);
   }
 
+  _mostAllowed() {
+    this._allowed ??= this.ofType("limit").reduce(
+      (most, event) => Math.max(most, this.records[event].tokens),
+      0,
+    );
+    return this._allowed;
+  }
+
   get budget() {
-    const { pool_tokens: pool, budget_tokens: budget } = this.plan;
+    const { pool_tokens: pool, budget_tokens: budget, part } = this.plan;
+    if (part < 1) return this._mostAllowed(); // a part of full retention moves as the search goes on
     return isCount(pool) ? pool : isCount(budget) ? budget : 0; // of all searches that share it
   }
 

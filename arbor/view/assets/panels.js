@@ -468,7 +468,7 @@ class RunPanel {
       ["model", (header.model || {}).id],
       ["device", (header.device || {}).name],
       ["KV per token", isCount(run.plan.bytes_per_token) ? bytes(run.plan.bytes_per_token) : null],
-      ["full retention, expected", tokensOf(run.plan.expected_tokens)],
+      ["part kept", run.plan.part],
       ["full retention, at most", tokensOf(run.plan.full_tokens)],
     ];
     this.body.replaceChildren(

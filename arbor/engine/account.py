@@ -1,0 +1,107 @@
+"""Account: what searches may hold on the device, and what they hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+
+from arbor.engine.retained import Retained
+from arbor.memory import KVMemory
+from arbor.tree import ThoughtTree
+
+UNLIMITED = 1 << 40  # tokens: more than any device holds
+
+
+class PartOfRetained:
+    """A part of what full retention of the searches has held so far, or will hold when the wave in
+    progress ends; or, where that is more, the least that lets a search go on.
+
+    Both are known from the trees: no earlier run and no worst case is in them. Called, it gives the
+    tokens that may be held now.
+
+    Args:
+        part: in (0, 1]; 1: full retention at its worst, so that nothing but the prompts of finished
+            searches ever leaves.
+        retained: what full retention of each search holds.
+        worst: slots of full retention of all searches at their worst; None: not known.
+        least: the least that lets the searches go on, in tokens: one expansion in lossless mode,
+            what the policy protects in lossy mode.
+    """
+
+    def __init__(
+        self,
+        part: Fraction,
+        retained: Callable[[], Iterable[Retained]],
+        worst: Callable[[], int | None],
+        least: Callable[[], int],
+    ) -> None:
+        self.part = part
+        self._retained = retained
+        self._worst = worst
+        self.least = least
+        self._most = 0  # since the last report
+
+    def __call__(self) -> int:
+        if self.part == 1:
+            worst = self._worst()
+            return UNLIMITED if worst is None else worst
+        tokens = max(self.kept, self.least())
+        self._most = max(self._most, tokens)
+        return tokens
+
+    def report(self) -> int:
+        """The most that could be held at any instant since the last report."""
+        now = self()
+        most, self._most = self._most, now
+        return most
+
+    @property
+    def kept(self) -> int:
+        """The part of full retention, rounded down."""
+        return math.floor(self.part * sum(each.expected for each in self._retained()))
+
+
+class Account:
+    """A budget, and what is used of it: that of all searches of an engine, or that of one of them.
+
+    The slots of one search's own budget are used by no other search.
+
+    Args:
+        memory: the pool.
+        limit: the tokens that may be held: always so many, or a part that moves as the search goes
+            on.
+        tree: the only one that it is for; None: all of the pool.
+    """
+
+    def __init__(
+        self, memory: KVMemory, limit: int | PartOfRetained, tree: ThoughtTree | None = None
+    ) -> None:
+        self._memory = memory
+        self._limit = limit
+        self._tree = tree
+
+    @property
+    def slots(self) -> int:
+        """The budget now, in tokens."""
+        return self._limit if isinstance(self._limit, int) else self._limit()
+
+    @property
+    def part(self) -> PartOfRetained | None:
+        """The limit, where it moves."""
+        return None if isinstance(self._limit, int) else self._limit
+
+    @property
+    def used(self) -> int:
+        """Slots in use, temporary ones included."""
+        return self._memory.used if self._tree is None else self._memory.used_by(self._tree)
+
+    @property
+    def free(self) -> int:
+        """Slots that are left; below 0 where the budget has just become smaller."""
+        return self.slots - self.used
+
+    @property
+    def available(self) -> int:
+        """Slots that are free, or are once no prompt of a dropped tree is kept."""
+        return self.free + (self._memory.kept_slots if self._tree is None else 0)
