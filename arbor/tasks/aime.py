@@ -10,7 +10,7 @@ from arbor.errors import InputError
 from arbor.tasks.base import Columns, Problem
 from arbor.tasks.grading import extraction
 from arbor.tasks.grading.base import Grader
-from arbor.tasks.grading.numeric import Integer
+from arbor.tasks.grading.numeric import Integer, said_number
 from arbor.tasks.worded import Worded
 
 
@@ -50,7 +50,8 @@ class AIME(Worded):
         return extraction.marked(text)
 
     def stated(self, problem: Problem, text: str) -> str | None:
-        return extraction.stated(text)
+        marked = self.marked(problem, text)
+        return said_number(text) if marked is None else marked
 
     def guess(self, problem: Problem, text: str) -> str | None:
         """The last number of the text."""

@@ -16,7 +16,7 @@ from arbor.errors import InputError
 from arbor.tasks.base import Columns, Problem
 from arbor.tasks.grading import extraction
 from arbor.tasks.grading.base import Grader
-from arbor.tasks.grading.numeric import Numeric, number_of
+from arbor.tasks.grading.numeric import Numeric, number_of, said_number
 from arbor.tasks.worded import Worded
 
 
@@ -58,7 +58,7 @@ class GSM8K(Worded):
 
     def stated(self, problem: Problem, text: str) -> str | None:
         marked = self.marked(problem, text)
-        return extraction.stated(text) if marked is None else marked
+        return said_number(text) if marked is None else marked
 
     def guess(self, problem: Problem, text: str) -> str | None:
         """The last number of the text."""

@@ -45,6 +45,5 @@ class Reasoning(Worded):
         return extraction.stated(text)
 
     def guess(self, problem: Problem, text: str) -> str | None:
-        """The last number of the text."""
-        numbers = extraction.numbers_in(text)
-        return numbers[-1] if numbers else None
+        """The last number of the text, or the mathematics that it ends with."""
+        return extraction.last_value(text)

@@ -2,6 +2,7 @@ r"""Worded: base of the tasks whose problems are texts and whose models reason i
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,8 @@ from typing import ClassVar, Literal
 from arbor.errors import InputError, UsageError
 from arbor.support.texts import clipped, refuse_surrogates, surrogate_of
 from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
-from arbor.tasks.grading.base import Grader
+from arbor.tasks.grading.base import Equates, Grader
+from arbor.tasks.grading.extraction import first_problem
 from arbor.tasks.prompt_template import PromptTemplate, read_template
 from arbor.tasks.splits import content_id
 
@@ -188,31 +190,41 @@ class Worded(ABC):
         return found
 
     def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
-        """Whether the path holds a complete marked answer."""
-        return self.marked(problem, spoken("".join(thoughts))) is not None
+        """Whether the path holds a complete marked answer, or went on to a problem of its own."""
+        text = spoken("".join(thoughts))
+        own = first_problem(text)
+        return len(own) < len(text) or self.marked(problem, own) is not None
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
         """The answer that the path states, else a guess."""
-        text = spoken("".join(thoughts))
+        text = first_problem(spoken("".join(thoughts)))
         stated = self.stated(problem, text)
         return self.guess(problem, text) if stated is None else stated
 
     def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
         """Whether the answer is not stated by the text."""
-        text = spoken("".join(thoughts))
+        text = first_problem(spoken("".join(thoughts)))
         return self.stated(problem, text) is None and self.guess(problem, text) is not None
 
     def grade(self, problem: Problem, answer: str | None) -> Grade:
         """The judgement of the task's grader."""
         return self.judge.grade(answer, problem.expected)
 
-    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        """Whether the grader takes one of two answers for right where the other is the key."""
+    def same_answer(
+        self, problem: Problem, first: str, second: str, seconds: float = math.inf
+    ) -> bool:
+        """Whether the grader takes two answers for equal; after `seconds` without a verdict, no."""
         judge = self.judge
+        if isinstance(judge, Equates):
+            return judge.equal(first, second, seconds)
         return judge.grade(first, second).correct or judge.grade(second, first).correct
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
-        raise UsageError(
+        raise self.no_exact_checker()
+
+    def no_exact_checker(self) -> UsageError:
+        """The error of a request for exact values."""
+        return UsageError(
             "no-exact-verifier",
             f"the task '{self.name}' has no exact checker, only an answer key.",
             "Use --verifier self.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from arbor.tasks.base import Grade
 
@@ -27,6 +27,20 @@ class Grader(Protocol):
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """Judge an answer by the key; without a key, extract only."""
+        ...
+
+
+@runtime_checkable
+class Equates(Protocol):
+    """The part of a grader whose comparisons take time; without it, votes compare by `grade`."""
+
+    def equal(self, first: str, second: str, seconds: float) -> bool:
+        """Whether two answers of a vote are equal; the same in either order.
+
+        Args:
+            first, second: answers, as texts state them.
+            seconds: most for the comparison; what is not decided by then is not equal.
+        """
         ...
 
 

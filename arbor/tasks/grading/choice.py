@@ -21,7 +21,7 @@ _STANDALONE = re.compile(r"(?<![\w'’])\(?([A-Z])\)?(?![\w'’])")
 class Choice:
     """Letters compared as letters; ``(b)``, ``B.`` and ``B. gravity`` are B."""
 
-    version = "choice/1"
+    version = "choice/2"
 
     def check(self) -> None:
         """No package is needed."""

@@ -17,7 +17,7 @@ _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
 class Exact:
     """No rounding, no tolerance, no factor of 100: 4.6667 is not 14/3, and 50 % is 50, not 0.5."""
 
-    version = "exact/1"
+    version = "exact/2"
 
     def check(self) -> None:
         """No package is needed."""

@@ -1,18 +1,118 @@
-r"""Extraction: the answer that a text marks, states, or only ends with."""
+r"""Extraction: the answer that a text marks, states, or only ends with.
+
+A text is read up to a problem that the model invents after its answer (`first_problem`). An answer
+is marked by ``\boxed{}`` or by ``####`` before a number; it is stated behind "the answer is",
+"Answer:" or a heading "Final Answer". What is read there ends where the sentence goes on with
+something else (`phrase`), so that "**42** eggs, since 6 * 7 = 42" gives "42".
+"""
 
 from __future__ import annotations
 
 import re
 
-from arbor.tasks.grading.notation import FACTOR, normalise, number
+from arbor.tasks.grading.notation import LONGEST, grouped, normalise, number
+from arbor.tasks.grading.units import FACTORS
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE = re.compile(r"-?\d[\d.,/]*(?<![.,/])")
-_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-_ANSWER_IS = re.compile(r"\banswer\s*(?:\*\*)?\s*(?:is|:)\s*(?:\*\*)?\s*:?", re.IGNORECASE)
-COUNTED = re.compile(r"(-?\$?\d(?:[\d,]*\d)?(?:\.\d+)?)((?:\s+[A-Za-z]{2,})+)")  # 72 clips
-_SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
-_LAST_NUMBER = re.compile(r"(?:(?<![\w)\]}.])[-−])?(?<![\w.])\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?")
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*(\S[^\n]*)")
+_HEADING = re.compile(r"[*_ ]*(?:\(?\d{1,3}[.):]\s*[*_]*\s*[^\s*_\d]|[A-Za-z]+\s+\d+\b)")
+_BARE_MARKER = re.compile(r"[*_ ]*\d{1,3}[.):][*_ ]*")
+_LABEL = re.compile(r"[*_ ]*(?:the )?(?:final |correct )?(?:answer|total|result)\b", re.IGNORECASE)
+
+_DETOUR = (
+    r"(?:\s+(?:to|for|of|in)\s+[^.,:;=!?\n]{1,60}?)?(?:\s*\([^()\n]{1,40}\))?"
+    r"(?:\s+(?:therefore|thus|hence|then|would|should|must|will|could|indeed|also|now))*"
+)
+_MARKS = r"(?:\*\*\*|\*\*|__|\*|_|`)?"
+_SAYS_ANSWER = re.compile(
+    rf"(?<![A-Za-z])answer\b{_DETOUR}\s*{_MARKS}\s*(?:\bis\b|\bare\b|\bbe\b|\bequals\b|:|=)",
+    re.IGNORECASE,
+)
+_ANSWER_HEADING = re.compile(
+    r"^[ \t>]{0,8}(?:#{1,6} *[*_]*|[*_]{2,3})(?:the )?(?:final |correct )?answer[*_:. ]{0,8}$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_FILLER = re.compile(
+    r"(?:\s|[>:=]|\#+(?=\s)|-\s(?=\s*[*$\\A-Za-z])|(?:simply|indeed|therefore|thus|hence|then|also|just|exactly"
+    r"|approximately|about|roughly|equal\ to|given\ by|as\ follows|clearly|actually)\b:?|"
+    r"(?:the\s+)?(?:final\s+|correct\s+)?answer\s+is\b)+",
+    re.IGNORECASE | re.VERBOSE,
+)
+_CLOSED_BEFORE = re.compile(r"^(?:\*{1,3}|_{1,3}|`)(?=\s|:)")  # as in **Answer:** 42
+_FIRST_ENTRY = re.compile(r"^1[.)]\s+(?=[*$\\]*-?[\d\\$])")
+_VERDICT = re.compile(
+    r"(?:(?:not|also|indeed|now|very|thus|therefore|in fact|most|quite|already|both)\s+)*"
+    r"(?:correct|incorrect|right|wrong|reasonable|consistent|verified|clear|unclear|valid|invalid|"
+    r"confirmed|accurate|obvious|plausible|complete|final|as expected|within|supported|checked|"
+    r"found|obtained|derived|given|shown|expected|based|sensible|realistic|exact|unique)\b",
+    re.IGNORECASE,
+)
+_DESCRIBES = re.compile(r"(?:in|an?|the|that|what|our|from|for)\s", re.IGNORECASE)
+
+# Where an answer ends
+_DELIMITED = (
+    ("$$", "$$"),
+    ("\\[", "\\]"),
+    ("\\(", "\\)"),
+    ("***", "***"),
+    ("**", "**"),
+    ("__", "__"),
+    ("`", "`"),
+    ("*", "*"),
+    ("$", "$"),
+)
+_JOINED = re.compile(r"\s*(?:,\s*(?:and|or)?|and|or)\s*(?=\$|\\\(|\*\*)")
+_FACTOR_BEHIND = re.compile(rf"\s*(?:{'|'.join(FACTORS)}|percent)s?\b|\s*\\?%", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"(?<!\bRs)(?<!\bapprox)[.!?](?=[\s*_`]|$)|\n|<\|")
+_WHY = re.compile(
+    r",?\s+(?:because|since|which|where|who|whose|that|as|so|given|meaning|i\.e|but|after|"
+    r"[-\u2013\u2014]+(?=\s*[A-Za-z]{2})|\u2014)(?!\w)|\s*\u2014|;"
+)
+_ASIDE = re.compile(r"(?<=[\w$%}*])\s+\((?=[^()]*(?:=|(?<![\\A-Za-z])[A-Za-z]{3}))")
+_GOES_ON = re.compile(
+    r"\s+and\s+(?=[A-Za-z]{2})|,\s+(?!(?:and|or)\s+[-$\\\d])(?=[^,]*?(?<![\\A-Za-z])[A-Za-z]{2,})"
+)
+_COUNTED = re.compile(r"([£€$]?-?\d[\d,.]*\s+[A-Za-z]{2,}[^,]*),\s")
+_LEADS_WITH_NUMBER = re.compile(r"[-+(]?\s*(?:[£€$¥₹]|\\[$(]|Rs\.?|USD)?\s*[-+]?\.?\d")
+_WORDS = re.compile(r"[A-Za-z]{2,}")
+
+# Numbers of a text
+_ENDS_WITH = re.compile(
+    r"(?:\\\[((?:(?!\\\[).)+?)\\\]|\\\(((?:(?!\\\().)+?)\\\)|\$\$([^$]+)\$\$|(?<!\$)\$([^$\n]+)\$)[\s.,;:!*_]*\Z",
+    re.DOTALL,
+)
+_NUMBERS = re.compile(
+    r"((?:(?<![\w)\]}.])[-−])?(?:(?<![\w.])|(?<=__))\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?)"
+    rf"(\s+(?:{'|'.join(FACTORS)})s?\b)?",
+    re.IGNORECASE,
+)
+_LIST_MARKER = re.compile(
+    r"^[-*>#_\u2022 \t]{0,16}(?:(?:step|part)[ ]*)?\(?\d{1,3}[.):](?=[\s*]|$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+# A problem that a model invents after its answer
+_NEXT_PROBLEM = re.compile(
+    r"""^(?:
+        [>#*_ \t]{0,12}(?:question|problem|exercise|q)[ ]?(?P<number>\d*)[*_ ]{0,4}[:.][*_]*(?=\s|$)
+      | [> ]{0,4}[#]+[ *_]{0,4}(?:question|problem|exercise|instruction|input)[ ]?(?P<heading>\d*)[*_: ]{0,6}$
+      | [>#*_ \t]{0,12}(?:human|user|instruction)[*_ ]{0,4}:
+    )|<\|(?:im_start|im_end|endoftext|eot_id|end_of_text|start_header_id|user)\|>
+    |<(?:end_of_turn|start_of_turn)>|</s>""",
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
+)
+
+
+def first_problem(text: str) -> str:
+    """A text up to the first problem that follows an answer or a number; most texts have none."""
+    for match in _NEXT_PROBLEM.finditer(text):
+        before = text[: match.start()]
+        first = (match["number"] or match["heading"]) == "1"  # a part of the problem itself
+        if not first and (stated(before) is not None or numbers_in(before)):
+            return before
+    return text
 
 
 def boxes(text: str) -> list[str]:
@@ -21,10 +121,12 @@ def boxes(text: str) -> list[str]:
     Braces are counted. An escaped brace (``\{``) is text. A box that is never closed does not
     count.
     """
+    closing = _closing_braces(text) if "\\" in text else {}
     found = []
     for match in _BOX.finditer(text):
         if text.startswith("{", match.end()):
-            inside = _balanced(text, match.end())
+            end = closing.get(match.end())
+            inside = None if end is None else text[match.end() + 1 : end]
         else:
             bare = _BARE.match(text, match.end())
             inside = bare[0] if bare else None
@@ -33,70 +135,151 @@ def boxes(text: str) -> list[str]:
     return found
 
 
-def _balanced(text: str, start: int) -> str | None:
-    """The text between the brace at `start` and the one that closes it; None if none does."""
-    depth, at = 0, start
-    while at < len(text):
-        if text[at] == "\\":
-            at += 2
-            continue
-        depth += (text[at] == "{") - (text[at] == "}")
-        if depth == 0:
-            return text[start + 1 : at]
-        at += 1
-    return None
+def _closing_braces(text: str) -> dict[int, int]:
+    """For each brace that is closed the place of the one that closes it."""
+    found, opened = {}, []
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            found[opened.pop()] = match.start()
+    return found
 
 
 def marked(text: str) -> str | None:
     r"""The marked answer of a text: its last complete \boxed{}, or first number after ``####``.
 
-    None without such a mark. Only numbers count after ``####``, which also begins Markdown
-    headings.
+    None without such a mark.
     """
     boxed = boxes(text)
-    if boxed:
-        return boxed[-1]
-    hashes = (match[1].strip() for match in _HASHES.finditer(text))
-    return next((line for line in hashes if number(normalise(line)) is not None), None)
+    return boxed[-1] if boxed else hashed(text)
 
 
-def extract(text: str) -> str | None:
-    """The answer of a text: stated, else the last number."""
-    answer = stated(text)
+def hashed(text: str) -> str | None:
+    """The first number after ``####``, with what belongs to it: ``#### 18 thousand dollars``.
+
+    Headings of Markdown do not count: "#### 1. Add the parts", "#### Step 2".
+    """
+    lines = [match[1].strip() for match in _HASHES.finditer(text)]
+    numbered = (
+        any(map(_HEADING.match, lines)) or sum(map(bool, map(_BARE_MARKER.fullmatch, lines))) > 1
+    )
+    for line in lines:
+        if _HEADING.match(line) or (numbered and _BARE_MARKER.fullmatch(line)):
+            continue
+        boxed = boxes(line)
+        if boxed:
+            return boxed[-1]
+        label = _LABEL.match(line)
+        found = phrase(line[label.end() :] if label else line)
+        if _LEADS_WITH_NUMBER.match(normalise(found)) or "=" in found:
+            value = single_number(found)
+            if value is not None:
+                return value if "=" in found else found
+    return None
+
+
+def stated(text: str) -> str | None:
+    """The answer that a text states: marked, else what it says is the answer, last.
+
+    What is only said about an answer does not count ("the answer is correct").
+    """
+    answer = marked(text)
     if answer is not None:
         return answer
+    ends = {
+        match.end() for match in (*_SAYS_ANSWER.finditer(text), *_ANSWER_HEADING.finditer(text))
+    }
+    described = None
+    for end in sorted(ends, reverse=True):
+        said = phrase(text[end : end + 4 * LONGEST])
+        if normalise(said) and not _is_remark(said):
+            if not _DESCRIBES.match(said):
+                return said
+            described = described or said
+    return described
+
+
+def _is_remark(said: str) -> bool:
+    """Whether what follows "the answer is" says something about it: a verdict, or a sentence."""
+    if _LEADS_WITH_NUMBER.match(normalise(said)) or "\\" in said:
+        return False
+    if _VERDICT.match(said):
+        return True
+    return len(_WORDS.findall(said)) > 3 and len(numbers_in(said)) > 1
+
+
+def phrase(text: str) -> str:
+    """The answer that a text begins with, without what the sentence goes on with."""
+    text = _CLOSED_BEFORE.sub("", text)
+    filler = _FILLER.match(text)
+    text = text[filler.end() :] if filler else text
+    if filler and "\n" in filler[0]:
+        text = _FIRST_ENTRY.sub("", text, count=1)
+    parts: list[str] = []
+    while (inside := _delimited(text)) is not None:
+        parts.append(inside[0])
+        text = inside[1]
+        joined = _JOINED.match(text)
+        if not joined:
+            factor = _FACTOR_BEHIND.match(text)
+            return ", ".join(parts) + (f" {factor[0].strip()}" if factor else "")
+        text = text[joined.end() :]
+    if parts:
+        return ", ".join(parts)
+    end = _SENTENCE_END.search(text)
+    text = text[: end.start()] if end else text
+    for pattern in (_WHY, _ASIDE):
+        text = pattern.split(text, maxsplit=1)[0]
+    counted = _COUNTED.match(text)
+    if counted:
+        text = counted[1]
+    if _LEADS_WITH_NUMBER.match(text):
+        text = _GOES_ON.split(text, maxsplit=1)[0]
+    return text.strip(" \t,:")
+
+
+def _delimited(text: str) -> tuple[str, str] | None:
+    """What the marks at the start of a text enclose, and the rest; None without such marks."""
+    for opening, closing in _DELIMITED:
+        if not text.startswith(opening):
+            continue
+        end = text.find(closing, len(opening))
+        inside = text[len(opening) : end].strip() if end > 0 else ""
+        across = "\n" in inside and opening not in ("$$", "\\[")
+        priced = opening == "$" and (_is_price(inside) or text[end + 1 : end + 2].isdigit())
+        if inside and not across and not priced:
+            ends = ".,;" if opening[0] in "$\\" else ".,;!?"
+            return inside.rstrip(ends), text[end + len(closing) :]
+    return None
+
+
+def _is_price(inside: str) -> bool:
+    """Whether what stands between two dollar signs is a price with words: $18 a week, or $3."""
+    return "\\" not in inside and re.match(r"[\d.,]+\s+[A-Za-z]+", inside) is not None
+
+
+def last_value(text: str) -> str | None:
+    """The last number of a text; the mathematics that it ends with, if there is no number after."""
+    ended = _ENDS_WITH.search(text[-4 * LONGEST :])
+    if ended:
+        value: str = next(filter(None, ended.groups())).rpartition("=")[2].strip(" .,;")
+        if value:
+            return value
     numbers = numbers_in(text)
     return numbers[-1] if numbers else None
 
 
-def stated(text: str) -> str | None:
-    """The answer that a text states: marked, else after the last "answer is"."""
-    answer = marked(text)
-    if answer is not None:
-        return answer
-    said = list(_ANSWER_IS.finditer(text))
-    if said:
-        answer = _SENTENCE_END.split(text[said[-1].end() :].lstrip(), maxsplit=1)[0].strip()
-        counted = COUNTED.fullmatch(answer)
-        if counted and not FACTOR.search(counted[2]):
-            return str(counted[1])
-        if normalise(answer):
-            return str(answer)
-    return None
-
-
-def hashed(text: str) -> str | None:
-    """The first number after ``####``, also with a unit in words: ``#### 72 clips``."""
-    for match in _HASHES.finditer(text):
-        line = match[1].strip()
-        counted = COUNTED.fullmatch(line.rstrip(" ."))
-        if counted and not FACTOR.search(counted[2]):
-            return str(counted[1])
-        if number(normalise(line)) is not None:
-            return line
+def single_number(text: str) -> str | None:
+    r"""The number of a text that is one, as written: the last side of an equation, 9 * 2 = 18."""
+    for side in reversed(normalise(text).split("=")):
+        if number(side.strip()) is not None:
+            return side.strip()
     return None
 
 
 def numbers_in(text: str) -> list[str]:
-    """Every number of a text, as written."""
-    return [match[0] for match in _LAST_NUMBER.finditer(text)]
+    """Every number of a text, as written, with a factor in words; markers of lists do not count."""
+    text = grouped(text)
+    found = _NUMBERS.findall(_LIST_MARKER.sub("", text)) or _NUMBERS.findall(text)
+    return [value + factor for value, factor in found]

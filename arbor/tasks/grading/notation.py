@@ -3,82 +3,240 @@ r"""Notation: answers without their markup, numbers read exactly, equality of te
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
+from arbor.tasks.grading.units import FACTOR, FACTORS, without_unit
+
 LONGEST = 400  # characters of an answer; a longer text does not count as one
-_SPACING = re.compile(r"\\(?:[,;:! ]|quad\b|qquad\b|displaystyle\b|left\b|right\b)|~")
-_WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_UNIT = re.compile(
-    r"(?<=[\d}])\s*\\(?:text|textrm|mathrm|mbox)\s*\{\s*([^{}\d]*)\}\s*(?:\^\{?[23]\}?)?$"
+
+# Characters as LaTeX
+_SIGNS = str.maketrans(
+    {"−": "-", "–": "-", "÷": "/", "⁄": "/", "∕": "/", "。": ".", "’": "'", "…": "\\ldots "}
+    | dict.fromkeys("\u00a0\u202f\u2009\u2002\u2003\u3000", " ")
+    | {
+        character: f"\\{command} "
+        for characters, command in (
+            ("×", "times"),
+            ("·⋅∙", "cdot"),
+            ("∞", "infty"),
+            ("≤⩽", "le"),
+            ("≥⩾", "ge"),
+            ("≠", "ne"),
+            ("≈", "approx"),
+            ("±", "pm"),
+            ("∪", "cup"),
+            ("∩", "cap"),
+            ("∈", "in"),
+            ("∅", "emptyset"),
+            *((letter, unicodedata.name(letter).split()[-1].lower()) for letter in "αβγδθλμπρστφω"),
+        )
+        for character in characters
+    }
 )
-FACTOR = re.compile(
-    r"(?i)\b(?:hundred|thousand|million|billion|trillion|dozen|score|half|pi|percent)s?\b"
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ", "0123456789+-()n")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_RAISED_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ]+")
+_LOWERED_RUN = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_WIDE = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ff]+")
+_ONE_CHARACTER_FRACTION = re.compile("[¼½¾⅐-⅞]")
+_ROOT = re.compile(
+    r"(?:√|\\?(?<![A-Za-z])sqrt(?![A-Za-z]))\s*(?:\(([^()]*)\)|(\d+|[A-Za-z](?![A-Za-z])))"
 )
+
+# Markup
+_PAIRS = (
+    ("\\(", "\\)"),
+    ("\\[", "\\]"),
+    ("***", "***"),
+    ("**", "**"),
+    ("__", "__"),
+    ("*", "*"),
+    ("_", "_"),
+    ("`", "`"),
+    ('"', '"'),
+    ("“", "”"),
+)
+_EMPHASIS = re.compile(r"(?<![\w)*])(\*\*|__|\*|`)(?=[^\s*])([^*`\n]+?)(?<=[^\s*])\1(?![\w(*])")
+_LOOSE_ENDS = re.compile(r"^[*`]+(?=[^*`])|(?<!\^)(?:[*`]+|(?<=\w)__)$")
+_SPACING = re.compile(
+    r"(?<!\\)\\(?:[,;:! ]|(?:quad|qquad|displaystyle|textstyle|left|right|[bB]igg?[lr]?)(?![A-Za-z]))|~"
+)
+_NO_BRACKET = re.compile(r"\\(?:left|right)\s*\.")
+_GROUPED = re.compile(
+    r"(?<![\d.,])(\d{1,3})((?:(?:\\[,;:! ]|,\\!\s*|\{,\}|~|[ \u00a0\u202f\u2009])\d{3})+)(?![\d/]|,\d)"
+)
+_STYLES = (
+    "text|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|"
+    "boldsymbol|bm|mbox|hbox|emph|underline|operatorname"
+)
+_WRAPPED = re.compile(rf"\\(?:{_STYLES})\s*\{{([^{{}}]*)\}}")
+_STYLE = re.compile(rf"\\(?:{_STYLES})\s*(?=\{{)")
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°")
+_LABEL = re.compile(r"(?:[A-Z][A-Za-z ]{2,30}:|(?:[Tt]he )?(?:final )?answer is:?)\s*(?=\S)")
+
+# Bases
+_BASE = re.compile(
+    r"(-?)[({]?([\dA-F.]+)[)}]?(?:_\{?\(?(\w+)\)?\}?|\s*\(?(?:in )?base[ -](\w+)\)?)"
+)
+_BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8} | {
+    "nine": 9,
+    "ten": 10,
+    "twelve": 12,
+    "sixteen": 16,
+}
+
 _VARIABLE = re.compile(r"([A-Za-z])\s*=\s*(?=\S)")
+_SUM = re.compile(r"(?:[^A-Za-z\\]|\\(?:times|cdot|div|frac|sqrt)\b)+=\s*(?=[^=]+$)")  # 9 + 9 = 18
 _CHOICE = re.compile(r"\(([A-Z])\)")
 _BRACED = re.compile(r"([_^])\{(\w)\}")  # x^{2} is x^2
-_SIGNS = str.maketrans({"−": "-", "–": "-", "×": "*", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
+
+# Numbers
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-_NUMBER = re.compile(rf"([+-]?)\s*\$?\s*({_DIGITS})\s*%?")
+_NUMBER = re.compile(rf"([+-]?)\s*({_DIGITS})")
 _POWER = re.compile(
-    rf"([+-]?)({_DIGITS})(?:e([+-]?\d{{1,3}})|\s*(?:\\times|\\cdot|\*)\s*10\^\{{?([+-]?\d{{1,3}})\}}?)"
+    rf"([+-]?)({_DIGITS})(?:e([+-]?\d{{1,3}})|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{{?([+-]?\d{{1,3}})\}}?)"
 )
 _SLASH = re.compile(rf"([+-]?)\s*({_DIGITS})\s*/\s*({_DIGITS})")
-_FRACTION = re.compile(
-    r"([+-]?)\s*\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))"
-)
+_TWO = r"(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))"
+_FRACTION = re.compile(rf"([+-]?)\s*\\frac\s*{_TWO}")
+_MIXED = re.compile(rf"([+-]?)\s*(\d+)(?:\s*\\frac\s*{_TWO}|(?:\s+|\s*[+]\s*|-)(\d+)\s*/\s*(\d+))")
+_RECURRING = re.compile(r"([+-]?)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?|\()(\d+)[})]?")
+_GOING_ON = re.compile(r"([+-]?)(\d*)\.(\d*?)(\d{1,3}?)\4{2,}\s*\\(?:ldots|dots|cdots)")
+_TIMES = re.compile(rf"(.*?)\s*\b({'|'.join(FACTORS)})s?", re.IGNORECASE)
+_THOUSANDS = re.compile(r"(\d)[kK]")
+_PERCENT = re.compile(r"\s*(?:\\?%|(?i:per ?cent)\b)")
 
 
 def normalise(answer: str) -> str:
-    """An answer without notation: dollar signs, bold marks, spacing commands, units, full stop."""
-    text = answer.translate(_SIGNS).strip()
-    for opening, closing in (
-        ("\\(", "\\)"),
-        ("\\[", "\\]"),
-        ("**", "**"),
-        ("$$", "$$"),
-        ("$", "$"),
-    ):
-        if len(text) >= len(opening) + len(closing) and text.startswith(opening):
-            inner = text.rstrip(".")
-            if inner.endswith(closing) and inner != opening:
-                text = inner[len(opening) : -len(closing)].strip()
-    text = text.replace("\\$", "").replace("\\%", "%").replace("{,}", ",")
-    text = re.sub(r"\\!\s*", "", text)
-    text = _SPACING.sub(" ", text)
+    """An answer without notation: markup, spacing, units and currencies, the full stop.
+
+    Characters of Unicode become LaTeX. A text far too long for an answer stays as it is.
+    """
+    if len(answer) > 4 * LONGEST:
+        return answer.strip()
+    text = grouped(_in_latex(answer))
+    text = _unwrapped(text.replace("\\$", "").replace("$", ""))
+    text = text.replace("\\%", "%").replace("{,}", ",")
+    text = _SPACING.sub(" ", re.sub(r"\\!\s*", "", _NO_BRACKET.sub("", text)))
     text = _DEGREES.sub("", text).rstrip(" .,;")
-    unit = _UNIT.search(text)
-    if unit and not FACTOR.search(unit[1]):
-        text = text[: unit.start()]
-    text = _WRAPPED.sub(r"\1", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = without_unit(text)
+    while (bare := _unwrapped(_WRAPPED.sub(r"\1", text))) != text:
+        text = without_unit(bare)
+    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
+    text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
     text = re.sub(r"\s+", " ", text).rstrip(" .,;").strip()
-    return text.removeprefix("$").strip()
+    return _in_base(text)
+
+
+def _in_latex(text: str) -> str:
+    """A text whose mathematical characters are commands."""
+    text = _WIDE.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
+    text = _ONE_CHARACTER_FRACTION.sub(
+        lambda match: " \\frac{{{}}}{{{}}}".format(
+            *unicodedata.normalize("NFKC", match[0]).split("⁄")
+        ),
+        text,
+    )
+    text = _RAISED_RUN.sub(lambda match: f"^{{{match[0].translate(_RAISED)}}}", text)
+    text = _LOWERED_RUN.sub(lambda match: f"_{{{match[0].translate(_LOWERED)}}}", text)
+    text = re.sub(r"\.{3,}", r"\\ldots ", text.translate(_SIGNS)).strip()
+    return _ROOT.sub(lambda match: f"\\sqrt{{{match[1] or match[2]}}}", text)
+
+
+def grouped(text: str) -> str:
+    """A text whose numbers have no spaces or LaTeX between their thousands."""
+    return _GROUPED.sub(lambda match: match[1] + "".join(re.findall(r"\d{3}", match[2])), text)
+
+
+def _unwrapped(text: str) -> str:
+    """A text without the marks around all of it, and without those of Markdown."""
+    before = None
+    while text != before:
+        before = text = _EMPHASIS.sub(r"\2", text).strip()
+        bare = text.rstrip(" .,;:")
+        for opening, closing in _PAIRS:
+            inner = bare[len(opening) : -len(closing)]
+            if (
+                len(bare) > len(opening) + len(closing)
+                and bare.startswith(opening)
+                and bare.endswith(closing)
+                and opening not in inner
+            ):
+                text = inner.strip()
+                break
+        else:
+            style = _STYLE.match(text)
+            start = style.end() if style else 0
+            if text[start:].startswith("{") and _closes_at(text[start:]) == len(text) - start - 1:
+                text = text[start + 1 : -1].strip()
+            else:
+                text = _LOOSE_ENDS.sub("", text).strip()
+    return text
+
+
+def _closes_at(text: str) -> int:
+    """The place of the brace that closes the first one; -1 if none does."""
+    depth = 0
+    for at, character in enumerate(text):
+        escaped = at > 0 and text[at - 1] == "\\"
+        depth += 0 if escaped else (character == "{") - (character == "}")
+        if depth == 0:
+            return at
+    return -1
+
+
+def _in_base(text: str) -> str:
+    """A number in another base as in 52_8; one in base ten is a number."""
+    based = _BASE.fullmatch(text)
+    if not based:
+        return text
+    digits, base = based[1] + based[2], (based[3] or based[4]).lower()
+    base = str(_BASE_NAMES.get(base, base))
+    return digits if base == "10" else f"{digits}_{base}"
 
 
 def number(text: str) -> Fraction | None:
-    r"""The exact value of a plain number; None for anything else.
+    r"""The exact value of a normalised answer that is a plain number; None for anything else.
 
-    Such as 1,234.50, $5, 50%, 3/4, \frac{3}{4}, 2.5\times10^3, 1e-3.
+    Such as 1,234.50, 50%, 3/4, \frac{3}{4}, 11 5/6, 0.1\overline{6}, 2.5\times10^3, 5 million.
     Commas must group by threes. A percent sign is a unit and changes no value.
     """
-    text = text.strip()
-    if len(text) > LONGEST:
-        return None
+    text = _PERCENT.sub("", text.strip()) if len(text) <= LONGEST else ""
+    if re.fullmatch(r"\([^()]*\)|\[[^\[\]]*\]", text):
+        text = text[1:-1].strip()
+    factor = 1
+    text = _THOUSANDS.sub(r"\1 thousand", text) if _THOUSANDS.search(text[-2:]) else text
+    while match := _TIMES.fullmatch(text):
+        factor *= FACTORS[match[2].lower()]
+        text = "1" if match[1].lower() in ("a", "an", "one") else match[1]
+    value = _plain_number(text)
+    return None if value is None else value * factor
+
+
+def _plain_number(text: str) -> Fraction | None:
     if match := _NUMBER.fullmatch(text):
         return _signed(match[1], Fraction(_plain(match[2])))
     if match := _POWER.fullmatch(text):
         return _signed(
             match[1], Fraction(_plain(match[2])) * Fraction(10) ** int(match[3] or match[4])
         )
+    if match := _RECURRING.fullmatch(text) or _GOING_ON.fullmatch(text):
+        start, repeated = match[3], match[4]
+        whole = Fraction(int((match[2] or "0") + start), 10 ** len(start))
+        period = Fraction(int(repeated), 10 ** len(start) * (10 ** len(repeated) - 1))
+        return _signed(match[1], whole + period)
+    if match := _MIXED.fullmatch(text):
+        above, below = int(match[3] or match[4] or match[7]), int(match[5] or match[6] or match[8])
+        proper = 0 < above < below
+        return _signed(match[1], int(match[2]) + Fraction(above, below)) if proper else None
     if match := _SLASH.fullmatch(text):
-        above, below = Fraction(_plain(match[2])), Fraction(_plain(match[3]))
+        top, bottom = Fraction(_plain(match[2])), Fraction(_plain(match[3]))
     elif match := _FRACTION.fullmatch(text):
-        above, below = Fraction(match[2] or match[3]), Fraction(match[4] or match[5])
+        top, bottom = Fraction(match[2] or match[3]), Fraction(match[4] or match[5])
     else:
         return None
-    return _signed(match[1], above / below) if below else None
+    return _signed(match[1], top / bottom) if bottom else None
 
 
 def _plain(digits: str) -> str:
@@ -87,6 +245,16 @@ def _plain(digits: str) -> str:
 
 def _signed(sign: str, value: Fraction) -> Fraction:
     return -value if sign == "-" else value
+
+
+def is_percentage(text: str) -> bool:
+    """Whether a normalised answer is written as a percentage."""
+    return _PERCENT.search(text) is not None
+
+
+def has_factor(text: str) -> bool:
+    """Whether a normalised answer has a factor in words, or half or pi."""
+    return FACTOR.search(text) is not None
 
 
 def same(answer: str, expected: str) -> bool:
@@ -99,6 +267,8 @@ def same(answer: str, expected: str) -> bool:
     if mine is None or theirs is None or mine[1] == theirs[1]:
         answer = answer[mine.end() :] if mine else answer
         expected = expected[theirs.end() :] if theirs else expected
+    if ("=" in answer) != ("=" in expected):
+        answer, expected = (_SUM.sub("", each) for each in (answer, expected))
     left, right = number(answer), number(expected)
     if left is not None or right is not None:
         return left == right

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 from arbor.tasks.base import Grade
 from arbor.tasks.grading.base import graded, invalid
-from arbor.tasks.grading.extraction import COUNTED, marked, numbers_in
-from arbor.tasks.grading.notation import FACTOR, normalise, number
+from arbor.tasks.grading.extraction import marked, numbers_in, single_number, stated
+from arbor.tasks.grading.notation import normalise, number
+
+_CHANGED = re.compile(
+    r"\d\s*(?:[kKM]\b|squared|cubed|[xyzn]\b|[_^!])"
+)  # a number that is not the value
 
 
 @dataclass(frozen=True)
 class Numeric:
     """Numbers compared as exact fractions: ``$1,234.50`` is 1234.5, and 72 clips are 72."""
 
-    version = "number/1"
+    version = "number/2"
 
     def check(self) -> None:
         """No package is needed."""
@@ -45,7 +50,7 @@ class Integer:
 
     @property
     def version(self) -> str:
-        return "integer/1"
+        return "integer/2"
 
     def check(self) -> None:
         """No package is needed."""
@@ -65,19 +70,23 @@ class Integer:
         return graded(value == key, str(value), shown, "integer")
 
 
+def said_number(text: str) -> str | None:
+    """What a text says is its answer, if that is a number."""
+    said = stated(text)
+    return None if number_of(said) is None else said
+
+
 def number_of(text: str | None) -> Fraction | None:
     """The exact value of an answer that is a number, also with a unit in words.
 
-    None for a text with several numbers, or with a factor such as "million".
+    None for a text with several numbers that are not an equation.
     """
     if text is None or len(text) > 10_000:
         return None
     plain = normalise(marked(text) or text)
-    value = number(plain)
-    if value is not None or FACTOR.search(plain):
-        return value
-    counted = COUNTED.fullmatch(plain)
-    if counted:
-        return number(counted[1])
+    one = single_number(plain)
+    if one is not None:
+        return number(one)
     found = numbers_in(plain)
-    return number(found[0]) if len(found) == 1 and "\\" not in plain else None
+    alone = len(found) == 1 and "\\" not in plain and not _CHANGED.search(plain)
+    return number(found[0]) if alone else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,21 +69,32 @@ class Worker:
         """The process in use; None before the first request and after one that ended badly."""
         return None if self._process is None else self._process.pid
 
-    def ask(self, request: Mapping[str, Any]) -> Reply:
-        """The reply to one request; never raises for what the process does."""
-        with self._lock:
+    def ask(self, request: Mapping[str, Any], seconds: float = math.inf) -> Reply:
+        """The reply to one request; never raises for what the process does.
+
+        Args:
+            request: JSON-able.
+            seconds: most for all of it, with the start of the process and the turns of others.
+        """
+        ends = time.monotonic() + seconds
+        if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            return Reply("timeout")
+        try:
             if self._process is None or self._owner != os.getpid():
-                reply = self._start()
+                reply = self._start(min(self._limits.start_s, ends - time.monotonic()))
                 if reply.status != "answered":
                     return reply
-            return self._request(request, self._limits.answer_s)
+            left = max(0.0, ends - time.monotonic())
+            return self._request(request, min(self._limits.answer_s, left))
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End the process; the next request starts another."""
         with self._lock:
             self._end()
 
-    def _start(self) -> Reply:
+    def _start(self, seconds: float) -> Reply:
         self._owner, self._lines = os.getpid(), queue.Queue()
         try:
             self._process = subprocess.Popen(
@@ -102,7 +115,7 @@ class Worker:
             target=_read_lines, args=(output, self._lines), name="arbor-grader", daemon=True
         ).start()
         limits = {"memory_bytes": self._limits.memory_bytes, "answer_s": self._limits.answer_s}
-        return self._request(limits, self._limits.start_s)
+        return self._request(limits, max(0.0, seconds))
 
     def _request(self, request: Mapping[str, Any], seconds: float) -> Reply:
         process = self._process

@@ -1,0 +1,264 @@
+r"""Answers as models write them: each form that people read as an answer, and no other.
+
+The data sets are found by ``ARBOR_TEST_DATA``, or next to the checkout; their tests skip without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import answer_forms as forms
+from support.real_data import VARIABLE, data_folder
+
+from arbor.tasks.aime import AIME
+from arbor.tasks.arc import ARC
+from arbor.tasks.base import Problem
+from arbor.tasks.gsm8k import GSM8K
+from arbor.tasks.math import Math
+from arbor.tasks.reasoning import Reasoning
+
+TASKS: dict[str, Any] = {
+    "gsm8k": GSM8K(),
+    "reasoning": Reasoning(),
+    "math": Math(),
+    "aime": AIME(),
+}
+
+
+def judged(task: Any, text: str, key: str) -> tuple[bool, bool]:
+    """Whether a text is right as one thought, and as a path of lines that may end early."""
+    problem = Problem("0", task.name, "?", key)
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        if task.is_terminal(problem, lines):
+            break
+    whole, path = (
+        task.grade(problem, task.answer(problem, thoughts)).correct for thoughts in ([text], lines)
+    )
+    return whole, path
+
+
+KINDS: list[tuple[str, str, str, bool]] = [
+    # Markdown
+    ("reasoning math gsm8k aime", "42", "**Final answer:** __42__", True),
+    ("reasoning math gsm8k aime", "42", "Therefore, **the answer is 42!**", True),
+    ("reasoning math gsm8k aime", "42", "### Final Answer\n\n`42`", True),
+    ("reasoning math gsm8k aime", "42", "> - **Answer: $42$**", True),
+    ("reasoning math gsm8k aime", "42", "So she has\n\n__42__", True),
+    # display mathematics
+    ("math", r"\frac{14}{3}", "Thus we get\n\\[\nx = \\frac{14}{3}.\n\\]", True),
+    ("reasoning math gsm8k aime", "42", "The final answer is\n\n$$\n42.\n$$", True),
+    ("reasoning math gsm8k aime", "42", "Answer:\n\\[\n\\mathbf{42}\n\\]\nas asked.", True),
+    # text behind the answer
+    ("reasoning math gsm8k aime", "42", "The answer is 42, which is 6 times 7.", True),
+    ("reasoning math gsm8k aime", "42", "The answer is 42 (6 * 7 = 42) and we are done.", True),
+    ("reasoning math gsm8k aime", "42", "The answer is 42. Indeed the answer is right.", True),
+    ("reasoning math gsm8k aime", "42", "The answer is 42. The answer is a whole number.", True),
+    ("reasoning math gsm8k aime", "42", "The answer is 41. No, the answer is 42.", True),
+    ("reasoning math gsm8k aime", "41", "The answer is 41. No, the answer is 42.", False),
+    ("math", r"\text{Evelyn}", "The answer is **Evelyn**, who ran 5 km.", True),
+    ("math", "1,-2", "The answer is $1$ and $-2$, since 1 - 2 = -1.", True),
+    # hashes and headings
+    ("gsm8k reasoning math", "18", "#### 18 km/h\n\nQ: 3 + 4?\n#### 7", True),
+    ("gsm8k reasoning math", "18", "#### **€18** a day\n#### 7", True),
+    ("gsm8k reasoning math", "18", "#### 9 * 2 = 18", True),
+    ("gsm8k", "18", "#### 1. Add 3 eggs\n\n#### 2. Sell them\nThat makes 18.", True),
+    ("gsm8k", "3", "#### Step 3\nThat makes 18.", False),
+    ("gsm8k", "18", "##### 1\nThat makes 18.", True),
+    ("gsm8k", "18", "#### 1030 dollars", False),
+    # problems that a base model invents
+    ("gsm8k reasoning", "18", "So she has 18 eggs.\n\nProblem: 3 + 4?\nAnswer: 7", True),
+    ("gsm8k reasoning math", "18", "\\boxed{18}\n\n## Question 2\nThree?\n\n\\boxed{3}", True),
+    ("gsm8k reasoning math", "18", "Answer: 18<|im_end|>\n<|im_start|>user\nAnswer: 3", True),
+    ("gsm8k reasoning", "18", "So she has 18 eggs.\n\n1.", True),
+    ("gsm8k", "3", "Question 1: how many eggs of 9?\nAnswer: 3", True),  # it repeats the problem
+    # units, currencies, factors
+    ("gsm8k reasoning math", "72", r"\boxed{72\,\frac{\text{km}}{\text{h}}}", True),
+    ("gsm8k reasoning math", "72", r"\boxed{72\ \mathrm{kg}\,\mathrm{m}^{-3}}", True),
+    ("gsm8k reasoning math", "72", r"\boxed{\text{Rs. }72}", True),
+    ("gsm8k reasoning math", "72", r"\boxed{72 square feet}", True),
+    ("gsm8k reasoning math", "72", r"\boxed{72 more eggs}", True),
+    ("gsm8k reasoning math", "72", r"\boxed{72 squared}", False),
+    ("gsm8k reasoning math", "72", r"\boxed{72x}", False),
+    ("gsm8k reasoning math", "30", "The answer is 2.5 dozen eggs.", True),
+    ("gsm8k reasoning math", "2.5", "The answer is 2.5 dozen eggs.", False),
+    ("gsm8k reasoning math", "18000", r"\boxed{\$18\text{ thousand dollars}}", True),
+    ("gsm8k reasoning math", "18", "The answer is **18** thousand.", False),
+    ("gsm8k reasoning math", "18000", "The answer is $18k.", True),
+    ("gsm8k reasoning math", "18", "The answer is 18 percent.", True),
+    # LaTeX spacing and characters
+    ("gsm8k reasoning math", "12345", r"\boxed{12\;345}", True),
+    ("gsm8k reasoning math", "12345", r"\boxed{12,\!345}", True),
+    ("math", "12", r"\boxed{12\;345}", False),
+    ("math", r"(-\infty,2]", r"\boxed{(−∞, 2]}", True),
+    ("math", r"2\sqrt{6}", r"\boxed{2√6}", True),
+    ("math", r"\frac{\pi}{4}", r"\boxed{π/4}", True),
+    ("math", "x^2+1", r"\boxed{x² + 1}", True),
+    ("math", r"\sqrt{13}", r"\boxed{\sqrt13}", True),
+    # bases, mixed numbers, recurring decimals, lists
+    ("math", "52_8", r"\boxed{(52)_{\text{8}}}", True),
+    ("math", "52_8", r"\boxed{52 \text{ base eight}}", True),
+    ("math", "52_8", r"\boxed{52}", False),
+    ("math", "9/4", r"\boxed{2\,\tfrac14 \text{ cups}}", True),
+    ("math", "9/4", r"\boxed{2¼}", True),
+    ("math", "21/4", r"\boxed{2 1/4}", False),
+    ("math", r"\frac{1}{6}", r"\boxed{0.1\overline{6}}", True),
+    ("math", r"\frac{1}{6}", r"\boxed{0.1666}", False),
+    ("math", "7", r"\boxed{7,7}", False),
+    ("math", "2,7", r"\boxed{7,2}", True),
+    ("math", "1,1,2", r"\boxed{1,2,2}", False),
+    # intervals
+    ("math", r"(3,5]", r"\boxed{3 < x \le 5}", True),
+    ("math", r"(3,5]", r"\boxed{5 \ge t > 3}", True),
+    ("math", r"(3,5]", r"\boxed{x > 3 \text{ and } x \le 5}", True),
+    ("math", r"(3,5]", r"\boxed{3 \le x \le 5}", False),
+    ("math", r"(-\infty,1)\cup[4,\infty)", r"\boxed{x < 1 \text{ or } x \ge 4}", True),
+    ("math", r"x\ge 4", r"\boxed{[4,\infty)}", True),
+]
+
+
+@pytest.mark.parametrize(("tasks", "key", "text", "right"), KINDS)
+def test_an_answer_is_read_as_people_read_it(tasks: str, key: str, text: str, right: bool) -> None:
+    if "math" in tasks:
+        pytest.importorskip("math_verify")
+    for name in tasks.split():
+        assert judged(TASKS[name], text, key) == (right, right), name
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("**Answer: B**", "B"),
+        ("### Answer: (B)\n\nB is smooth.", "B"),
+        ("The answer is **B. a mirror**, since it is smooth.", "B"),
+        ("Answer: B\n\nQuestion: Which?\nA. x\nB. y\nAnswer: A", "B"),
+    ],
+)
+def test_a_letter_is_read_as_people_read_it(text: str, letter: str) -> None:
+    task = ARC()
+    assert task.answer(task.parse(task.example), [text]) == letter
+
+
+@pytest.mark.parametrize(
+    "character", ["*", "#", "{", "(", "1 ", "- ", "answer is ", "\\boxed{", " \t"]
+)
+def test_a_text_of_one_thing_repeated_is_read_to_its_end(character: str) -> None:
+    """Patterns that go back and forth would not finish within the limit of a test."""
+    text = character * (20_000 // len(character)) + "."
+    for task in TASKS.values():
+        problem = Problem("0", task.name, "?", "7")
+        task.is_terminal(problem, [text])
+        task.grade(problem, task.answer(problem, [text]))
+
+
+# The keys of whole data sets ----------------------------------------------------------------------
+
+Case = tuple[Any, str, str, bool]  # task, key, text, whether it is right
+
+
+def gsm8k_cases(keys: list[str]) -> Iterator[Case]:
+    """Each key in each form, and numbers near it in some."""
+    every = (*forms.SAID, *forms.NUMBERED, *forms.HASHED)
+    some = ("The answer is «A».", "\\boxed{«A»}", "#### «A»", "So it is $«A»$.")
+    for place, key in enumerate(keys):
+        plain, *grouped = forms.number_texts(key)
+        near = forms.wrong_numbers(key)
+        for task in (TASKS["gsm8k"], TASKS["reasoning"]):
+            for at, form in enumerate(every):
+                yield task, key, forms.fill(form, plain), True
+                wrong = near[(place + at) % len(near)]
+                if not ("%" in form and "/" in wrong):
+                    yield task, key, forms.fill(form, wrong), False
+            for form in some:
+                yield from ((task, key, forms.fill(form, text), True) for text in grouped)
+                yield from ((task, key, forms.fill(form, text), False) for text in near)
+            for form in forms.FACTOR_FORMS:
+                for share, word in forms.factored(key):
+                    yield task, key, forms.fill(form, share, word), True
+                for word in forms.FACTORS if key != "0" else ():
+                    yield task, key, forms.fill(form, key, word), False
+
+
+def math_cases(keys: list[str]) -> Iterator[Case]:
+    """Each key in each form and notation."""
+    task = TASKS["math"]
+    for key in keys:
+        numbered = (*forms.NUMBERED, *forms.HASHED) if key.lstrip("-").isdigit() else ()
+        for form in (*forms.SAID, *numbered):
+            yield task, key, forms.fill(form, key), True
+        for text in forms.math_texts(key):
+            yield task, key, forms.fill("\\boxed{«A»}", text), True
+            yield task, key, forms.fill("The answer is $«A»$.", text), True
+
+
+def math_near_cases(keys: list[str]) -> Iterator[Case]:
+    """Expressions near each key."""
+    for key in keys:
+        for text in forms.math_near(key):
+            yield TASKS["math"], key, f"\\boxed{{{text}}}", False
+
+
+def mistaken(cases: Iterator[Case]) -> list[tuple[str, str, str]]:
+    """Task, key and text of the cases that are judged otherwise than people would."""
+    return [
+        (task.name, key, text)
+        for task, key, text, right in cases
+        if judged(task, text, key) != (right, right)
+    ]
+
+
+@pytest.fixture(scope="module")
+def data() -> Path:
+    folder = data_folder()
+    if folder is None:
+        pytest.skip(f"no data sets: {VARIABLE} is not set, and there is no ../shared/data")
+    return folder
+
+
+Cases = Callable[[list[str]], Iterator[Case]]
+SETS: dict[str, tuple[Callable[[Path], list[str]], Cases, int, int]] = {
+    # keys, cases, every so many in the default run, parts of the whole
+    "gsm8k": (forms.gsm8k_keys, gsm8k_cases, 150, 4),
+    "math": (forms.math_keys, math_cases, 50, 2),
+    "math near": (forms.math_keys, math_near_cases, 50, 1),
+}
+# A bracket at infinity, and the unit of an area or a volume: no grader of these tasks reads them.
+NEAR_THAT_COUNT = {
+    (r"(2,\infty)", r"\boxed{(2,\infty]}"),
+    (r"(5,\infty)", r"\boxed{(5,\infty]}"),
+    (r"(-\infty, 0]", r"\boxed{[-\infty, 0]}"),
+    (r"864 \mbox{ inches}^2", r"\boxed{864 \mbox{ inches}^3}"),
+    (r"864 \mbox{ inches}^2", r"\boxed{864 \mbox{ inches}^7}"),
+    (r"15\mbox{ cm}^2", r"\boxed{15\mbox{ cm}^3}"),
+    (r"15\mbox{ cm}^2", r"\boxed{15\mbox{ cm}^7}"),
+    ("-2,1", r"\boxed{-2,1_8}"),
+}
+
+
+def check(name: str, data: Path, take: slice) -> None:
+    if name != "gsm8k":
+        pytest.importorskip("math_verify")
+    keys, cases, _, _ = SETS[name]
+    wrong = mistaken(cases(keys(data)[take]))
+
+    assert [each for each in wrong if each[1:] not in NEAR_THAT_COUNT] == []
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_sample_of_real_keys_is_right_in_every_form_and_near_ones_are_wrong(
+    name: str, data: Path
+) -> None:
+    check(name, data, slice(7, None, SETS[name][2]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "part"), [(n, p) for n in SETS for p in range(SETS[n][3])])
+def test_every_real_key_is_right_in_every_form_and_near_ones_are_wrong(
+    name: str, part: int, data: Path
+) -> None:
+    check(name, data, slice(part, None, SETS[name][3]))
