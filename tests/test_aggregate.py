@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,15 +20,19 @@ from arbor.aggregate.best import Best
 from arbor.aggregate.majority import Majority
 from arbor.aggregate.weighted import Weighted
 from arbor.errors import UsageError
-from arbor.run.answers import finished_paths, ranked
+from arbor.run.answers import AnswerGroups, compares_answers, ranked
 from arbor.run.plugin_answers import CheckedTask, checked_task, is_guess
 from arbor.run.solution import Solution
 from arbor.tasks.base import Grade, Problem
+from arbor.tasks.grading import mathematics
+from arbor.tasks.grading.worker import Reply
+from arbor.tasks.math import Math
 from arbor.tasks.reasoning import Reasoning
 from arbor.tree import Node, NodeState, ThoughtTree
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
+REFUSED = Reply("answered", {"equal": False})
 STEPS = ("last", "min", "mean", "product")
 
 # Best first, as a controller ranks them: by the last value.
@@ -171,12 +175,84 @@ def test_answers_are_equal_as_the_task_compares_them(expected: str | None) -> No
     task = Reasoning()
     problem = Problem("id", task.name, "a question", expected)
 
-    paths = finished_paths(task, problem, leaves(texts))
+    paths = AnswerGroups(task, problem).paths(leaves(texts))
 
     groups = [path.group for path in paths]
     assert groups[0] == groups[1] and groups[2] == groups[4] and groups[0] != groups[2]
     assert task.same_answer(problem, "1/2", "0.5")
     assert not task.same_answer(problem, "1/2", "2")
+
+
+@pytest.mark.parametrize(
+    "texts", list(itertools.permutations(["50", "0.5", "50\\%", "\\frac{1}{2}"]))[::5]
+)
+def test_the_groups_do_not_depend_on_the_order_of_paths(texts: Sequence[str]) -> None:
+    """A grader takes 50 % for 50 as well as for 0.5; a vote takes it for 50."""
+    task = Math()
+    problem = Problem("id", task.name, "a question", None)
+    ends = leaves([f"So \\boxed{{{each}}}." for each in texts])
+
+    paths = AnswerGroups(task, problem).paths(ends)
+
+    together = {frozenset(p.answer for p in paths if p.group == group) for group in range(2)}
+    assert together == {frozenset({"50", "50\\%"}), frozenset({"0.5", "\\frac{1}{2}"})}
+
+
+@dataclass(frozen=True)
+class Near(FakeTask):
+    """A task that takes neighbours in the alphabet for the same, and notes what it is asked."""
+
+    asked: list[str] = field(default_factory=list)
+
+    def same_answer(
+        self, problem: Problem, first: str, second: str, seconds: float = math.inf
+    ) -> bool:
+        self.asked.append(f"{first}{second} {seconds > 0}")
+        return seconds > 0 and abs(ord(first) - ord(second)) == 1
+
+
+@pytest.mark.parametrize("texts", list(itertools.permutations(["a!", "b!", "c!", "f!"]))[::5])
+def test_answers_are_together_where_a_third_one_equals_both(texts: Sequence[str]) -> None:
+    paths = AnswerGroups(Near(), Problem("id", "fake", "fake")).paths(leaves(texts))
+
+    groups = {path.answer: path.group for path in paths}
+    assert groups["a"] == groups["b"] == groups["c"] != groups["f"]
+
+
+def test_each_pair_is_compared_once_in_a_search() -> None:
+    task = Near()
+    groups = AnswerGroups(task, Problem("id", "fake", "fake"))
+
+    groups.paths(leaves(["a!", "f!"]))
+    groups.paths(leaves(["f!", "a!", "k!", "a!"]))
+
+    assert sorted(task.asked) == ["af True", "ak True", "fk True"]
+
+
+def test_without_time_left_answers_are_equal_only_at_sight_and_nothing_is_kept() -> None:
+    groups = AnswerGroups(Near(), Problem("id", "fake", "fake"))
+    ends = leaves(["a!", "b!", "a!"])
+
+    assert [path.group for path in groups.paths(ends, seconds=0.0)] == [0, 1, 0]
+    assert [path.group for path in groups.paths(ends)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "compares"),
+    [(Best(), False), (Argmax(), False), (Majority(), True), (Weighted(), True)],
+)
+def test_only_an_aggregate_that_votes_has_answers_compared(
+    aggregate: Aggregate, compares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the process that compares mathematics is asked about x+1 and 1+x."""
+    pytest.importorskip("math_verify")
+    asked: list[Any] = []
+    monkeypatch.setattr(mathematics, "_compare", lambda *given: asked.append(given) or REFUSED)
+    groups = AnswerGroups(Math(), Problem("id", "math", "?"), compares=compares_answers(aggregate))
+
+    groups.paths(leaves(["\\boxed{x+1}", "\\boxed{1+x}", "\\boxed{0.5}", "\\boxed{1/2}"]))
+
+    assert bool(asked) is compares
 
 
 @dataclass(frozen=True)
@@ -192,7 +268,7 @@ class Lower(FakeTask):
 def test_a_graders_canonical_form_is_compared_and_not_its_judgement(expected: str | None) -> None:
     ends = leaves(["x!", "X!", "y!", "nothing", "z!"])
 
-    paths = finished_paths(Lower(), Problem("id", "fake", "fake", expected), ends)
+    paths = AnswerGroups(Lower(), Problem("id", "fake", "fake", expected)).paths(ends)
 
     assert [path.group for path in paths] == [0, 0, 1, None, 2]
 
@@ -212,7 +288,7 @@ def test_a_plug_ins_grader_is_asked_only_with_an_answer_key() -> None:
 
     def groups(expected: str | None) -> list[int | None]:
         problem = Problem("id", "fake", "fake", expected)
-        return [path.group for path in finished_paths(task, problem, ends)]
+        return [path.group for path in AnswerGroups(task, problem).paths(ends)]
 
     assert groups(None) == [0, 1, 0]
     assert groups("x") == [0, 1, 0]
@@ -256,6 +332,24 @@ def test_the_votes_are_part_of_the_solution() -> None:
     assert Solution.from_dict(solution.to_dict()).votes == solution.votes
     older = {key: value for key, value in solution.to_dict().items() if key != "votes"}
     assert Solution.from_dict(older).votes == ()
+
+
+@pytest.mark.parametrize("timeout", [None, 600.0])
+def test_a_vote_has_the_time_that_the_search_has_left(
+    timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    paths = AnswerGroups.paths
+    monkeypatch.setattr(
+        AnswerGroups,
+        "paths",
+        lambda self, leaves, seconds: given.append(seconds) or paths(self, leaves, seconds),
+    )
+    with Solver(controller="chain,samples=4", aggregate="majority") as solver:
+        solver.solve("4 5 6 10", timeout=timeout, confidence=0.99)
+
+    assert len(given) > 1 and all(each <= (timeout or math.inf) for each in given)
+    assert math.isinf(given[-1]) is (timeout is None)
 
 
 @dataclass(frozen=True)

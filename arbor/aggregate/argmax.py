@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .base import AnswerVotes, FinishedPath, Steps, check_steps, grouped, path_score, votes_of
 
@@ -21,6 +22,8 @@ class Argmax:
     """
 
     steps: Steps = "last"
+
+    compares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_steps(self.steps)

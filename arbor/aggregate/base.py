@@ -57,7 +57,11 @@ class AnswerVotes:
 
 @runtime_checkable
 class Aggregate(Protocol):
-    """A choice of the answer and its settings: a frozen dataclass."""
+    """A choice of the answer and its settings: a frozen dataclass.
+
+    One that takes the answer of a single path, whatever the others say, has ``compares = False``:
+    then only answers that are equal at sight have one group.
+    """
 
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
         """The answers, best first, each once; the first path of the first one is the search's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .base import AnswerVotes, FinishedPath, path_score, votes_of
 
@@ -15,6 +16,8 @@ class Best:
     The controllers of arbor rank paths by the value of the last block, then by the mean log
     probability of their tokens. The score of an answer is the last value of its first path.
     """
+
+    compares: ClassVar[bool] = False
 
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
         groups: dict[int, list[FinishedPath]] = {}

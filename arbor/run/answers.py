@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from arbor.aggregate.base import Aggregate, AnswerVotes, FinishedPath
 from arbor.aggregate.confidence import Confident
@@ -10,41 +13,96 @@ from arbor.run.plugin_answers import Answers, CheckedTask, is_finite
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
+COMPARISONS_S = 30.0  # most for the comparisons of one search, without an earlier end
 
-def finished_paths(task: Task, problem: Problem, leaves: Sequence[Node]) -> list[FinishedPath]:
-    """The finished paths of a search, their answers compared by the task.
 
-    An answer joins the first one that it equals: by the task's `same_answer` where it has one, else
-    by the canonical form that its grader extracts. Whether an answer is right plays no part.
+def compares_answers(aggregate: Aggregate) -> bool:
+    """Whether an aggregate's choice depends on which answers are equal, see `Aggregate`."""
+    return bool(getattr(aggregate, "compares", True))
+
+
+class AnswerGroups:
+    """The finished paths of one search, equal answers in one group.
+
+    Two answers are in one group if the grader extracts the same text from them, or by the task's
+    `same_answer`; also if a third one equals both, so that the order of the paths plays no part.
+    Whether an answer is right plays none either. Each pair is compared once in a search.
 
     Args:
-        leaves: terminal blocks, best first.
+        task, problem: of the search.
+        compares: False: only what takes no time is compared, for an aggregate that needs no more.
     """
-    same: Callable[[Problem, str, str], bool] | None = getattr(task, "same_answer", None)
-    groups: list[tuple[str, str]] = []  # the first answer of each, and its canonical form
 
-    def group_of(answer: str) -> int:
-        form = _canonical(task, problem, answer)
-        for number, (other, known) in enumerate(groups):
-            if form == known or (same is not None and same(problem, other, answer)):
-                return number
-        groups.append((answer, form))
-        return len(groups) - 1
+    def __init__(self, task: Task, problem: Problem, *, compares: bool = True) -> None:
+        self._task = task
+        self._problem = problem
+        self._compares = compares
+        self._equal: dict[tuple[str, str], bool] = {}  # of two canonical forms, in order
+        self._left_s = COMPARISONS_S
 
-    found = []
-    for leaf in leaves:
-        answer = task.answer(problem, leaf.thoughts)
-        group = None if answer is None else group_of(answer)
-        values = tuple(node.value if node.score is None else node.score for node in leaf.path[1:])
-        found.append(FinishedPath(leaf.id, answer, group, values))
-    return found
+    def paths(self, leaves: Sequence[Node], seconds: float = math.inf) -> list[FinishedPath]:
+        """The finished paths, with the groups of their answers.
 
+        Args:
+            leaves: terminal blocks, best first.
+            seconds: until the end of the search; answers not compared by then are not equal.
+        """
+        answers = [self._task.answer(self._problem, leaf.thoughts) for leaf in leaves]
+        forms = [None if each is None else self._canonical(each) for each in answers]
+        texts: dict[str, str] = {}  # an answer of each form, the same in any order of paths
+        for answer, form in zip(answers, forms, strict=True):
+            if answer is not None and form is not None:
+                texts[form] = min(answer, texts.get(form, answer))
+        first = self._first_equal(texts, seconds)
+        numbers: dict[str, int] = {}
+        found = []
+        for leaf, answer, form in zip(leaves, answers, forms, strict=True):
+            group = None if form is None else numbers.setdefault(first[form], len(numbers))
+            values = tuple(
+                node.value if node.score is None else node.score for node in leaf.path[1:]
+            )
+            found.append(FinishedPath(leaf.id, answer, group, values))
+        return found
 
-def _canonical(task: Task, problem: Problem, answer: str) -> str:
-    """The text that the grader extracts; a plug-in's grader is not asked without an answer key."""
-    keyless = problem.expected is None and isinstance(task, CheckedTask)
-    extracted = None if keyless else task.grade(problem, answer).extracted
-    return answer.strip() if extracted is None else extracted
+    def _canonical(self, answer: str) -> str:
+        """The text that the grader extracts; a plug-in's grader is not asked without a key."""
+        plug_in = isinstance(self._task, CheckedTask)
+        if plug_in and self._problem.expected is None:
+            return answer.strip()
+        problem = self._problem if plug_in else dataclasses.replace(self._problem, expected=None)
+        extracted = self._task.grade(problem, answer).extracted
+        return answer.strip() if extracted is None else extracted
+
+    def _first_equal(self, texts: Mapping[str, str], seconds: float) -> dict[str, str]:
+        """For each form the first of its group, shorter ones first."""
+        forms = sorted(texts, key=lambda form: (len(form), form))
+        first = {form: form for form in forms}
+        ends = time.monotonic() + min(seconds, self._left_s)
+        for place, one in enumerate(forms):
+            for two in forms[place + 1 :]:
+                if first[one] != first[two] and self._are_equal(one, two, texts, ends):
+                    low, high = sorted((first[one], first[two]), key=forms.index)
+                    first = {form: low if of == high else of for form, of in first.items()}
+        return first
+
+    def _are_equal(self, one: str, two: str, texts: Mapping[str, str], ends: float) -> bool:
+        same: Callable[..., bool] | None = getattr(self._task, "same_answer", None)
+        if same is None:
+            return False
+        if (one, two) not in self._equal:
+            began = time.monotonic()
+            left = max(0.0, ends - began) if self._compares else 0.0
+            given = (self._problem, texts[one], texts[two])
+            if isinstance(self._task, CheckedTask):
+                equal = bool(left > 0 and same(*given))
+            else:
+                equal = same(*given, left)
+            now = time.monotonic()
+            self._left_s = max(0.0, self._left_s - (now - began))
+            if not equal and self._compares and now >= ends:
+                return False  # undecided
+            self._equal[one, two] = equal
+        return self._equal[one, two]
 
 
 def ranked(aggregate: Aggregate, paths: Sequence[FinishedPath]) -> tuple[AnswerVotes, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from arbor.events import (
     Transition,
 )
 from arbor.retention.future_reads import FutureReads
-from arbor.run.answers import confidence, finished_paths, ranked
+from arbor.run.answers import AnswerGroups, compares_answers, confidence, ranked
 from arbor.run.limits import Limits
 from arbor.run.overlap import AnyEnded, Grown, Overlapping, due
 from arbor.run.plugin_answers import (
@@ -149,6 +150,7 @@ class Session:
         self.part = part
         self.least = least
         self.aggregate = aggregate or Best()
+        self._groups = AnswerGroups(task, problem, compares=compares_answers(self.aggregate))
         self.verification = Verification(
             engine, self.task, problem, verifier, questions, opened or {}, emit
         )
@@ -362,6 +364,10 @@ class Session:
     def _room(self, tree: ThoughtTree) -> int:
         return self.engine.room(self.growth.stop.max_tokens, tree)
 
+    def _seconds_left(self) -> float:
+        """Until the limit of time; infinite without one."""
+        return math.inf if self._deadline is None else self._deadline - time.monotonic()
+
     def _over(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self.stop("timeout", "timeout")
@@ -404,7 +410,7 @@ class Session:
                 self.stop("limit", "first")
                 return
         if limits.confidence is not None:
-            votes = ranked(self.aggregate, finished_paths(self.task, self.problem, finished))
+            votes = ranked(self.aggregate, self._groups.paths(finished, self._seconds_left()))
             if votes and confidence(self.aggregate, votes) >= limits.confidence:
                 self.stop("limit", "confidence")
 
@@ -564,7 +570,7 @@ class Session:
     # The end
 
     def _finish(self, tree: ThoughtTree, finished: Sequence[Node]) -> Outcome:
-        paths = finished_paths(self.task, self.problem, finished)
+        paths = self._groups.paths(finished, self._seconds_left())
         votes = ranked(self.aggregate, paths)
         best, answer = (finished[0] if finished else None), None
         if votes:
