@@ -545,6 +545,16 @@ def test_a_problem_the_task_cannot_read_is_an_error_of_its_line(command: Arbor) 
     assert (ran.code, ran.document["n"], ran.document["errors"]) == (0, 2, 1)
 
 
+@pytest.mark.parametrize("nothing", ["", None, float("nan")])
+def test_a_row_without_an_answer_is_an_error_of_its_line(command: Arbor, nothing: object) -> None:
+    rows = [{"problem": "one", "answer": "1"}, {"problem": "two", "answer": nothing}]
+    Path("problems.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+    ran = run(command, "problems.jsonl", "--on-error", "continue")
+
+    assert (ran.document["n"], ran.document["errors"]) == (2, 1)
+
+
 # Where samples come from
 
 
@@ -666,6 +676,16 @@ ROWS = [
         "dataset-invalid",
         ("line 1: its 'answer' is empty",),
     ),
+    *(
+        (
+            broken(f'{{"problem": "a", "answer": {nothing}}}\n'),
+            4,
+            "dataset-invalid",
+            ("line 1: its 'answer' is empty",),
+        )
+        for nothing in ('""', "null", "NaN")
+    ),
+    (broken('{"problem": NaN, "answer": 1}\n'), 4, "dataset-invalid", ("no text in 'problem'",)),
     (broken('[{"problem": "a", "answer": "1"}', "x.json"), 4, "dataset-invalid", ("no end",)),
     (broken("problem\tanswer\na\t1\t2\n", "x.tsv"), 4, "dataset-invalid", ("line 2 has more",)),
     (broken("a,b,a\n1,2,3\n", "x.csv"), 4, "dataset-invalid", ("names the column 'a' twice",)),
@@ -926,7 +946,7 @@ def test_invalid_answers_are_counted_apart_and_the_grader_is_named(command: Arbo
     found = ran.document
     assert (found["n"], found["right"], found["invalid"], found["no_answer"]) == (3, 1, 1, 0)
     assert found["methods"] == {"none": 1, "text": 2}
-    assert found["grader"] == "exact/1"
+    assert found["grader"] == "exact/2"
     assert [row["grade"]["extracted"] is None for row in rows()] == [False, False, True]
     shown = command("eval", "problems.jsonl", "--task", "reasoning", "--output", "out")
     assert "invalid     1" in shown.out
@@ -946,12 +966,12 @@ def test_a_run_with_another_grader_or_prompt_is_not_resumed(command: Arbor) -> N
     run(command, three())
     config = Path("out/run.toml")
     text = config.read_text("utf-8")
-    assert 'grader_version = "exact/1"' in text and "prompt_version = " in text
+    assert 'grader_version = "exact/2"' in text and "prompt_version = " in text
 
-    config.write_text(text.replace("exact/1", "exact/0"), encoding="utf-8")
+    config.write_text(text.replace("exact/2", "exact/0"), encoding="utf-8")
 
     ran = run(command, three())
-    assert ran.code == 2 and "grader_version (exact/0 there, exact/1 here)" in ran.err
+    assert ran.code == 2 and "grader_version (exact/0 there, exact/2 here)" in ran.err
 
 
 def progress_of(samples: int, at_once: int) -> tuple[Progress, list[float]]:

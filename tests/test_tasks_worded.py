@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor import components
+from arbor import Solver, components
 from arbor.cli.build import OF_USERS
 from arbor.errors import InputError, UsageError
 from arbor.registry import BUILTIN
@@ -49,6 +49,13 @@ def test_every_task_in_words_has_every_part(task: Any) -> None:
         task.problems("test")
     with pytest.raises(UsageError, match="no-exact-verifier"):
         task.value(problem, [])
+
+
+def test_exact_values_of_a_task_that_has_none_are_refused_before_anything_loads() -> None:
+    with pytest.raises(UsageError, match="no-exact-verifier"):
+        Solver(task="gsm8k", verifier="combined,parts=self,exact")
+    with pytest.raises(UsageError, match="no-exact-verifier"):
+        Solver(task=Reasoning(), verifier="exact")
 
 
 def test_the_list_of_tasks_without_problems_is_complete() -> None:

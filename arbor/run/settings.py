@@ -26,12 +26,15 @@ from arbor.run.limits import (
     check_staging,
     check_tiers,
 )
+from arbor.run.plugin_answers import unchecked
 from arbor.run.tier_sizes import TierSizes
 from arbor.support.cache_dir import exit_file, msve_file
 from arbor.tasks.base import BlockLimits, Task
 from arbor.tasks.step_format import StepFormat
-from arbor.verifiers.base import Verifier
+from arbor.tasks.worded import Worded
+from arbor.verifiers.base import Verifier, parts_of
 from arbor.verifiers.cgee import CGEE
+from arbor.verifiers.exact import Exact
 from arbor.verifiers.exit_thresholds import FILE, load_thresholds
 
 # settings of a solver that are texts, and those that are true or false
@@ -91,7 +94,13 @@ def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> V
     """A verifier with the thresholds calibrated for the model and the task, where it takes any.
 
     They lie in the model's directory, or in the cache directory for a model of the Hub.
+
+    Raises:
+        UsageError: the exact verifier is asked for, and the task has no exact checker.
     """
+    exact = any(isinstance(part, Exact) for part in parts_of(verifier))
+    if exact and isinstance(own := unchecked(task), Worded) and type(own).value is Worded.value:
+        raise own.no_exact_checker()
     if not isinstance(verifier, CGEE) or not verifier.takes_thresholds or not source.path:
         return verifier
     folder = Path(source.place)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from arbor.errors import ArborError, InputError, UsageError
 from arbor.measure.evaluation.rows import Row
@@ -164,7 +166,7 @@ class _Reader:
             return self._unread(sample, error)
         expected = problem.expected if sample.expected is None else sample.expected
         if expected is None:
-            empty = next((key for key in self._answer if row.columns.get(key)), None)
+            empty = next((key for key in self._answer if key in row.columns), None)
             if empty is not None:
                 wrong = f"its '{empty}' is empty, so answers cannot be graded."
                 hint = "Write the answer there, or leave the row out."
@@ -191,7 +193,7 @@ class _Reader:
     def _key(self, row: Row) -> str | None:
         """The answer key of a row; None without one, or with an empty one."""
         for key in self._answer:
-            if row.columns.get(key) is not None or self._needs_answer:
+            if not _is_missing(row.columns.get(key)) or self._needs_answer:
                 found = self._column(row, key, "--target-key")
                 if found.strip(BLANK):
                     return found
@@ -205,7 +207,8 @@ class _Reader:
         half = surrogate_of(value) if isinstance(value, str) else ""
         if isinstance(value, str) and not half:
             return value
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if whole or (isinstance(value, float) and math.isfinite(value)):
             return json.dumps(value)
         wrong = f"has no text in '{key}'" if key in row.columns else f"has no '{key}'"
         hint = f"Name the column: {flag} NAME."
@@ -218,6 +221,11 @@ class _Reader:
             path=self._name,
             key=key,
         )
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a cell holds nothing: null, or NaN, which tables of numbers write instead."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def chosen(samples: list[Sample], ids: Iterable[str]) -> list[Sample]:
