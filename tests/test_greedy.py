@@ -7,6 +7,7 @@ compared up to it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def test_chains_of_twenty_problems_are_those_of_transformers(
     with solver_of(path) as solver:
         assert [encode_prompt(solver.tokenizer, each) for each in questions] == prompts
         ours = greedy(solver, prompts)
+    del solver
+    gc.collect()
 
     found = ties(theirs, prompts, ours)
     print(*found, sep="\n")

@@ -26,13 +26,21 @@ class Transformers:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def model(self) -> Any:
+        """Its weights; loaded when they are first used, since two copies may not fit."""
         from transformers import AutoModelForCausalLM
 
-        self._path = path
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32
+        return AutoModelForCausalLM.from_pretrained(
+            self._path.parent, gguf_file=self._path.name, dtype=torch.float32
         ).eval()
-        self.end: int = self.model.generation_config.eos_token_id
+
+    @property
+    def end(self) -> int:
+        """The token that ends a text."""
+        return int(self.model.generation_config.eos_token_id)
 
     @cached_property
     def tokenizer(self) -> Any:
