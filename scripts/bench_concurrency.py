@@ -215,7 +215,9 @@ def cases(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], dict
                 yield f"{controller}, {budget}", searches(given, controller, budget)
     if only in (None, "lossy"):
         for policy in ("lru", "snapkv"):
-            yield f"chains, lossy, {policy}", lossy(given, policy)
+            own = given.dataset is None and given.task is None
+            task = "chains" if own else settings_of(given)["task"]
+            yield f"{task}, lossy, {policy}", lossy(given, policy)
     if only in (None, "forks"):
         yield "F8, 100M", forks(8, alike=False)
         yield "F8, 100M, prompts alike", forks(8, alike=True)
