@@ -34,8 +34,9 @@ from unittest import mock
 import numpy as np
 import torch
 from bench_decode import interval
-from eval_policies import SEARCHES, Blocks, problems_of
+from eval_policies import SEARCHES, Blocks
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, task_of
 from random_llama import SIZES, random_llama
 
 from arbor import Solver
@@ -85,7 +86,7 @@ def measure(args: argparse.Namespace, name: str, phases: Phases) -> list[dict[st
             host: stack.enter_context(
                 Solver(
                     **model(args.model),
-                    task=args.task,
+                    task=task_of(args),
                     policy=args.policy,
                     seed=args.seed,
                     threads=1,
@@ -97,7 +98,7 @@ def measure(args: argparse.Namespace, name: str, phases: Phases) -> list[dict[st
             for host in lower
         }
         plain = solvers[False]
-        chosen = problems_of(plain.task, "test", args.n + 1)
+        chosen = problems_of(args, plain.task, args.n + 1)
         for solver in solvers.values():
             solver.solve(chosen[0])  # warm
         for place, problem in enumerate(chosen[1:]):
@@ -207,8 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default="builtin:sapling")
-    parser.add_argument("--task", default="game24")
+    add_model_and_problems(parser)
     parser.add_argument("--n", type=int, default=30)
     parser.add_argument("--policy", default="reentry")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])

@@ -4,7 +4,7 @@
     python scripts/bench_concurrency.py --only forks --rounds 3
     python scripts/bench_concurrency.py --only trees --problems 500 --csv trees.csv
 
-`searches`: problems of game24 solved by the built-in model, under full retention and in a quarter
+`searches`: problems (by default of game24), under full retention and in a quarter
 of what such searches hold. `forks`: a random Llama of 100 million parameters; each problem is a
 prompt of 512 tokens from which 8 branches of 32 tokens grow (F8); once with prompts that differ
 from the first token on, and once with prompts of which only the last token differs. `config-s`: the
@@ -20,7 +20,6 @@ the first of them in the same round.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, settings_of, verifier_of_chains
 from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor import Solver
@@ -53,11 +53,13 @@ AT_A_TIME = (1, 2, 4, 8, 16)
 PROMPT, BRANCHES, TOKENS = 512, 8, 32  # F8
 
 
-def searches(controller: str, budget: str, problems: int) -> Callable[[int], dict[str, Any]]:
-    """Problems of game24, solved `concurrency` at a time."""
-    solver = Solver(controller=controller, budget=budget, threads=1)
+def searches(
+    given: argparse.Namespace, controller: str, budget: str
+) -> Callable[[int], dict[str, Any]]:
+    """Problems, solved `concurrency` at a time."""
+    solver = Solver(**settings_of(given), controller=controller, budget=budget, threads=1)
     solver.load()
-    every = list(solver.task.problems("test", problems))
+    every = problems_of(given, solver.task, given.problems)
     solver.solve(every[0])
 
     def run(concurrency: int) -> dict[str, Any]:
@@ -71,28 +73,32 @@ def searches(controller: str, budget: str, problems: int) -> Callable[[int], dic
     return run
 
 
-def lossy(policy: str, problems: int) -> Callable[[int], dict[str, Any]]:
-    """Greedy chains of word problems of 4 to 6 steps that lose tokens for good, each within its own
-    budget, solved `concurrency` at a time."""
+def lossy(given: argparse.Namespace, policy: str) -> Callable[[int], dict[str, Any]]:
+    """Greedy chains that lose tokens for good, each within its own budget, solved `concurrency` at
+    a time; by default of word problems of 4 to 6 steps."""
+    own = given.dataset is None and given.task is None
+    settings = settings_of(given) | ({"task": "chains,fewest=4,most=6"} if own else {})
     solver = Solver(
-        task="chains,fewest=4,most=6",
+        **settings,
         controller="chain",
-        verifier="exact",
+        verifier=verifier_of_chains(settings["task"]),
         sampling={"temperature": 0.0},
         mode="lossy",
         policy=policy,
         threads=1,
     )
     solver.load()
-    every = list(itertools.islice(solver.task.problems("test"), problems))
+    every = problems_of(given, solver.task, given.problems)
+    least = [100] * len(every) if own else [solver.plan(each).smallest_tokens for each in every]
 
     def run(concurrency: int) -> dict[str, Any]:
         jobs: Iterator[tuple[Any, Any]] = (
-            (problem, {"budget": f"{100 + place % 20}tok"}) for place, problem in enumerate(every)
+            (problem, {"budget": f"{least[place] + place % 20}tok"})
+            for place, problem in enumerate(every)
         )
         found = [each for _, each in solver.as_completed(jobs, concurrency=concurrency)]
         solutions = [each for each in found if isinstance(each, Solution)]
-        assert len(solutions) == problems, "a budget was too small"
+        assert len(solutions) == len(every), "a budget was too small"
         return {
             "tokens": sum(each.metrics.tokens_generated for each in solutions),
             "recomputed": 0,
@@ -200,15 +206,18 @@ def runs(
     return run
 
 
-def cases(only: str | None, problems: int) -> Iterator[tuple[str, Callable[[int], dict[str, Any]]]]:
+def cases(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], dict[str, Any]]]]:
+    only = given.only
     if only in (None, "searches"):
         # beam search has no path as short as a quarter
         for controller, part in (("tot", "0.25"), ("beam", "0.4")):
             for budget in ("full", part):
-                yield f"{controller}, {budget}", searches(controller, budget, problems)
+                yield f"{controller}, {budget}", searches(given, controller, budget)
     if only in (None, "lossy"):
         for policy in ("lru", "snapkv"):
-            yield f"chains, lossy, {policy}", lossy(policy, problems)
+            own = given.dataset is None and given.task is None
+            task = "chains" if own else settings_of(given)["task"]
+            yield f"{task}, lossy, {policy}", lossy(given, policy)
     if only in (None, "forks"):
         yield "F8, 100M", forks(8, alike=False)
         yield "F8, 100M, prompts alike", forks(8, alike=True)
@@ -216,12 +225,13 @@ def cases(only: str | None, problems: int) -> Iterator[tuple[str, Callable[[int]
         yield "Config-S shape, 100M", config_s(16)
 
 
-def trees(problems: int, deterministic: bool) -> dict[str, Any]:
+def trees(given: argparse.Namespace, deterministic: bool) -> dict[str, Any]:
     """How many trees and answers differ between one and eight at a time."""
     found = []
     for concurrency in (1, 8):
-        solver = Solver(controller="tot", budget="0.25", threads=1, deterministic=deterministic)
-        every = list(solver.task.problems("test", problems))
+        settings = settings_of(given) | {"controller": "tot", "budget": "0.25", "threads": 1}
+        solver = Solver(**settings, deterministic=deterministic)
+        every = problems_of(given, solver.task, given.problems)
         solutions = solver.solve_batch(every, concurrency=concurrency)
         found.append([(shape(each), each.answer) for each in solutions])
         solver.close()
@@ -254,18 +264,19 @@ def main() -> None:
         help="of the trees",
     )
     parser.add_argument("--at-a-time", type=int, nargs="+", default=AT_A_TIME)
+    add_model_and_problems(parser)
     add_options(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
     table = ExperimentTable(given)
     if given.only == "trees":
         for deterministic in given.deterministic:
-            found = trees(given.problems, deterministic)
+            found = trees(given, deterministic)
             print(f"deterministic {deterministic}: {found}", flush=True)
             case = "tot, 0.25, one and eight at a time"
             table.add({"case": case, "deterministic": deterministic, **found, "n_of": "problems"})
         return
-    for name, run in cases(given.only, given.problems):
+    for name, run in cases(given):
         run(8)  # warm
         seconds: dict[int, list[float]] = defaultdict(list)
         for index in range(given.rounds):

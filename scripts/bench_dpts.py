@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_decode import interval
-from eval_policies import problems_of
+from model_and_problems import add_model_and_problems, problems_of, settings_of
 
 from arbor import Solver
 from arbor.engine.engine import Engine
@@ -61,11 +61,11 @@ def measure(args: argparse.Namespace, verifier: str) -> list[dict[str, Any]]:
             **({} if args.stop else {"stop_value": None}),
         }
         solvers[way] = Solver(
-            args.model, task=args.task, verifier=verifier, seed=args.seed, controller=controller
+            **settings_of(args), verifier=verifier, seed=args.seed, controller=controller
         )
         solvers[way].load()
         counted[way] = CountedEngine(solvers[way].engine)
-    chosen = problems_of(solvers["rounds"].task, "test", args.n + 1)
+    chosen = problems_of(args, solvers["rounds"].task, args.n + 1)
     for solver in solvers.values():
         solver.solve(chosen[0])  # warm
     rows = []
@@ -119,8 +119,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="builtin:sapling")
-    parser.add_argument("--task", default="game24")
+    add_model_and_problems(parser)
     parser.add_argument("--n", type=int, default=50, help="problems")
     parser.add_argument("--verifiers", nargs="+", default=["exact", "self"])
     parser.add_argument("--width", type=int, default=8, help="thoughts of each leaf")

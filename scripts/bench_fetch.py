@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from bench_concurrency import engine_of
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import SAPLING
+from random_llama import SIZES
 
 from arbor import Solver
 from arbor.memory.pool import KVPool
@@ -40,10 +42,10 @@ BELOW = LowerRoom(host=max(LENGTHS), disk=max(LENGTHS))
 
 
 def runner_of(name: str) -> ModelRunner:
-    """The built-in model, or a random Llama."""
-    if name == "sapling":
-        return Solver(threads=1).engine.runner
-    return engine_of(name).runner
+    """A model, or a random Llama by its size."""
+    if name in SIZES:
+        return engine_of(name).runner
+    return Solver(SAPLING if name == "sapling" else name, threads=1).engine.runner
 
 
 def forward(context: int, tokens: int, rows: int) -> ForwardPlan:
@@ -86,7 +88,13 @@ def added(runner: ModelRunner, pool: KVPool, context: int, tokens: int, rows: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["sapling", "100m"])
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["sapling", "100m"],
+        metavar="MODEL",
+        help=f"as in `arbor solve`, or {' and '.join(SIZES)}, random Llamas",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     add_options(parser)
     given = parser.parse_args()

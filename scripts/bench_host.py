@@ -2,10 +2,10 @@
 
     python scripts/bench_host.py --problems 24 --rounds 5 --csv ../docs/experiments/host_tier.csv
 
-Problems of game24 solved by the built-in model, eight at a time in one engine: under full
-retention, in a part of what such searches hold, and in that part with room for everything in host
-memory. The three take turns within a round; ratios are to full retention in the same round, at the
-same number at a time. CPU time of the thread, one thread; the trees of all arms are compared.
+Problems solved eight at a time in one engine: under full retention, in a part of what such searches
+hold, and in that part with room for everything in host memory. The three take turns within a round;
+ratios are to full retention in the same round, at the same number at a time. CPU time of the
+thread, one thread; the trees of all arms are compared.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from bench_concurrency import shape
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, settings_of
 
 from arbor import Solver
 from arbor.measure.statistics import bootstrap
@@ -27,14 +28,14 @@ from arbor.measure.statistics import bootstrap
 PARTS = {"tot": "0.25", "tot,strategy=dfs": "0.25", "beam": "0.4"}
 
 
-def arms(controller: str, fetch: str) -> dict[str, Solver]:
+def arms(args: argparse.Namespace, controller: str) -> dict[str, Solver]:
     """Solvers by arm."""
-    given: dict[str, Any] = {"controller": controller, "threads": 1}
+    given = {**settings_of(args), "controller": controller, "threads": 1}
     part = PARTS[controller]
     return {
         "full": Solver(**given, budget="full"),
         "part": Solver(**given, budget=part),
-        "part and host": Solver(**given, budget=part, host="1GiB", fetch=fetch),
+        "part and host": Solver(**given, budget=part, host="1GiB", fetch=args.fetch),
     }
 
 
@@ -45,13 +46,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--at-a-time", type=int, nargs="+", default=[8])
     parser.add_argument("--fetch", default="auto", help="as in `arbor solve`")
+    add_model_and_problems(parser)
     add_options(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
     table = ExperimentTable(given)
     for controller in given.controllers:
-        solvers = arms(controller, given.fetch)
-        every = list(solvers["full"].task.problems("test", given.problems))
+        solvers = arms(given, controller)
+        every = problems_of(given, solvers["full"].task, given.problems)
         for at_a_time in given.at_a_time:
             seconds: dict[str, list[float]] = defaultdict(list)
             found: dict[str, dict[str, Any]] = {}
@@ -80,7 +82,7 @@ def main() -> None:
                     "budget": "full" if arm == "full" else PARTS[controller],
                     "host": arm == "part and host",
                     "at_a_time": at_a_time,
-                    "problems": given.problems,
+                    "problems": len(every),
                     "same_tree": same,
                     "cpu_s_median": round(statistics.median(seconds[arm]), 3),
                     "ratio_to_full": round(statistics.median(ratios), 3),

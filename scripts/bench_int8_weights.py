@@ -3,7 +3,7 @@
     python scripts/bench_int8_weights.py answers --task game24 --n 500 --csv rows.csv
     python scripts/bench_int8_weights.py decode --dtype float32 --rounds 7 --csv rows.csv
 
-`answers`: problems (test) solved by the built-in model with and without, paired: `tot` with 300
+`answers`: problems solved with and without, paired: `tot` with 300
 tokens on game24, greedy chains elsewhere; percent solved with a Clopper-Pearson 95 % interval, the
 difference with a bootstrap one, and the percentage of trees that differ. `decode`: trees of
 `bench_decode.py` by a random Llama of 100 million parameters; contestants take turns within a
@@ -22,18 +22,16 @@ import torch
 from bench_decode import SHAPES, Arbor, generated, interval, timed
 from bench_kv_int8 import answers, write
 from experiment_table import add_options
+from model_and_problems import add_model_and_problems, task_of
 from random_llama import random_llama
 
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.native_cascade import NativeCascade
 
 Row = dict[str, Any]
-# How a task is solved; chains and recall go wrong in one path as soon as a line is wrong.
-SEARCHES: dict[str, Row] = {
-    "game24": {},
-    "chains": {"controller": "chain", "most_tokens": None},
-    "recall": {"controller": "chain", "most_tokens": None},
-}
+# How a task is solved; others by one chain, which goes wrong as soon as a line is wrong.
+SEARCHES: dict[str, Row] = {"game24": {}}
+CHAIN: Row = {"controller": "chain", "most_tokens": None}
 
 
 def decode_speed(dtype: str, shapes: list[str], rounds: int) -> Iterator[Row]:
@@ -72,7 +70,7 @@ def decode_speed(dtype: str, shapes: list[str], rounds: int) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=["answers", "decode"])
-    parser.add_argument("--task", default="game24", choices=list(SEARCHES))
+    add_model_and_problems(parser)
     parser.add_argument("--n", type=int, default=500, help="problems")
     parser.add_argument("--shapes", nargs="+", default=["F1", "F8", "F32"], choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=7)
@@ -80,8 +78,8 @@ def main() -> None:
     add_options(parser)
     args = parser.parse_args()
     if args.part == "answers":
-        search = {"task": args.task, "note": lambda found: "", **SEARCHES[args.task]}
-        rows, counted = answers(args.n, "weights", **search), "problems"
+        search = SEARCHES.get(task_of(args), CHAIN)
+        rows, counted = answers(args, "weights", note=lambda found: "", **search), "problems"
     else:
         rows, counted = decode_speed(args.dtype, args.shapes, args.rounds), "rounds"
     write(args, rows, counted)

@@ -4,9 +4,10 @@
     python scripts/bench_kv_int8.py answers --n 500 --csv rows.csv
     python scripts/bench_kv_int8.py decode --dtype float32 --rounds 5 --csv rows.csv
 
-`errors`: K and V of the built-in model over problems of game24 and what it wrote, quantised as the
+`errors`: K and V of a model over problems and what it wrote, quantised as the
 pool does it and in four other ways; RMS of the error in percent of the RMS of the numbers.
-`answers`: problems of game24 (test) solved by the built-in model with and without 8-bit KV, paired;
+`answers`: problems solved with and without 8-bit KV, paired (by default those of game24, by the
+built-in model);
 percent solved with a Clopper-Pearson 95 % interval, the difference with a bootstrap one, and the
 percentage of trees that differ. `decode`: a prefix of 512 tokens and 8 branches of 128 (F8) of a
 random Llama of 100 million parameters; contestants take turns within a round, thread CPU time, one
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from bench_decode import Arbor, generated, interval, timed
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of
 from random_llama import random_llama
 from torch import Tensor
 
@@ -53,11 +55,12 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def errors(n: int) -> Iterator[Row]:
+def errors(args: argparse.Namespace) -> Iterator[Row]:
     """Errors of K and of V, over all layers and searches."""
     sums: dict[tuple[str, str], list[float]] = {}
-    with Solver(controller=CONTROLLER) as solver:
-        for problem in solver.task.problems("test", n):
+    with Solver(**settings_of(args), controller=CONTROLLER) as solver:
+        problems = problems_of(args, solver.task, args.n)
+        for problem in problems:
             solver.solve(problem, max_tokens=MOST_TOKENS)
             pool = solver.engine.memory.pool
             used = np.flatnonzero(solver.engine.memory.table.references > 0)
@@ -70,21 +73,26 @@ def errors(n: int) -> Iterator[Row]:
                         both[1] += float(x.square().sum())
     for (kind, scheme), (error, size) in sums.items():
         value = 100 * (error / size) ** 0.5
-        yield {"case": kind, "arm": scheme, "unit": "percent", "value": round(value, 4), "n": n}
+        yield {
+            "case": kind,
+            "arm": scheme,
+            "unit": "percent",
+            "value": round(value, 4),
+            "n": len(problems),
+        }
 
 
-def outcomes(settings: Row, n: int, most_tokens: int | None) -> list[Solution]:
+def outcomes(args: argparse.Namespace, settings: Row, most_tokens: int | None) -> list[Solution]:
     """The solutions of one arm."""
-    with Solver(threads=1, **settings) as solver:
-        problems = list(solver.task.problems("test", n))
+    with Solver(**settings_of(args), threads=1, **settings) as solver:
+        problems = problems_of(args, solver.task, args.n)
         return solver.solve_batch(problems, concurrency=AT_ONCE, max_tokens=most_tokens)
 
 
 def answers(
-    n: int,
+    args: argparse.Namespace,
     setting: str = "kv_dtype",
     *,
-    task: str = "game24",
     controller: str = CONTROLLER,
     most_tokens: int | None = MOST_TOKENS,
     note: Callable[[Solution], str] = lambda found: (
@@ -94,17 +102,19 @@ def answers(
     """Shares solved with a setting ``auto`` and ``int8``, and the paired difference.
 
     Args:
-        n: problems of the test split.
+        args: the script's options: model, problems and how many.
         setting: of `Solver`.
-        task, controller, most_tokens: of the searches.
+        controller, most_tokens: of the searches.
         note: on an arm, made of its first solution.
     """
     case = controller if most_tokens is None else f"{controller}, {most_tokens} tokens"
+    task = task_of(args)
     case = case if task == "game24" else f"{task}, {case}"
     arms = {
-        name: outcomes({"task": task, "controller": controller, setting: name}, n, most_tokens)
+        name: outcomes(args, {"controller": controller, setting: name}, most_tokens)
         for name in ("auto", "int8")
     }
+    n = len(arms["auto"])
     right = {name: [bool(each.correct) for each in found] for name, found in arms.items()}
     for name, found in arms.items():
         low, high = clopper_pearson(sum(right[name]), n)
@@ -207,15 +217,16 @@ def write(args: argparse.Namespace, rows: Iterator[Row], counted: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=["errors", "answers", "decode"])
+    add_model_and_problems(parser)
     parser.add_argument("--n", type=int, default=500, help="problems")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     add_options(parser)
     args = parser.parse_args()
     if args.part == "errors":
-        rows, counted = errors(args.n), "problems"
+        rows, counted = errors(args), "problems"
     elif args.part == "answers":
-        rows, counted = answers(args.n), "problems"
+        rows, counted = answers(args), "problems"
     else:
         rows, counted = decode_speed(args.dtype, args.rounds), "rounds"
     write(args, rows, counted)

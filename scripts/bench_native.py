@@ -7,8 +7,8 @@ has changed since another checkout.
     git worktree add --detach ../before f3a8eca
     python scripts/bench_native.py checkout --other ../before --n 15 --rounds 7
 
-`search`: puzzles of game24, solved by the built-in model at full retention with the native kernels
-and without them, in turn; one thread, thread CPU time. Without them torch computes what they do,
+`search`: problems (by default of game24) solved at full retention with the native kernels and
+without them, in turn; one thread, thread CPU time. Without them torch computes what they do,
 with weights packed for MKL or oneDNN.
 
 `threads`: tree decode of a random Llama by numbers of threads, in turn, by the wall clock, so that
@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from bench_decode import SHAPES, Arbor, generated, interval
 from experiment_table import ExperimentTable, add_options, commit
+from model_and_problems import SAPLING, add_model_and_problems, problems_of, settings_of
 from random_llama import random_llama
 
 from arbor import Solver
@@ -51,9 +52,9 @@ def puzzles_row(
     """What two contestants took for the puzzles, round by round in seconds, as a row."""
     ratio, low, high = interval(np.array(others) / np.array(mine))
     return {
-        "model": "Sapling",
-        "dtype": "float32",
-        "case": f"game24, {controller}",
+        "model": "Sapling" if given.model == SAPLING else Path(given.model).name,
+        "dtype": "auto",
+        "case": f"{settings_of(given)['task']}, {controller}",
         "clock": "thread CPU",
         "seconds": round(float(np.median(mine)) / given.n, 4),
         "other_seconds": round(float(np.median(others)) / given.n, 4),
@@ -74,9 +75,10 @@ def search(given: argparse.Namespace, table: ExperimentTable) -> None:
             solvers: dict[str, Solver] = {}
             for arm in ("native", "torch"):
                 with nullcontext() if arm == "native" else without_native():
-                    made = Solver(controller=controller, budget="full", threads=1)
+                    settings = settings_of(given)
+                    made = Solver(**settings, controller=controller, budget="full", threads=1)
                     solvers[arm] = stack.enter_context(made)
-                    puzzles = list(made.task.problems("test", given.n))
+                    puzzles = problems_of(given, made.task, given.n)
                     made.solve(puzzles[0])  # loads the model, and warms up
             seconds: dict[str, list[float]] = {arm: [] for arm in solvers}
             same = 0
@@ -103,8 +105,8 @@ SOLVES = """
 import json, sys, time
 import arbor, torch
 torch.set_num_threads(1)
-solver = arbor.Solver(controller=sys.argv[1], budget="full")
-puzzles = list(solver.task.problems("test", int(sys.argv[2])))
+solver = arbor.Solver(**json.loads(sys.argv[1]), budget="full")
+puzzles = json.loads(sys.argv[2])
 solver.solve(puzzles[0])  # loads the model, and warms up
 for _ in sys.stdin:
     began = time.thread_time()
@@ -122,12 +124,15 @@ def checkout(given: argparse.Namespace, table: ExperimentTable) -> None:
         SystemExit: the other checkout has no arbor that runs.
     """
     folders = {"this": Path(__file__).resolve().parents[1], "other": given.other.resolve()}
+    with Solver(**settings_of(given)) as solver:
+        puzzles = [each.text for each in problems_of(given, solver.task, given.n)]
     for controller in given.controllers:
+        settings = settings_of(given) | {"controller": controller}
         with ExitStack() as stack:
             workers = {
                 arm: stack.enter_context(
                     subprocess.Popen(
-                        [sys.executable, "-c", SOLVES, controller, str(given.n)],
+                        [sys.executable, "-c", SOLVES, json.dumps(settings), json.dumps(puzzles)],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         text=True,
@@ -211,6 +216,7 @@ def threads(given: argparse.Namespace, table: ExperimentTable) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("question", choices=("search", "threads", "checkout"))
+    add_model_and_problems(parser)
     parser.add_argument("--other", type=Path, help="another checkout; of checkout")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--n", type=int, default=30, help="puzzles; of search and checkout")

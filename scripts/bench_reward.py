@@ -17,7 +17,6 @@ the wall time that its forwards take, and the tokens it computed of those of its
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 import statistics
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, task_of
 from torch import Tensor
 
 from arbor import Solver
@@ -46,14 +46,13 @@ from arbor.verifiers.reward_model import ProcessRewardModel
 
 PROMPT, STEP, BEAM, WIDTH = 128, 32, 4, 4
 SEARCHES = (("game24", "tot"), ("chains", "beam"), ("chains", "dpts"))
-LIKE_ITSELF = ProcessRewardModel(
-    "builtin:sapling",
-    family="trl",
-    head="tags",
-    prompt="{prompt}",
-    good=" yes",
-    bad=" no",
-)
+AS_JUDGE: dict[str, Any] = {
+    "family": "trl",
+    "head": "tags",
+    "prompt": "{prompt}",
+    "good": " yes",
+    "bad": " no",
+}
 Scores = list[float]
 
 
@@ -163,7 +162,7 @@ def by_transformers(
 
 
 def trees(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
-    source = locate_model("builtin:sapling")
+    source = locate_model(given.model)
     tokenizer = load_tokenizer(source)
     tags = [tokenizer.encode(f" {word}", add_special_tokens=False)[0] for word in ("yes", "no")]
     cpu = torch.device("cpu")
@@ -219,11 +218,15 @@ def trees(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) ->
 
 
 def searches(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
-    for task, controller in SEARCHES:
+    own = given.dataset is None and given.task is None
+    several = SEARCHES if own else [(task_of(given), name) for name in ("tot", "beam")]
+    for task, controller in several:
         for budget in ("full", 0.25):
-            verifier = dataclasses.replace(LIKE_ITSELF, budget=budget)
-            with Solver(task=task, controller=controller, verifier=verifier, threads=1) as solver:
-                problems = list(solver.task.problems("test", given.problems))
+            verifier = ProcessRewardModel(given.model, budget=budget, **AS_JUDGE)
+            with Solver(
+                given.model, task=task, controller=controller, verifier=verifier, threads=1
+            ) as solver:
+                problems = problems_of(given, solver.task, given.problems)
                 solver.solve(problems[0])
                 metrics = [solver.solve(problem).metrics for problem in problems]
             wall_s, reward_s = sum(m.wall_s for m in metrics), sum(m.reward_s for m in metrics)
@@ -256,6 +259,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 6, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--problems", type=int, default=8)
+    add_model_and_problems(parser, task=None)
     add_options(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)

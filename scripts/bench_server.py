@@ -3,9 +3,9 @@
     python scripts/bench_server.py --rounds 3 --csv rows.csv
     python scripts/bench_server.py --kinds plain --clients 1 8 --requests 16 --tokens 32
 
-The server runs in a process of its own with the built-in model; as many clients as asked for, each
+The server runs in a process of its own; as many clients as asked for, each
 a thread of this process with a connection, send one request after another, the same ones at every
-level. ``plain`` continues a prompt, ``stream`` does so as a stream, ``search`` solves a Game of 24.
+level. ``plain`` continues a prompt, ``stream`` does so as a stream, ``search`` solves a problem.
 Levels take turns within a round. A row of the CSV is one level of one round; the table gives
 medians over rounds, and throughput as a multiple of that of the first level.
 """
@@ -29,11 +29,11 @@ from typing import Any
 
 import openai
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, task_of
 
-from arbor.tasks.game24 import Game24
+from arbor import components
 
 KINDS = ("plain", "stream", "search")
-MODEL = "builtin:sapling"
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ def cpu_seconds(process: int) -> float:
 
 
 @contextmanager
-def server(most: int) -> Iterator[tuple[str, int]]:
+def server(model: str, most: int) -> Iterator[tuple[str, int]]:
     """The address and the process of a server that takes so many requests at a time."""
-    command = [sys.executable, "-m", "arbor", "serve", MODEL, "--port", "0", "--json"]
+    command = [sys.executable, "-m", "arbor", "serve", model, "--port", "0", "--json"]
     command += ["--concurrency", str(most)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -109,30 +109,38 @@ def server(most: int) -> Iterator[tuple[str, int]]:
             process.terminate()
 
 
-def ask(client: Any, kind: str, hand: str, seed: int, tokens: int) -> Answered:
-    """Send one request and read its answer."""
+def texts_of(given: argparse.Namespace, n: int) -> list[str]:
+    """The first n problems as texts."""
+    task = components.build("task", task_of(given))
+    return [problem.text for problem in problems_of(given, task, n)]
+
+
+def ask(
+    client: Any, model: str, kind: str, text: str, seed: int, given: argparse.Namespace
+) -> Answered:
+    """Send one request about a problem and read its answer."""
     began = time.perf_counter()
     first: float | None = None
     if kind == "search":
         made = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": hand}],
+            model=model,
+            messages=[{"role": "user", "content": text}],
             seed=seed,
-            extra_body={"arbor": {"task": "game24"}},
+            extra_body={"arbor": {"task": task_of(given)}},
         )
         used = made.usage
     elif kind == "plain":
         made = client.completions.create(
-            model=MODEL, prompt=f"{hand}\n", seed=seed, max_tokens=tokens, temperature=1
+            model=model, prompt=f"{text}\n", seed=seed, max_tokens=given.tokens, temperature=1
         )
         used = made.usage
     else:
         used = None
         for chunk in client.completions.create(
-            model=MODEL,
-            prompt=f"{hand}\n",
+            model=model,
+            prompt=f"{text}\n",
             seed=seed,
-            max_tokens=tokens,
+            max_tokens=given.tokens,
             temperature=1,
             stream=True,
             stream_options={"include_usage": True},
@@ -146,20 +154,20 @@ def ask(client: Any, kind: str, hand: str, seed: int, tokens: int) -> Answered:
 def measure(url: str, process: int, kind: str, clients: int, given: argparse.Namespace) -> Level:
     """Send all requests of a level."""
     todo: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-    for seed, problem in enumerate(Game24().problems("test", given.requests)):
-        todo.put((problem.text, seed))
+    for seed, text in enumerate(texts_of(given, given.requests)):
+        todo.put((text, seed))
     answered: list[Answered] = []
     errors: list[BaseException] = []
     start = threading.Barrier(clients + 1)
 
     def work() -> None:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            client.models.list()  # connected
+            model = client.models.list().data[0].id
             start.wait()
             try:
                 while True:
-                    hand, seed = todo.get_nowait()
-                    answered.append(ask(client, kind, hand, seed, given.tokens))
+                    text, seed = todo.get_nowait()
+                    answered.append(ask(client, model, kind, text, seed, given))
             except queue.Empty:
                 pass
             except BaseException as error:
@@ -187,13 +195,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48, help="of each level")
     parser.add_argument("--tokens", type=int, default=64, help="of a plain request at most")
     parser.add_argument("--rounds", type=int, default=3)
+    add_model_and_problems(parser)
     add_options(parser)
     given = parser.parse_args()
     table = ExperimentTable(given)
     levels: dict[tuple[str, int], list[Level]] = {}
-    with server(max(given.clients)) as (url, process):
+    with server(given.model, max(given.clients)) as (url, process):
         for kind in given.kinds:
-            measure(url, process, kind, 1, argparse.Namespace(requests=2, tokens=given.tokens))
+            few = argparse.Namespace(**{**vars(given), "requests": 2})
+            measure(url, process, kind, 1, few)
         for number in range(given.rounds):
             for kind in given.kinds:
                 for clients in given.clients:

@@ -4,11 +4,12 @@
     python scripts/bench_store.py --model 100m --n 2 --csv docs/experiments/store_time.csv
 
 Searches at a quarter of their full-retention peak, with host memory, packed host memory (lossy) and
-a disk. Thread CPU time, one thread. `write` is the part of the whole that `Store.write` takes, all
-that can be done while the search goes on, once the rows have been gathered; `gather` and `read` are
-what the search itself waits for in any case: a slot is used again at once, and a path that misses
-tokens reads them before its next forward. `handover_us` is what giving a task to another thread and
-waiting for it takes, per task; `writes_per_s` of them there are.
+a disk. `--model 100m` is a random Llama. Thread CPU time, one thread. `write` is the part of the
+whole that `Store.write` takes, all that can be done while the search goes on, once the rows have
+been gathered; `gather` and `read` are what the search itself waits for in any case: a slot is used
+again at once, and a path that misses tokens reads them before its next forward. `handover_us` is
+what giving a task to another thread and waiting for it takes, per task; `writes_per_s` of them
+there are.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import Any
 from unittest.mock import patch
 
 from bench_budget import model
-from eval_policies import SEARCHES, problems_of
+from eval_policies import SEARCHES
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, task_of
 
 from arbor import Solver
 from arbor.memory.packed_store import PackedStore
@@ -76,8 +78,8 @@ def handover_us() -> float:
     return 1e6 * sorted(times)[HANDOVERS // 2]
 
 
-def measure(name: str, search: str, store: str, n: int) -> dict[str, Any]:
-    """One row: a search with a store, over n problems."""
+def measure(args: argparse.Namespace, search: str, store: str) -> dict[str, Any]:
+    """One row: a search with a store, over the problems."""
     clock, whole, stored = Clock(), 0.0, 0
     with ExitStack() as stack:
         methods = [(kind, part) for kind in STORE_TYPES for part in ("write", "read")]
@@ -85,8 +87,9 @@ def measure(name: str, search: str, store: str, n: int) -> dict[str, Any]:
             work = clock.timed(part, getattr(owner, part))
             stack.enter_context(patch.object(owner, part, work))
         settings = STORES[store] | SEARCHES[search]
-        solver = stack.enter_context(Solver(**model(name), threads=1, fetch="always", **settings))
-        for problem in problems_of(solver.task, "test", n):
+        settings |= {"task": task_of(args), "threads": 1, "fetch": "always"}
+        solver = stack.enter_context(Solver(**model(args.model), **settings))
+        for problem in problems_of(args, solver.task, args.n):
             peak = solver.solve(problem, budget="full").metrics.peak_tokens
             budget = f"{max(solver.plan(problem).enough_tokens, peak // 4)}tok"
             solver.solve(problem, budget=budget)  # warm
@@ -95,7 +98,7 @@ def measure(name: str, search: str, store: str, n: int) -> dict[str, Any]:
             stored += solver.solve(problem, budget=budget).metrics.tokens_stored
             whole += time.thread_time() - began
             clock.on = False
-    row = {"model": name, "search": search, "store": store, "cpu_s": round(whole, 2)}
+    row = {"model": args.model, "search": search, "store": store, "cpu_s": round(whole, 2)}
     parts = {f"{part}_percent": 100 * clock.spent[part] / whole for part in clock.spent}
     return {
         **row,
@@ -108,7 +111,7 @@ def measure(name: str, search: str, store: str, n: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="builtin:sapling", help="or 100m, a random Llama")
+    add_model_and_problems(parser)
     parser.add_argument("--n", type=int, default=5, help="problems")
     parser.add_argument("--searches", nargs="+", default=["tot-bfs", "beam"])
     parser.add_argument("--stores", nargs="+", choices=list(STORES), default=list(STORES))
@@ -118,7 +121,7 @@ def main() -> None:
     handover = round(handover_us(), 1)
     for search in args.searches:
         for store in args.stores:
-            row = measure(args.model, search, store, args.n) | {"handover_us": handover}
+            row = measure(args, search, store) | {"handover_us": handover}
             print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             table.add(row | {"n": args.n, "n_of": "problems"})
 

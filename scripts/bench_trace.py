@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from model_and_problems import add_model_and_problems, problems_of, settings_of
+
 from arbor.events import KV, Boundary, Ended, Event, Forwarded, Header, Opened, Selected, Verified
 from arbor.metrics import MetricsFold
 from arbor.trace import Replay, TraceWriter, read_trace
@@ -64,13 +66,14 @@ class Timed:
         self.events += 1
 
 
-def share_of_a_search(problems: int, suffix: str, **settings: Any) -> dict[str, Any]:
+def share_of_a_search(asked: argparse.Namespace, suffix: str) -> dict[str, Any]:
     """The writer's part of the CPU time of whole searches, one row a problem."""
     from arbor import Solver
 
     shares, costs = [], []
+    settings = {**settings_of(asked), "budget": asked.budget}
     with tempfile.TemporaryDirectory() as folder, Solver(**settings) as solver:
-        chosen = list(solver.task.problems("validation", problems + 1))
+        chosen = problems_of(asked, solver.task, asked.problems + 1, "validation")
         solver.solve(chosen[0])  # loads and warms up
         for number, problem in enumerate(chosen[1:]):
             writer = TraceWriter(Path(folder, f"{number}.arbor.jsonl{suffix}"))
@@ -86,7 +89,7 @@ def share_of_a_search(problems: int, suffix: str, **settings: Any) -> dict[str, 
             costs.append(1e6 * timed.seconds / timed.events)
     return {
         "what": f"trace{suffix or ' plain'}, share of CPU time of a search",
-        "n": problems,
+        "n": len(shares),
         "median_percent": round(100 * statistics.median(shares), 3),
         "most_percent": round(100 * max(shares), 3),
         "median_us_per_event": round(statistics.median(costs), 2),
@@ -196,6 +199,7 @@ def start(arguments: list[str], runs: int) -> dict[str, Any]:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
+    add_model_and_problems(parser)
     parser.add_argument("--problems", type=int, default=10)
     parser.add_argument("--nodes", type=int, nargs="*", default=[200, 1281, 10_001])
     parser.add_argument("--starts", type=int, default=15)
@@ -204,7 +208,7 @@ def main() -> None:
     rows = [start(each, asked.starts) for each in (["--version"], ["--help"], [])]
     rows += [size(nodes) for nodes in asked.nodes]
     for suffix in ("", ".gz") if asked.problems else ():
-        rows.append(share_of_a_search(asked.problems, suffix, budget=asked.budget))
+        rows.append(share_of_a_search(asked, suffix))
     print(json.dumps({"rows": rows}, indent=2))
 
 

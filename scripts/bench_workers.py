@@ -3,13 +3,12 @@
     python scripts/bench_workers.py --problems 48 --rounds 7 --csv rows.csv
     python scripts/bench_workers.py --workers 1 2 4 --at-a-time 1
 
-Problems of game24 by the built-in model, full retention. All workers are begun before the first
-measurement and wait between their own; the numbers of workers take turns within a round, beginning
-with another one each time. Times are wall time from the first problem to the last solution, since
-that is what several processes shorten: other work on the cores counts. A row of the CSV is one
-measurement; `agree` is whether all solutions are those of the first measurement. The table gives
-the median of the throughputs, relative to the first number of workers in the same round, with
-their range.
+Full retention. All workers are begun before the first measurement and wait between their own; the
+numbers of workers take turns within a round, beginning with another one each time. Times are wall
+time from the first problem to the last solution, since that is what several processes shorten:
+other work on the cores counts. A row of the CSV is one measurement; `agree` is whether all
+solutions are those of the first measurement. The table gives the median of the throughputs,
+relative to the first number of workers in the same round, with their range.
 
 Needs ``arbor-search[ray]``.
 """
@@ -24,6 +23,7 @@ from typing import Any
 
 import ray
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, settings_of
 
 from arbor import Solution, Solver, Workers
 
@@ -42,12 +42,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--at-a-time", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--controller", default="tot")
+    add_model_and_problems(parser)
     add_options(parser)
     given = parser.parse_args()
     table = ExperimentTable(given)
-    settings = {"controller": given.controller, "threads": 1, "record_bytes": 0}
+    settings = {
+        **settings_of(given),
+        "controller": given.controller,
+        "threads": 1,
+        "record_bytes": 0,
+    }
     with Solver(**settings) as solver:
-        problems = list(solver.task.problems("test", given.problems))
+        problems = problems_of(given, solver.task, given.problems)
 
     for at_a_time in given.at_a_time:
         ray.init(num_cpus=sum(given.workers), include_dashboard=False, log_to_driver=False)

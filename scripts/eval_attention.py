@@ -21,6 +21,12 @@ from typing import Any
 
 import numpy as np
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import (
+    add_model_and_problems,
+    problems_of,
+    task_of,
+    verifier_of_chains,
+)
 
 from arbor import Solver
 from arbor.measure.calibrate_window import (
@@ -35,23 +41,24 @@ TASKS = ("chains", "recall", "game24")
 THRESHOLDS = (1e-4, 5e-4, 4e-3)  # the paper's two; about an even share of a path of 230 tokens
 
 
-def reads_of(model: str, task: str, threshold: float, n: int) -> list[PathReads]:
+def reads_of(args: argparse.Namespace, task: str, threshold: float) -> list[PathReads]:
     """How the tokens of each problem's chain were read.
 
     Args:
+        args: the script's options.
+        task: whose problems.
         threshold: mean attention from which a token counts as read.
-        n: problems, the first of the test split.
     """
     with Solver(
-        model,
+        args.model,
         task=task,
         controller="chain",
-        verifier="exact",
+        verifier=verifier_of_chains(task),
         policy=f"lazyeviction,threshold={threshold}",
         sampling={"temperature": 0.0},
         threads=1,
     ) as solver:
-        problems = itertools.islice(solver.task.problems("test", n), n)
+        problems = problems_of(args, solver.task, args.n)
         found = (path_reads(solver, solver.solve(problem)) for problem in problems)
         return [each for each in found if len(each.mass) > each.prompt]
 
@@ -95,15 +102,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default="builtin:sapling")
-    parser.add_argument("--tasks", nargs="+", default=TASKS)
+    add_model_and_problems(parser, task=None)
+    parser.add_argument("--tasks", nargs="+", default=TASKS, help="whose own problems are solved")
     parser.add_argument("--thresholds", nargs="+", type=float, default=THRESHOLDS)
     parser.add_argument("--n", type=int, default=200, help="problems of each task")
     add_options(parser)
     args = parser.parse_args()
     table = ExperimentTable(args)
-    for task, threshold in itertools.product(args.tasks, args.thresholds):
-        row = row_of(task, threshold, reads_of(args.model, task, threshold, args.n))
+    tasks = args.tasks if args.dataset is None and args.task is None else [task_of(args)]
+    for task, threshold in itertools.product(tasks, args.thresholds):
+        row = row_of(task, threshold, reads_of(args, task, threshold))
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         table.add(row)
 

@@ -6,7 +6,8 @@
 Before the rounds of a search between which it grew by 64 tokens or more (the interval of the paper)
 all its KV goes to host memory, and comes back as it is needed. Nothing else is lossy: the budget
 holds everything. Arms are paired with exact host memory, problem by problem: `chains` (greedy, one
-path) and `game24` (`tot`, at most 300 tokens), of the test split, by the built-in model.
+path) and `game24` (`tot`, at most 300 tokens); `--task` and `--dataset` have other problems
+searched in these ways.
 
 Schemes: `once`, as arbor packs (K per channel of 32 tokens, V per 32 channels of a token, quantised
 once); `requantised`, the same scales, but a record that is read is given up, so that its token is
@@ -18,7 +19,7 @@ and rounded towards zero, as a cast of numbers to integers does.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +28,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of
 from torch import Tensor
 
 from arbor import Solver
@@ -40,7 +42,6 @@ from arbor.run.solution import Solution
 
 AT_ONCE = 32
 INTERVAL = 64  # tokens between two times at which everything leaves
-LAYERS = 6  # of the built-in model
 SEARCHES: dict[str, tuple[type[Any], dict[str, Any], int | None]] = {
     "chains": (ChainSearch, {"controller": "chain", "sampling": {"temperature": 0.0}}, None),
     "game24": (BreadthFirst, {"controller": "tot"}, 300),
@@ -56,6 +57,8 @@ class Requantised(PackedStore):
 class PerTensor(PackedStore):
     """One grid for K and one for V of each layer."""
 
+    layers: int  # of the model
+
     def _scales(self, keys: Tensor, values: Tensor) -> tuple[Scales, Scales]:
         return (
             self._by_layer(keys, lambda x: x[:1]),
@@ -63,7 +66,7 @@ class PerTensor(PackedStore):
         )
 
     def _by_layer(self, x: Tensor, shaped: Callable[[Tensor], Tensor]) -> Scales:
-        layers = x.reshape(len(x), LAYERS, -1).transpose(0, 1)
+        layers = x.reshape(len(x), self.layers, -1).transpose(0, 1)
         whole = Scales.of(layers.flatten(1), 1, self.bits)
         each = [
             part.unsqueeze(2).expand(layers.shape).transpose(0, 1).flatten(1)
@@ -77,6 +80,7 @@ class Truncated(PackedStore):
     quantised anew each time, towards zero. What it holds is not packed: only the numbers count."""
 
     keeps = False
+    layers: int  # of the model
 
     def __init__(self, records: int, keys: int, numbers: int, dtype: Any, bits: int) -> None:
         super().__init__(records, keys, numbers, dtype, bits)
@@ -85,7 +89,7 @@ class Truncated(PackedStore):
     def _quantise(self, group: int, first: int, end: int) -> None:
         rows = self._waiting[: end - first]
         for columns in (slice(self._keys), slice(self._keys, None)):
-            layers = rows[:, columns].reshape(end - first, LAYERS, -1)
+            layers = rows[:, columns].reshape(end - first, self.layers, -1)
             scale = layers.abs().amax((0, 2), keepdim=True) / (2 ** (self.bits - 1) - 1)
             self._rows[first:end, columns] = ((layers / scale).trunc() * scale).flatten(1)
         self._packed[group] = True
@@ -127,13 +131,12 @@ def managed(search: type[Any], solver: Solver) -> Iterator[None]:
         yield
 
 
-def solved(task: str, n: int, bits: int | None, scheme: str) -> list[Solution]:
+def solved(args: argparse.Namespace, bits: int | None, scheme: str) -> list[Solution]:
     """The solutions of one arm."""
-    search, settings, most = SEARCHES[task]
+    search, settings, most = SEARCHES[args.search]
     with ExitStack() as stack:
-        stack.enter_context(patch.object(stores, "PackedStore", SCHEMES[scheme]))
         solver = Solver(
-            task=task,
+            **settings_of(args),
             mode="lossy",
             rehydrate="selective",
             host="200000tok",
@@ -143,22 +146,23 @@ def solved(task: str, n: int, bits: int | None, scheme: str) -> list[Solution]:
             **settings,
         )
         stack.enter_context(solver)
+        packed = type(scheme, (SCHEMES[scheme],), {"layers": solver.describe().layers})
+        stack.enter_context(patch.object(stores, "PackedStore", packed))
         stack.enter_context(managed(search, solver))
-        problems = list(solver.task.problems("test", n))
+        problems = problems_of(args, solver.task, args.n)
         return solver.solve_batch(problems, concurrency=AT_ONCE, max_tokens=most, on_error="return")
 
 
-def rows_of(
-    task: str, n: int, bits: Sequence[int], schemes: Sequence[str]
-) -> Iterator[dict[str, Any]]:
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Share solved of each arm, and the paired difference to exact host memory.
 
     A search that fails, as where packed keys make the logits overflow, has not solved its problem.
     """
     exact: list[Solution] = []
-    for arm in [None, *((scheme, each) for scheme in schemes for each in bits)]:
-        found = solved(task, n, None if arm is None else arm[1], "once" if arm is None else arm[0])
-        exact = exact or found
+    for arm in [None, *((scheme, each) for scheme in args.schemes for each in args.bits)]:
+        scheme, bits = ("once", None) if arm is None else arm
+        found = solved(args, bits, scheme)
+        exact, n = exact or found, len(found)
         right = [bool(each.correct) for each in found]
         against = paired(right, [bool(each.correct) for each in exact])
         low, high = clopper_pearson(sum(right), n)
@@ -167,7 +171,7 @@ def rows_of(
             each.metrics.tokens_fetched / max(each.metrics.tokens_generated, 1) for each in found
         ]
         yield {
-            "case": task,
+            "case": args.task,
             "scheme": "exact" if arm is None else arm[0],
             "bits": 32 if arm is None else arm[1],
             "solved": round(100 * sum(right) / n, 2),
@@ -196,14 +200,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("task", choices=list(SEARCHES))
+    parser.add_argument("search", choices=list(SEARCHES), help="also the usual task")
+    add_model_and_problems(parser, task=None)
     parser.add_argument("--n", type=int, default=500, help="problems")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 2])
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     add_options(parser)
     args = parser.parse_args()
+    args.usual_task = args.search
+    args.task = task_of(args)
     table = ExperimentTable(args)
-    for row in rows_of(args.task, args.n, args.bits, args.schemes):
+    for row in rows_of(args):
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         table.add(row)
 

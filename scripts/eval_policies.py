@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from eval_sapling import share
+from model_and_problems import add_model_and_problems, problems_of, task_of, verifier_of_chains
 from wipe_out import wipe_out
 
 from arbor import Solver
@@ -78,11 +79,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "mcts": {"controller": {"name": "mcts"}},
 }
 USUAL = tuple(name for name in SEARCHES if name != "beam-wide")
-GREEDY: dict[str, Any] = {
-    "controller": "chain",
-    "verifier": "exact",
-    "sampling": {"temperature": 0.0},
-}
+GREEDY: dict[str, Any] = {"controller": "chain", "sampling": {"temperature": 0.0}}
 LONGEST = {"chains": 36, "game24": 16}  # tokens of the longest line that the model writes
 LOSSLESS = (
     *("lru", "uniform", "arborkv", "arborkv-published", "kkt"),
@@ -189,12 +186,7 @@ SIZES = {  # of the searches of `share`, by about how many blocks they have: bea
 }
 
 
-def problems_of(task: Any, split: str, n: int) -> list[Any]:
-    """The first n problems of a split."""
-    return list(itertools.islice(task.problems(split), n))
-
-
-def task_of(args: argparse.Namespace) -> Any:
+def of_length(args: argparse.Namespace) -> Any:
     """The task, of the length that was asked for."""
     if args.task == "chains" and args.steps:
         return {"name": "chains", "fewest": args.steps[0], "most": args.steps[1]}
@@ -211,7 +203,7 @@ def lossless(args: argparse.Namespace) -> dict[str, Any]:
         with Solver(
             args.model, task=args.task, listeners=(events.append,), **SEARCHES[name]
         ) as solver:
-            for problem in problems_of(solver.task, "test", args.n):
+            for problem in problems_of(args, solver.task, args.n):
                 events.clear()
                 metrics = solver.solve(problem).metrics
                 records.append(Recording.of(list(events)))
@@ -297,9 +289,8 @@ def largest(args: argparse.Namespace) -> dict[str, Any]:
     with Solver(
         args.model, task=args.task, controller=search, listeners=(events.append,)
     ) as solver:
-        for problem in problems_of(
-            solver.task, "hard" if args.task == "game24" else "test", args.n
-        ):
+        split = "hard" if args.task == "game24" else "test"
+        for problem in problems_of(args, solver.task, args.n, split):
             events.clear()
             solver.solve(problem)
             shared, peak, unshared = [], 0, Unshared()
@@ -346,12 +337,12 @@ def shares(args: argparse.Namespace) -> dict[str, Any]:
             args.model,
             task=args.task,
             controller={**search, "stop_value": None},
-            step_tokens=LONGEST[args.task],
+            step_tokens=LONGEST.get(args.task),
             policy=ready,
             msve=msve,
         ) as solver:
             runs = []
-            for problem in problems_of(solver.task, "test", max(2, int(args.n / fewer))):
+            for problem in problems_of(args, solver.task, max(2, int(args.n / fewer))):
                 peak = solver.solve(problem).metrics.peak_tokens
                 slots = max(peak // 4, solver.plan(problem).enough_tokens)
                 runs.append(solver.solve(problem, budget=f"{slots}tok").metrics)
@@ -395,11 +386,12 @@ def lossy(args: argparse.Namespace) -> dict[str, Any]:
     """Share of right answers by policy, budget and whether eviction can be undone."""
     rows: list[dict[str, Any]] = []
     for name in args.searches or ("chain",):
-        search = GREEDY if name == "chain" else SEARCHES[name]
+        greedy = GREEDY | {"verifier": verifier_of_chains(args.task)}
+        search = greedy if name == "chain" else SEARCHES[name]
         longest = LONGEST.get(args.task)  # so that little has to stay free
-        settings = {**search, "task": task_of(args), "step_tokens": longest}
+        settings = {**search, "task": of_length(args), "step_tokens": longest}
         with Solver(args.model, **settings) as solver:
-            chosen = problems_of(solver.task, args.split, args.n)
+            chosen = problems_of(args, solver.task, args.n, args.split)
             full = solved(solver, [(problem, {}) for problem in chosen], args.concurrency)
         right = np.array([bool(solution.correct) for solution in full])
         peaks = [solution.metrics.peak_tokens for solution in full]
@@ -604,7 +596,7 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
         settings = {
             **SEARCHES[name],
             "deterministic": args.deterministic,
-            "task": task_of(args),
+            "task": of_length(args),
         }
         if args.steps:  # no longer than need be, or the smallest budget holds most of the tree
             settings |= {"step_tokens": LONGEST["chains"], "max_depth": args.steps[1] + 2}
@@ -617,7 +609,7 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
             listeners=(blocks.hear,),
             **settings,
         ) as solver:
-            chosen = problems_of(solver.task, "test", args.n)
+            chosen = problems_of(args, solver.task, args.n)
             if args.only:
                 chosen = [problem for problem in chosen if problem.text in args.only]
             full = [(problem, solver.solve(problem), blocks.take()) for problem in chosen]
@@ -691,8 +683,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("what", choices=("lossless", "lossy", "same", "largest", "share"))
-    parser.add_argument("--model", default="builtin:sapling")
-    parser.add_argument("--task", default="game24")
+    add_model_and_problems(parser)
     parser.add_argument("--n", type=int, default=100)
     parser.add_argument("--split", default="test", help="lossy: of the task's problems")
     parser.add_argument("--budgets", type=float, nargs="+", default=(0.5, 0.25, 0.125))
@@ -742,6 +733,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.task = task_of(args)
     torch.set_num_threads(1)
     result = {
         "lossless": lossless,

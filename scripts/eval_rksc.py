@@ -14,12 +14,14 @@
 `gates` and `layers` solve problems with full verification (Tree of Thoughts, verifier `self`) and
 compare each verification with what a gate or an earlier layer would have decided: a disagreement
 prefers a candidate whose full value is lower, a clear one by more than 0.05. Thresholds come from
-problems of the training split, figures from the test split. Bounds are Clopper and Pearson's,
+problems of the training split, figures from the test split (of a data set: its splits for
+calibration and evaluation). Bounds are Clopper and Pearson's,
 one-sided, at 95 %.
 
-`share` compares a prompt of `chains` with a second one: its facts in another order (the same
-answer), one number of the chain changed (another answer), or another problem. A second prompt that
-shares is answered from the first one's text, which is wrong where the answers differ.
+`share` compares a prompt of `chains` (without `--dataset`) with a second one: its facts in another
+order (the same answer), one number of the chain changed (another answer), or another problem. A
+second prompt that shares is answered from the first one's text, which is wrong where the answers
+differ.
 
 `pipeline` runs each stage alone, in turn within each round; its times are thread CPU time.
 Baselines do the same work in each stage: no hidden states, no unembedding beyond that of the
@@ -45,6 +47,7 @@ import torch
 from bench_decode import interval
 from bench_exit import FixedExit
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, settings_of
 from random_llama import SIZES, NoText, fixed_length, prefix, random_llama
 
 from arbor import Solver
@@ -104,8 +107,8 @@ def collected(
 ) -> list[Verification]:
     """The verifications of the first n problems of a split."""
     recorder = Recorder(norm=norm)
-    with Solver(args.model, task="game24", controller="tot", verifier=recorder) as solver:
-        return collect_verifications(solver, itertools.islice(solver.task.problems(split), n))
+    with Solver(**settings_of(args), controller="tot", verifier=recorder) as solver:
+        return collect_verifications(solver, problems_of(args, solver.task, n, split))
 
 
 # Gates
@@ -487,11 +490,11 @@ def searches(args: argparse.Namespace) -> Iterator[Row]:
     }
     for search in args.searches:
         solvers = {
-            name: Solver(args.model, task="game24", **SEARCHES[search], **part)
+            name: Solver(**settings_of(args), **SEARCHES[search], **part)
             for name, part in parts.items()
         }
         some = next(iter(solvers.values()))
-        problems = list(itertools.islice(some.task.problems("test"), args.n))
+        problems = problems_of(args, some.task, args.n)
         spent: dict[str, list[list[float]]] = {name: [] for name in parts}
         right: dict[str, int] = dict.fromkeys(parts, 0)
 
@@ -532,7 +535,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("what", choices=("gates", "layers", "share", "pipeline", "searches"))
-    parser.add_argument("--model", default="builtin:sapling")
+    add_model_and_problems(parser)
     parser.add_argument("--n", type=int, default=350, help="problems, or pairs of prompts")
     parser.add_argument("--calibration", type=int, default=120, help="problems for thresholds")
     parser.add_argument("--size", choices=sorted(SIZES), default="100m", help="pipeline: model")

@@ -18,20 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from model_and_problems import add_model_and_problems, problems_of, settings_of, verifier_of_chains
 
 from arbor import Sampling, Solver
 from arbor.engine.early_exit import LayerExit
 from arbor.measure.statistics import clopper_pearson, paired
-from arbor.tasks.base import Problem
-from arbor.tasks.game24 import Game24
 from arbor.verifiers.cgee import CGEE
 
 ARMS: dict[str, dict[str, Any]] = {
-    "greedy chain": {
-        "controller": "chain",
-        "verifier": "exact",
-        "sampling": Sampling(temperature=0),
-    },
+    "greedy chain": {"controller": "chain", "sampling": Sampling(temperature=0)},
     "tot self": {"controller": "tot", "verifier": "self", "sampling": Sampling(1.0, 1.0)},
     "tot exact": {"controller": "tot", "verifier": "exact", "sampling": Sampling(1.0, 1.0)},
     "tot self, independent": {
@@ -58,12 +53,14 @@ GATED: dict[str, dict[str, Any]] = {
 ARMS |= GATED
 
 
-def run_arm(name: str, problems: list[Problem], model: str, seed: int) -> dict[str, list[float]]:
+def run_arm(name: str, args: argparse.Namespace) -> dict[str, list[float]]:
     """Solve every problem; returns outcomes and costs, one entry per problem."""
     seen: dict[str, list[float]] = {"solved": [], "tokens": [], "peak_tokens": [], "cpu_s": []}
-    with Solver(model, seed=seed, **ARMS[name]) as solver:
+    settings = settings_of(args) | {"seed": args.seed, **ARMS[name]}
+    settings.setdefault("verifier", verifier_of_chains(settings["task"]))
+    with Solver(**settings) as solver:
         solver.load()
-        for problem in problems:
+        for problem in problems_of(args, solver.task, args.skip + args.n, args.split)[args.skip :]:
             began = time.thread_time()
             solution = solver.solve(problem)
             seen["cpu_s"].append(time.thread_time() - began)
@@ -97,7 +94,7 @@ def summarise(arms: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="builtin:sapling")
+    add_model_and_problems(parser)
     parser.add_argument("--split", default="test")
     parser.add_argument("--skip", type=int, default=0, help="problems of the split left out first")
     parser.add_argument("--n", type=int, default=500)
@@ -119,8 +116,7 @@ def main() -> None:
                 for key, values in seen.items():
                     arms.setdefault(name, {}).setdefault(key, []).extend(values)
     else:
-        problems = list(Game24().problems(args.split, args.skip + args.n))[args.skip :]
-        arms = {name: run_arm(name, problems, args.model, args.seed) for name in args.arms}
+        arms = {name: run_arm(name, args) for name in args.arms}
     for row in summarise(arms):
         print(json.dumps(row), flush=True)
     if args.json:

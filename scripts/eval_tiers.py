@@ -3,7 +3,7 @@
     python scripts/eval_tiers.py splits --n 500 --csv docs/experiments/tiers_splits.csv
     python scripts/eval_tiers.py destroyed --n 500 --csv docs/experiments/tiers_destroyed.csv
 
-Greedy chains of the test split, by the built-in model, paired with full retention.
+Greedy chains, by default of `chains` by the built-in model, paired with full retention.
 
 `splits`: each problem at several parts of its own path on the device, the rest in host memory and
 read there through a buffer (`--staging`). Blocks that differ from those of full retention without a
@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, settings_of, verifier_of_chains
 
 from arbor import Solver
 from arbor.events import Boundary, Evicted
@@ -34,9 +35,7 @@ from arbor.measure.statistics import clopper_pearson, paired
 from arbor.run.solution import Solution
 
 GREEDY: dict[str, Any] = {
-    "task": "chains",
     "controller": "chain",
-    "verifier": "exact",  # no questions to the model
     "sampling": {"temperature": 0.0},
     "threads": 1,
 }
@@ -49,14 +48,23 @@ RULES: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
-def splits(n: int, parts: Sequence[float], staging: int) -> Iterator[dict[str, Any]]:
+def settings_of_chains(args: argparse.Namespace) -> dict[str, Any]:
+    """What the solvers of all arms have in common."""
+    settings = settings_of(args) | GREEDY
+    return settings | {"verifier": verifier_of_chains(settings["task"])}
+
+
+def splits(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each part of a path on the device."""
+    parts: Sequence[float] = args.parts
+    staging: int = args.staging
+    settings = settings_of_chains(args)
     found: dict[float, list[dict[str, float]]] = {part: [] for part in parts}
     with (
-        Solver(**GREEDY) as plain,
-        Solver(**GREEDY, host="4000tok", staging=f"{staging}tok", fetch="always") as buffered,
+        Solver(**settings) as plain,
+        Solver(**settings, host="4000tok", staging=f"{staging}tok", fetch="always") as buffered,
     ):
-        for problem in plain.task.problems("test", n):
+        for problem in problems_of(args, plain.task, args.n):
             solved(plain, problem, None)  # what is made at first use
             full, took = solved(plain, problem, None)
             texts = blocks(plain)
@@ -106,14 +114,13 @@ def blocks(solver: Solver) -> list[tuple[tuple[int, ...], float, float]]:
     return [(tuple(node.tokens), node.logprob, node.confidence) for node in solver.engine.tree]
 
 
-def destroyed(
-    n: int, rules: Sequence[str], every: int, recent: int, scorer: str
-) -> Iterator[dict[str, Any]]:
+def destroyed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each rule and setting, and one for full retention."""
+    every, recent, scorer = args.every, args.recent, args.scorer
     exact: list[Solution] = []
     first = 4
     arms = [("none", "ratio", 0.0)]
-    arms += [(rule, RULES[rule][0], value) for rule in rules for value in RULES[rule][1]]
+    arms += [(rule, RULES[rule][0], value) for rule in args.rules for value in RULES[rule][1]]
     for rule, name, value in arms:
         chosen = "cumulative" if rule == "none" else rule
         policy = {
@@ -125,9 +132,10 @@ def destroyed(
             "recent": recent,
             "scorer": scorer,
         }
-        with Solver(**GREEDY, mode="lossy", policy=policy) as solver:
-            found = solver.solve_batch(list(solver.task.problems("test", n)), concurrency=AT_ONCE)
-        exact = exact or found
+        with Solver(**settings_of_chains(args), mode="lossy", policy=policy) as solver:
+            problems = problems_of(args, solver.task, args.n)
+            found = solver.solve_batch(problems, concurrency=AT_ONCE)
+        exact, n = exact or found, len(found)
         right = [bool(each.correct) for each in found]
         against = paired(right, [bool(each.correct) for each in exact])
         low, high = clopper_pearson(sum(right), n)
@@ -182,6 +190,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("what", choices=["splits", "destroyed"])
+    add_model_and_problems(parser, task="chains")
     parser.add_argument("--n", type=int, default=500, help="problems")
     parser.add_argument("--parts", type=float, nargs="+", default=[1, 0.5, 0.25, 0.1])
     parser.add_argument("--staging", type=int, default=32, help="tokens of the buffer")
@@ -192,11 +201,7 @@ def main() -> None:
     add_options(parser)
     args = parser.parse_args()
     table = ExperimentTable(args)
-    if args.what == "splits":
-        rows = splits(args.n, args.parts, args.staging)
-    else:
-        rows = destroyed(args.n, args.rules, args.every, args.recent, args.scorer)
-    for row in rows:
+    for row in splits(args) if args.what == "splits" else destroyed(args):
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         table.add(row)
 

@@ -59,6 +59,7 @@ from evidence_stages.costs import (  # noqa: E402
 from evidence_stages.measuring import GATES, Measuring, Records  # noqa: E402
 from evidence_stages.page import page  # noqa: E402
 from evidence_stages.tables import Measured, write_tables  # noqa: E402
+from model_and_problems import DATASETS  # noqa: E402
 
 from arbor import Solver  # noqa: E402
 from arbor.cli.evaluation.eval_dataset import is_task, read_samples  # noqa: E402
@@ -67,12 +68,6 @@ from arbor.errors import ArborError, UsageError  # noqa: E402
 from arbor.measure.evaluation.dataset import Sample  # noqa: E402
 from arbor.support.atomic_write import write_atomically  # noqa: E402
 
-# Names of published data sets: where they are, and the task that reads them.
-DATASETS = {
-    "gsm8k": ("hf:openai/gsm8k/main:test", "gsm8k"),
-    "math500": ("hf:HuggingFaceH4/MATH-500:test", "math"),
-    "arc": ("hf:allenai/ai2_arc/ARC-Challenge:test", "arc"),
-}
 SETTINGS = "evidence.json"
 RECORDS = "records.jsonl"
 REPORT = "report.md"
@@ -103,7 +98,7 @@ def arguments() -> argparse.Namespace:
         "--dataset", required=True, help=f"{', '.join(DATASETS)}, a task, a file, or hf:…"
     )
     parser.add_argument("--task", help="reads and grades a file's problems; default: reasoning")
-    parser.add_argument("--split", default="test", help="of a task's own problems")
+    parser.add_argument("--split", help="of a task's own problems (test), or of a data set (all)")
     parser.add_argument("--n", type=int, default=100, help="problems, the first of the dataset")
     parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
     parser.add_argument("--tokens", type=int, default=1024, help="of each search of `controllers`")
@@ -276,7 +271,7 @@ def compare(
     words += ["--tokens", str(args.tokens), "--budget", f"{budget}tok", "--limit", str(args.n)]
     words += ["--seed", str(args.seed), "--trace", "off", "--on-error", "continue"]
     words += ["--device", args.device, "--dtype", args.dtype, "--output", str(folder)]
-    if is_task(dataset):
+    if args.split is not None:
         words += ["--split", args.split]
     for name in ("revision", "max_depth", "step_tokens", "threads"):
         if getattr(args, name) is not None:

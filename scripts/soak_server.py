@@ -35,14 +35,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
-from bench_server import MODEL, part
+from bench_server import part, texts_of
 from experiment_table import ExperimentTable, add_options
-
-from arbor.tasks.game24 import Game24
+from model_and_problems import add_model_and_problems, task_of
 
 SHARES = {"plain": 4, "stream": 3, "short": 2, "long": 1, "leave": 2}
 EXPANSIONS = {"short": 4, "long": 32}
 ALONE = 20  # requests of each kind, one at a time, before the others begin
+PROBLEMS = 500
 START_S = 60.0  # a server has for its start
 
 
@@ -67,11 +67,13 @@ class Server:
     """A server in a process of its own, which may be killed and comes back on the same port.
 
     Args:
+        model: that it serves.
         clients: it has room for, running or waiting.
         at_once: requests in progress.
     """
 
-    def __init__(self, clients: int, at_once: int) -> None:
+    def __init__(self, model: str, clients: int, at_once: int) -> None:
+        self._model = model
         self._options = ["--concurrency", str(at_once), "--queue", str(clients), "--json"]
         self._options += ["--timeout", "300"]
         self._port = 0
@@ -83,7 +85,7 @@ class Server:
     def start(self) -> None:
         """Start it; returns when it takes requests."""
         began = time.perf_counter()
-        command = [sys.executable, "-m", "arbor", "serve", MODEL, "--port", str(self._port)]
+        command = [sys.executable, "-m", "arbor", "serve", self._model, "--port", str(self._port)]
         self.process = subprocess.Popen(
             command + self._options, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -108,25 +110,34 @@ class Server:
         raise SystemExit(f"{name} is not among the metrics")
 
 
-def send(client: Any, kind: str, hand: str, draw: random.Random) -> None:
+@dataclass(frozen=True)
+class Asked:
+    """What requests are about: the served model's name, a task and its problems as texts."""
+
+    model: str
+    task: str
+    texts: list[str]
+
+
+def send(client: Any, kind: str, asked: Asked, draw: random.Random) -> None:
     """One request of a kind, and what must be true of its answer.
 
     Raises:
         ValueError: it is not.
     """
-    seed = draw.randrange(2**31)
+    text, seed = draw.choice(asked.texts), draw.randrange(2**31)
     if kind in EXPANSIONS:
-        asked = {"task": "game24", "max_expansions": EXPANSIONS[kind]}
+        limits = {"task": asked.task, "max_expansions": EXPANSIONS[kind]}
         made = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": hand}],
+            model=asked.model,
+            messages=[{"role": "user", "content": text}],
             seed=seed,
-            extra_body={"arbor": asked},
+            extra_body={"arbor": limits},
         )
         if made.usage.completion_tokens < 1:
             raise ValueError("a search without tokens")
         return
-    given = {"model": MODEL, "prompt": f"{hand}\n", "seed": seed, "max_tokens": 64}
+    given = {"model": asked.model, "prompt": f"{text}\n", "seed": seed, "max_tokens": 64}
     if kind == "plain":
         made = client.completions.create(**given, temperature=1)
         if made.choices[0].finish_reason not in ("stop", "length"):
@@ -146,6 +157,7 @@ def send(client: Any, kind: str, hand: str, draw: random.Random) -> None:
 
 def visit(
     server: Server,
+    asked: Asked,
     kinds: list[str],
     tallies: dict[str, Tally],
     until: float,
@@ -153,7 +165,6 @@ def visit(
     limit: int | None = None,
 ) -> None:
     """One client: requests until a time, or so many."""
-    hands = [problem.text for problem in Game24().problems("test", 500)]
     sent = 0
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         while time.perf_counter() < until and (limit is None or sent < limit):
@@ -164,7 +175,7 @@ def visit(
             kind = draw.choice(kinds)
             tally, starts, began = tallies[kind], len(server.starts), time.perf_counter()
             try:
-                send(client, kind, draw.choice(hands), draw)
+                send(client, kind, asked, draw)
             except openai.RateLimitError as error:
                 tally.busy += 1
                 time.sleep(float(error.response.headers["retry-after"]))
@@ -198,6 +209,7 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", metavar="KIND=N", help="of kinds of requests")
     parser.add_argument("--kill-every", type=float, metavar="S", help="kill the server")
     parser.add_argument("--seed", type=int, default=0)
+    add_model_and_problems(parser)
     add_options(parser)
     given = parser.parse_args()
     shares = SHARES
@@ -207,19 +219,23 @@ def main() -> None:
             parser.error(f"unknown kind {sorted(unknown)[0]}; one of {', '.join(SHARES)}")
     kinds = [kind for kind, number in shares.items() for _ in range(number)]
     table = ExperimentTable(given)
-    server = Server(given.clients, given.at_once)
+    server = Server(given.model, given.clients, given.at_once)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        name = client.models.list().data[0].id
+    asked = Asked(name, task_of(given), texts_of(given, PROBLEMS))
     alone: dict[str, Tally] = defaultdict(Tally)
     together: dict[str, Tally] = defaultdict(Tally)
     try:
         for kind in shares:
             far = time.perf_counter() + 600
-            visit(server, [kind], alone, far, random.Random(given.seed), ALONE)
+            visit(server, asked, [kind], alone, far, random.Random(given.seed), ALONE)
         kept = server.gauge("arbor_kv_slots_used")
         draws = random.Random(given.seed + 1)
         until = time.perf_counter() + 60 * given.minutes
         threads = [
             threading.Thread(
-                target=visit, args=(server, kinds, together, until, random.Random(draws.random()))
+                target=visit,
+                args=(server, asked, kinds, together, until, random.Random(draws.random())),
             )
             for _ in range(given.clients)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,10 @@ from support.run_cli import in_process
 
 from arbor import Solver
 from arbor.errors import UsageError
-from arbor.measure.calibrate_window import calibrate_window
+from arbor.measure.calibrate_window import Recurrence, calibrate_window
 from arbor.retention.token_statistics import TokenStatistics
+from arbor.tasks.base import Problem
+from arbor.tasks.splits import dataset_split_of
 
 ALPHA = 0.02
 
@@ -77,6 +80,36 @@ def test_intervals_are_those_of_the_attention_of_every_forward(intervals: list[i
 def test_a_threshold_that_no_token_reaches_is_named() -> None:
     with solver(1.0) as running, pytest.raises(UsageError, match="Lower --threshold"):
         calibrate_window(running, itertools.islice(running.task.problems("train"), 1))
+
+
+def test_the_command_solves_the_calibration_split_of_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = [f"{i} boxes of 3 pens: how many pens?" for i in range(60)]
+    lines = [json.dumps({"question": each, "answer": "#### 6"}) for each in names]
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    solved: list[Problem] = []
+
+    def calibrate(solver: Solver, problems: list[Problem], percentile: float) -> Recurrence:
+        solved.extend(problems)
+        return Recurrence(9, percentile, len(problems), 90, 0.5, {50: 9}, 0.5)
+
+    monkeypatch.setattr("arbor.measure.calibrate_window.calibrate_window", calibrate)
+    words = ["calibrate", "window", str(tmp_path / "gsm8k.jsonl"), "--task", "gsm8k", "--n", "8"]
+    result = in_process(capsys)(*words, "--json")
+
+    assert result.code == 0, result.err
+    expected = [name for name in names if dataset_split_of(name) == "calibration"]
+    assert [each.text for each in solved] == expected[:8]
+    assert {each.expected for each in solved} == {"6"}, "the task has read them"
+    assert result.document["dataset"] == str(tmp_path / "gsm8k.jsonl")
+
+
+def test_a_task_without_problems_asks_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    result = in_process(capsys)("calibrate", "window", "--task", "gsm8k")
+
+    assert result.code == 2
+    assert "arbor calibrate window problems.jsonl --task gsm8k" in result.err
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
 from arbor.retention.query_means import LayerMeans, QueryMeans
 from arbor.run.presets import preset
+from arbor.tasks.splits import dataset_split_of
 from arbor.trace import TraceWriter
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -620,6 +621,9 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Solution]:
     (hub / "refs" / "main").write_text("abc", encoding="utf-8")
     MSVE().save(folder / "msve.json")
     MADE_UP_QUERIES.means.save(folder / "queries.npz")
+    row = {"question": "3 boxes of 3 pens: how many?", "answer": "#### 9"}
+    assert dataset_split_of(row["question"]) == "calibration"
+    (folder / "gsm8k.jsonl").write_text(json.dumps(row), encoding="utf-8")
     (folder / "keys.txt").write_text("a-key-of-sixteen-characters\n", encoding="utf-8")
     with Solver(controller="beam", verifier="exact", max_expansions=2) as solver:
         return folder, solver.solve("4 5 6 10", trace=folder / "run.arbor.jsonl")

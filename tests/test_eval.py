@@ -33,6 +33,7 @@ from arbor.measure.evaluation.page import index_page
 from arbor.measure.evaluation.results import results
 from arbor.tasks.base import Problem
 from arbor.tasks.game24 import Game24
+from arbor.tasks.splits import dataset_split_of
 from arbor.trace import Replay, read_trace
 
 RIGHT = "(10 - 4) * 5 - 6"  # what the fake solver answers
@@ -90,6 +91,16 @@ def test_the_configuration_names_the_dataset_by_its_absolute_path(command: Arbor
 
     config = tomllib.loads(Path("out/run.toml").read_text("utf-8"))
     assert config["dataset"] == str(Path("problems.jsonl").absolute())
+
+
+def test_a_split_of_a_file_is_part_of_the_run(command: Arbor) -> None:
+    names = [f"problem {i}" for i in range(20)]
+    expected = [name for name in names if dataset_split_of(name) == "evaluation"]
+    run(command, dataset(*({"problem": name} for name in names)), "--split", "evaluation")
+
+    assert [row["problem"] for row in rows()] == expected and 0 < len(expected) < 20
+    assert tomllib.loads(Path("out/run.toml").read_text("utf-8"))["split"] == "evaluation"
+    assert run(command, "problems.jsonl", "--split", "calibration").code == 2, "another run"
 
 
 def test_a_changed_option_or_configuration_is_resolved_again(command: Arbor) -> None:
@@ -696,6 +707,12 @@ ROWS = [
     (["reasoning"], 2, "no-problems", ("arbor eval problems.jsonl --task reasoning",)),
     (["game24", "--task", "chains"], 2, "usage", ("Leave --task out",)),
     (["game24", "--split", "tset"], 4, "split-unknown", ("train, validation, test, hard",)),
+    (
+        ["x.jsonl", "--split", "test"],
+        4,
+        "split-unknown",
+        ("calibration, evaluation; without --split all rows",),
+    ),
     (["game24", "--limit", "many"], 2, "limit", ("100 for the first hundred",)),
     (["game24", "--limit", "5000-5001"], 4, "dataset-empty", ("in 5000-5001", "smaller")),
     (["game24", "--sample-id", "x"], 2, "unknown-sample", ("100 samples", "here 3")),

@@ -36,7 +36,7 @@ def samples(path: str, task: Task, **options: Any) -> list[Sample]:
     given = DatasetOptions(
         **{
             "dataset": path,
-            "split": "test",
+            "split": None,
             "input_key": None,
             "target_key": None,
             "encoding": "utf-8",
@@ -182,6 +182,25 @@ def test_a_limit_reads_no_more_of_a_file_than_it_needs() -> None:
     assert [each.id for each in samples("x.jsonl", Reasoning(), limit="101-102")] == ["100", "101"]
     with pytest.raises(InputError, match=r"not-utf8.*\(line 2001\)"):
         samples("x.jsonl", Reasoning())
+
+
+def test_calibration_and_evaluation_share_no_problem_whatever_the_file_looks_like() -> None:
+    rows = [{"problem": f"problem {i}", "answer": str(i), "id": str(i)} for i in range(2000)]
+    again = [{"answer": "0", "problem": f" {row['problem']}\n"} for row in reversed(rows)]
+    found = {}
+    for name, table in {"rows": rows, "again": again}.items():
+        Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in table), "utf-8")
+        for split in ("calibration", "evaluation"):
+            read = samples(f"{name}.jsonl", Reasoning(), split=split)
+            found[name, split] = {each.text.strip() for each in read}
+
+    assert found["rows", "calibration"] == found["again", "calibration"]
+    assert found["rows", "evaluation"] == found["again", "evaluation"]
+    assert not found["rows", "calibration"] & found["rows", "evaluation"]
+    assert len(found["rows", "calibration"] | found["rows", "evaluation"]) == 2000
+    assert 360 < len(found["rows", "calibration"]) < 440, "a fifth"
+    few = samples("rows.jsonl", Reasoning(), split="calibration", limit="10")
+    assert len(few) == 10 and {each.text for each in few} <= found["rows", "calibration"]
 
 
 def test_a_parquet_file_is_read_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:

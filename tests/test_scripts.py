@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +21,8 @@ from support.reward_models import byte_tokenizer, save
 from arbor.kernels.native import FILE
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-HELPERS = {"experiment_table", "mutate_server", "random_llama", "wipe_out"}  # used by other scripts
+# used by other scripts
+HELPERS = {"experiment_table", "model_and_problems", "mutate_server", "random_llama", "wipe_out"}
 
 # script -> arguments of its small runs; FOLDER is an empty folder, CHECKOUT this one, LIBRARY its
 # native kernels
@@ -32,6 +35,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "describe_sapling": ("--check",),
     "evidence": ("--model builtin:sapling --dataset game24 --n 2 --dry-run",),
     "docs": ("--check",),
+    "fetch_models": ("--list",),
     "mutate": ("--folder arbor/memory --n 3 --list",),
     "gpu_bundle": ("--dry-run --out FOLDER/bundle --json FOLDER/out.json",),
     "report": ("--check --tables",),
@@ -108,6 +112,37 @@ SLOW: dict[str, tuple[str, ...]] = {
     "train_sapling": ("--minutes 0.02 --work FOLDER/work --out FOLDER/model --set hidden_size=64",),
 }
 
+# The same scripts with another model and other problems: SmolLM2, and a file of word problems.
+PRETRAINED: dict[str, tuple[str, ...]] = {
+    "bench_budget": ("--n 1 --searches tot-bfs --budgets 0.5",),
+    "bench_concurrency": (
+        "--only lossy --problems 1 --rounds 1 --at-a-time 1 2",
+        "--only trees --problems 1 --deterministic no",
+    ),
+    "bench_dpts": ("--n 1 --verifiers self --width 2 --visited 2",),
+    "bench_host": ("--controllers tot --problems 1 --rounds 1",),
+    "bench_int8_weights": ("answers --n 1",),
+    "bench_kv_int8": ("errors --n 1", "answers --n 1"),
+    "bench_native": ("search --n 1 --rounds 1 --controllers chain",),
+    "bench_reward": ("--only searches --problems 1",),
+    "bench_server": ("--clients 1 --requests 1 --tokens 4 --rounds 1",),
+    "bench_store": ("--n 1 --searches beam --stores host",),
+    "bench_trace": ("--problems 1 --nodes 60 --starts 1",),
+    "bench_workers": ("--problems 1 --rounds 1 --at-a-time 1 --workers 1 --controller chain",),
+    "eval_attention": ("--n 1 --thresholds 0.001",),
+    "eval_packed": ("chains --n 1 --bits 8 --schemes tensor",),
+    "eval_policies": (
+        "lossy --n 1 --budgets 0.9 --policies h2o",
+        "same --n 1 --searches beam --budgets 0.5",
+    ),
+    "eval_rksc": ("searches --n 1 --rounds 1 --searches beam",),
+    "eval_search": ("--n 1 --arms 'tot self'",),
+    "eval_tiers": ("splits --n 1 --parts 1 0.5", "destroyed --n 1 --rules size"),
+    "soak_server": ("--minutes 0.05 --clients 2 --shares plain=1 short=1",),
+}
+# They make a solver, and solve no problems that could be others.
+OF_NO_PROBLEMS = {"bench_fetch", "bench_start"}
+
 # Their own processes import them as the main module.
 WITH_PROCESSES = ("train_sapling",)
 
@@ -123,7 +158,7 @@ def check(name: str, arguments: str, folder: Path) -> None:
         pytest.importorskip("ray", reason="the extra `ray` is not installed")
     for word, place in {"FOLDER": folder, "CHECKOUT": SCRIPTS.parent, "LIBRARY": FILE}.items():
         arguments = arguments.replace(word, str(place))
-    given = arguments.split()
+    given = shlex.split(arguments)
     script = str(SCRIPTS / f"{name}.py")
     if name in WITH_PROCESSES:
         done = subprocess.run(
@@ -158,6 +193,32 @@ def test_a_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "arguments"), runs(SLOW))
 def test_a_long_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
     check(name, arguments, tmp_path)
+
+
+def test_every_script_that_searches_takes_a_model_and_a_data_set() -> None:
+    searching = {
+        path.stem
+        for path in SCRIPTS.glob("*.py")
+        if re.search(r'\bSolver\(|"serve"', path.read_text(encoding="utf-8"))
+    }
+    own = {"evidence"}  # its options are its own, and a test of its own runs it
+    left_out = searching - PRETRAINED.keys() - OF_NO_PROBLEMS - own
+    assert left_out <= {"measure_sizes"}, "add the options of model_and_problems.py, and a run"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "arguments"), runs(PRETRAINED))
+def test_a_script_takes_another_model_and_other_problems(
+    name: str, arguments: str, smollm2: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"question": f"{i} boxes of 3 pens: how many pens?", "answer": f"#### {3 * i}"}
+        for i in range(40)
+    ]
+    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    given = f"{arguments} --model {smollm2} --dataset FOLDER/problems.jsonl"
+    check(name, f"{given} --task gsm8k,max_depth=2,max_tokens=12", tmp_path)
 
 
 GSM8K_ROW = {"question": "Tom has 3 boxes of 4 pens. How many pens?", "answer": "#### 12"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,6 +13,9 @@ import click
 
 from arbor import components
 from arbor.cli.command import Command, F, Group, Integer, Number, option, option_group
+from arbor.cli.evaluation.eval import complete_dataset, task_of
+from arbor.cli.evaluation.eval_dataset import is_task, name_of, read_samples
+from arbor.cli.evaluation.eval_options import DatasetOptions, column_options
 from arbor.cli.options import output_options, revision_option, trust_option
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
@@ -20,12 +24,15 @@ from arbor.support.cache_dir import exit_file, msve_file
 
 if TYPE_CHECKING:
     from arbor.measure.calibrate_exit import Choice
+    from arbor.solver import Solver
+    from arbor.tasks.base import Problem
     from arbor.verifiers.exit_thresholds import Chosen
 
 
 def fitted_to(task: str) -> Callable[[F], F]:
     """Options of what is calibrated: the model, and the problems; `task` by default."""
     return option_group(
+        click.argument("dataset", required=False, shell_complete=complete_dataset),
         option(
             "--model",
             default="builtin:sapling",
@@ -42,7 +49,7 @@ def fitted_to(task: str) -> Callable[[F], F]:
             metavar="NAME",
             heading="Search",
             common=True,
-            help="Task whose training problems are solved.",
+            help="Task that reads a data set, or whose training problems are solved.",
         ),
         option(
             "--n",
@@ -51,15 +58,104 @@ def fitted_to(task: str) -> Callable[[F], F]:
             metavar="N",
             heading="Search",
             common=True,
-            help="Problems to solve.",
+            help="Problems to solve, the first of the split.",
         ),
+        column_options,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """What is calibrated, and the problems: the options of `fitted_to`.
+
+    Attributes:
+        model, revision, trust_remote_code, task: as `Solver` takes them.
+        n: problems.
+        rows: the split ``calibration`` of a data set, which ``arbor eval --split evaluation``
+            leaves out; None: the training split of the task's own problems.
+    """
+
+    model: str
+    revision: str | None
+    trust_remote_code: bool
+    task: str
+    n: int
+    rows: DatasetOptions | None
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Fitted:
+        """The options as click gives them.
+
+        Raises:
+            UsageError: the data set and ``--task`` are two tasks.
+        """
+        dataset, task, rows = values["dataset"], values["task"], None
+        if dataset is not None:
+            task = task_of(click.get_current_context(), dataset, task)
+            if not is_task(dataset):
+                rows = DatasetOptions(
+                    dataset=dataset,
+                    split="calibration",
+                    input_key=values["input_key"],
+                    target_key=values["target_key"],
+                    encoding=values["encoding"],
+                    limit=str(values["n"]),
+                    sample_id=(),
+                )
+        same = ("model", "revision", "trust_remote_code", "n")
+        return cls(**{name: values[name] for name in same}, task=task, rows=rows)
+
+    def solver(self, **settings: Any) -> Solver:
+        """A solver of the model and the task."""
+        from arbor.solver import Solver
+
+        return Solver(
+            self.model,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            task=self.task,
+            **settings,
+        )
+
+    def problems(self, solver: Solver) -> list[Problem]:
+        """The problems, as the solver's task reads them.
+
+        Raises:
+            UsageError, InputError: there are none, or one is invalid.
+        """
+        if self.rows is not None:
+            samples = read_samples(self.rows, solver.task, stop_on_error=True)
+            return [each.problem for each in samples if each.problem is not None]
+        try:
+            return list(itertools.islice(solver.task.problems("train"), self.n))
+        except UsageError as error:
+            if error.code != "no-problems":
+                raise
+            command = click.get_current_context().command_path
+            hint = f"Give a file: {command} problems.jsonl --task {solver.task.name}"
+            raise UsageError(error.code, error.message, hint) from error
+
+    @property
+    def named(self) -> str:
+        """The problems in words."""
+        if self.rows is None:
+            return f"problems of {self.task}"
+        return f"problems of {name_of(self.rows.dataset)} (split calibration)"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The origin of a result besides the task, for its file."""
+        data = {} if self.rows is None else {"dataset": name_of(self.rows.dataset)}
+        return {"model": self.model, "revision": self.revision, **data}
 
 
 @click.group(cls=Group)
 @output_options
 def calibrate() -> None:
     """Calibrate the estimates of retention policies, and the thresholds of CGEE.
+
+    DATASET is a file or hf:OWNER/NAME:SPLIT, as for arbor eval. A fifth of its
+    problems is solved; arbor eval --split evaluation takes the others.
 
     \b
       arbor calibrate msve --task chains --n 100
@@ -68,6 +164,7 @@ def calibrate() -> None:
       arbor calibrate exit --task game24 --n 200 --risk 0.02
       arbor calibrate window --task chains
       arbor calibrate queries --task chains
+      arbor calibrate window gsm8k.jsonl --task gsm8k
     """
 
 
@@ -87,20 +184,16 @@ def calibrate() -> None:
     metavar="FILE",
     heading="Output",
     common=True,
-    help="File for --msve; default: msve.json, or for a Hub model the cache.",
+    help="File for --msve; default: msve.json, or for a Hub model or GGUF file the cache.",
 )
 @output_options
 @click.pass_obj
 def msve(
     output: Output,
     /,
-    model: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    task: str,
-    n: int,
     top: int,
     out: Path | None,
+    **values: Any,
 ) -> int:
     """Fit the block values of ArborKV (MSVE): solve problems, then drop each block in turn.
 
@@ -108,6 +201,7 @@ def msve(
       arbor calibrate msve
       arbor calibrate msve --task chains --n 200 --out msve.json
       arbor calibrate msve --model ./model
+      arbor calibrate msve gsm8k.jsonl --task gsm8k --out msve.json
     """
     refuse_unwritable("--out", out)
 
@@ -115,26 +209,21 @@ def msve(
     from arbor.measure.calibrate import collect
     from arbor.model.loading import locate_model
     from arbor.retention.msve import MSVE
-    from arbor.solver import Solver
 
-    source = locate_model(model, revision)
-    out = out or _default_file("msve.json", source.place, msve_file(source.place, revision))
-    with Solver(
-        model,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        task=task,
+    given = Fitted.of(values)
+    source = locate_model(given.model, given.revision)
+    out = out or _default_file("msve.json", source.place, msve_file(source.place, given.revision))
+    with given.solver(
         controller="chain",
         policy="arborkv",
         msve=MSVE(top=top),  # not the values fitted before
     ) as solver:
-        problems = list(itertools.islice(solver.task.problems("train"), n))
-        output.say(f"solving {len(problems)} problems of {task}, then dropping each block in turn")
+        problems = given.problems(solver)
+        output.say(f"solving {len(problems)} {given.named}, then dropping each block in turn")
         result = fitted(collect(solver, problems), top)
     figures: dict[str, Any] = {
-        "model": model,
-        "revision": revision,
-        "task": task,
+        **given.record,
+        "task": given.task,
         "created": datetime.now(UTC).date().isoformat(),
         "problems": result.problems,
         "blocks": result.blocks,
@@ -208,24 +297,20 @@ def msve(
     metavar="FILE",
     heading="Output",
     common=True,
-    help="File to add the task to; default: exit.json, or for a Hub model the cache.",
+    help="File to add the task to; default: exit.json, or for a Hub model or GGUF file the cache.",
 )
 @output_options
 @click.pass_obj
 def exit_thresholds(
     output: Output,
     /,
-    model: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    task: str,
     controller: str,
-    n: int,
     risk: float,
     error: float,
     measure: str,
     norm: bool,
     out: Path | None,
+    **values: Any,
 ) -> int:
     """Choose the thresholds of CGEE: solve problems with full verification, then compare.
 
@@ -235,29 +320,26 @@ def exit_thresholds(
       arbor calibrate exit
       arbor calibrate exit --task game24 --n 200 --risk 0.01
       arbor calibrate exit --model ./model --measure margin --out exit.json
+      arbor calibrate exit gsm8k.jsonl --task gsm8k
     """
     refuse_unwritable("--out", out)
 
     from arbor.engine.early_exit import Measure
     from arbor.measure.calibrate_exit import Recorder, calibrate_exit, collect_verifications
     from arbor.model.loading import locate_model
-    from arbor.solver import Solver
     from arbor.verifiers.exit_thresholds import FILE, save_thresholds
 
-    source = locate_model(model, revision)
-    out = out or _default_file(FILE, source.place, exit_file(source.place, revision))
+    given = Fitted.of(values)
+    source = locate_model(given.model, given.revision)
+    out = out or _default_file(FILE, source.place, exit_file(source.place, given.revision))
     chosen = cast(Measure, measure)
-    with Solver(
-        model,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        task=task,
+    with given.solver(
         controller=controller,
         verifier=Recorder(measure=chosen, norm=norm),
     ) as solver:
         name = str(components.spec_of(solver.task)["name"])
-        problems = list(itertools.islice(solver.task.problems("train"), n))
-        output.say(f"solving {len(problems)} problems of {task}, every verification in full")
+        problems = given.problems(solver)
+        output.say(f"solving {len(problems)} {given.named}, every verification in full")
         found = collect_verifications(solver, problems)
         result = calibrate_exit(found, risk=risk, error=error, measure=chosen, norm=norm)
     levels: dict[str, Choice[Any]] = {
@@ -267,8 +349,7 @@ def exit_thresholds(
         "paper_leave": result.paper_leave,
     }
     figures: dict[str, Any] = {
-        "model": model,
-        "revision": revision,
+        **given.record,
         "controller": controller,
         "created": datetime.now(UTC).date().isoformat(),
         "problems": result.problems,
@@ -324,13 +405,9 @@ def exit_thresholds(
 def window(
     output: Output,
     /,
-    model: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    task: str,
-    n: int,
     threshold: float,
     percentile: float,
+    **values: Any,
 ) -> int:
     """Measure the window of LazyEviction: solve problems, see when tokens are read again.
 
@@ -340,20 +417,18 @@ def window(
       arbor calibrate window
       arbor calibrate window --task chains --n 200 --threshold 0.001
       arbor calibrate window --model ./model --percentile 90
+      arbor calibrate window gsm8k.jsonl --task gsm8k
     """
     from arbor.measure.calibrate_window import calibrate_window
-    from arbor.solver import Solver
 
-    with Solver(
-        model,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        task=task,
+    given = Fitted.of(values)
+
+    with given.solver(
         controller="chain",
         policy=f"lazyeviction,threshold={threshold}",
     ) as solver:
-        problems = list(itertools.islice(solver.task.problems("train"), n))
-        output.say(f"solving {len(problems)} problems of {task}, with everything kept")
+        problems = given.problems(solver)
+        output.say(f"solving {len(problems)} {given.named}, with everything kept")
         found = calibrate_window(solver, problems, percentile)
     width = found.window
     policy = f"lazyeviction,window={width},recent={width},spare={width},threshold={threshold}"
@@ -362,9 +437,8 @@ def window(
             {
                 "schema": "arbor.calibration/1",
                 "policy": policy,
-                "model": model,
-                "revision": revision,
-                "task": task,
+                **given.record,
+                "task": given.task,
                 "threshold": threshold,
                 **{name: getattr(found, name) for name in found.__dataclass_fields__},
             }
@@ -404,13 +478,9 @@ def window(
 def queries(
     output: Output,
     /,
-    model: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    task: str,
-    n: int,
     seed: int,
     out: Path,
+    **values: Any,
 ) -> int:
     """Average the queries that TriAttention scores with: solve problems, with everything kept.
 
@@ -420,32 +490,28 @@ def queries(
       arbor calibrate queries
       arbor calibrate queries --task chains --n 200 --out queries.npz
       arbor calibrate queries --model ./model
+      arbor calibrate queries gsm8k.jsonl --task gsm8k
     """
     refuse_unwritable("--out", out)
 
     from arbor.measure.calibrate_queries import EveryQuery, collect_queries
     from arbor.retention.allocators.pooled import Pooled
     from arbor.retention.policy import Policy
-    from arbor.solver import Solver
 
-    with Solver(
-        model,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        task=task,
+    given = Fitted.of(values)
+    with given.solver(
         controller="chain",
         policy=Policy(Pooled(), EveryQuery()),
         share="off",  # the queries of tokens that prompts have in common count for each
         seed=seed,
     ) as solver:
-        problems = list(itertools.islice(solver.task.problems("train"), n))
-        output.say(f"solving {len(problems)} problems of {task}, with everything kept")
+        problems = given.problems(solver)
+        output.say(f"solving {len(problems)} {given.named}, with everything kept")
         found = collect_queries(solver, problems)
     heads, dim, _ = found.means.layers[0].sizes
     figures: dict[str, Any] = {
-        "model": model,
-        "revision": revision,
-        "task": task,
+        **given.record,
+        "task": given.task,
         "seed": seed,
         "created": datetime.now(UTC).date().isoformat(),
         "problems": found.problems,

@@ -237,9 +237,10 @@ def run_config(options: EvalOptions, solver: Solver, task: Task) -> dict[str, An
     """The configuration that repeats the run, as ``--config`` reads it."""
     samples = options.samples
     if is_task(samples.dataset):
-        source: dict[str, Any] = {"split": samples.split}
+        source: dict[str, Any] = {"split": samples.split or "test"}
     else:
         source = {
+            **({} if samples.split is None else {"split": samples.split}),
             "input_key": samples.input_key,
             "target_key": samples.target_key,
             "encoding": samples.encoding,

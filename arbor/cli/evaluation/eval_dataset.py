@@ -16,7 +16,14 @@ from arbor.cli.build import OF_USERS
 from arbor.cli.encoding import decoded
 from arbor.cli.evaluation.eval_options import DatasetOptions
 from arbor.errors import InputError, UsageError
-from arbor.measure.evaluation.dataset import Sample, chosen, of_rows, of_task, window
+from arbor.measure.evaluation.dataset import (
+    Sample,
+    chosen,
+    of_rows,
+    of_split,
+    of_task,
+    window,
+)
 from arbor.measure.evaluation.rows import (
     HUB,
     Row,
@@ -63,15 +70,19 @@ def read_samples(options: DatasetOptions, task: Task, stop_on_error: bool) -> li
     name = name_of(options.dataset)
     first, last = (0, None) if options.limit is None else window(options.limit)
     if is_task(options.dataset):
-        samples = _task_samples(task, options.split, first, last or DEFAULT_LIMIT)
+        samples = _task_samples(task, options.split or "test", first, last or DEFAULT_LIMIT)
     else:
-        rows = itertools.islice(_rows(options.dataset, options.encoding), first, last)
+        rows = _rows(options.dataset, options.encoding)
+        if options.split is not None:
+            rows = of_split(rows, options.split, task, name, options.input_key)
+        rows = itertools.islice(rows, first, last)
         samples = of_rows(rows, task, name, options.input_key, options.target_key)
     if not samples:
         beyond = bool(first)  # only a window that skips samples can miss those there are
+        part = f" in its split {options.split}" if options.split else ""
         raise InputError(
             "dataset-empty",
-            f"{name} has no samples" + (f" in {options.limit}." if beyond else "."),
+            f"{name} has no samples{part}" + (f" in {options.limit}." if beyond else "."),
             "Leave --limit out, or give a smaller one." if beyond else "",
         )
     samples = chosen(samples, options.sample_id)

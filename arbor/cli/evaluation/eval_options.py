@@ -67,7 +67,7 @@ class DatasetOptions:
 
     Attributes:
         dataset: a task with problems of its own, a file, or ``-`` for stdin.
-        split: of a task's problems.
+        split: of a task's problems (None: ``test``), or of a data set's (None: all).
         input_key, target_key: columns of a file; None for those that the task names.
         encoding: of the file or of stdin.
         limit: the first N samples, or A-B; None for the default number.
@@ -75,7 +75,7 @@ class DatasetOptions:
     """
 
     dataset: str
-    split: str
+    split: str | None
     input_key: str | None
     target_key: str | None
     encoding: str
@@ -106,14 +106,7 @@ class EvalOptions:
     workers: WorkerPlace | None = None
 
 
-dataset_options = option_group(
-    option(
-        "--split",
-        default="test",
-        metavar="NAME",
-        heading="Dataset",
-        help="Split of a task's problems: train, validation or test.",
-    ),
+column_options = option_group(
     option(
         "--input-key",
         metavar="NAME",
@@ -133,6 +126,16 @@ dataset_options = option_group(
         heading="Dataset",
         help="Encoding of the file or of stdin.",
     ),
+)
+
+dataset_options = option_group(
+    option(
+        "--split",
+        metavar="NAME",
+        heading="Dataset",
+        help="Of a task: train, validation or test (default); of a file: calibration or evaluation.",
+    ),
+    column_options,
     option(
         "--limit",
         metavar="N|A-B",

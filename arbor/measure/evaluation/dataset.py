@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from arbor.errors import ArborError, InputError, UsageError
 from arbor.measure.evaluation.rows import Row
 from arbor.support.texts import clipped, surrogate_of
 from arbor.tasks.base import Columns, Problem, ReadsRows, Task
-from arbor.tasks.splits import content_id
+from arbor.tasks.splits import DATASET_SPLITS, content_id, dataset_split_of
 
 BLANK = " \t\r\n"  # an answer key of these alone is empty
 
@@ -88,6 +88,29 @@ def of_task(task: Task, split: str, first: int, last: int) -> list[Sample]:
     return list(found.values())
 
 
+def of_split(
+    rows: Iterable[Row], split: str, task: Task, name: str, input_key: str | None = None
+) -> Iterator[Row]:
+    """The rows of one split of a data set, read as they are needed.
+
+    Args:
+        rows: all of them.
+        split: of `DATASET_SPLITS`.
+        task, name, input_key: as in `of_rows`.
+
+    Raises:
+        InputError: another split; while it iterates, a row without the problem's column.
+    """
+    if split not in DATASET_SPLITS:
+        raise InputError(
+            "split-unknown",
+            f"{name} has no split '{split}'.",
+            f"Known: {', '.join(DATASET_SPLITS)}; without --split all rows.",
+        )
+    reader = _Reader(task, name, input_key, None)
+    return (row for row in rows if dataset_split_of(reader.text(row)) == split)
+
+
 def of_rows(
     rows: Iterable[Row],
     task: Task,
@@ -146,7 +169,7 @@ class _Reader:
 
     def sample(self, row: Row) -> Sample:
         """The sample of a row, with its problem or with its error."""
-        text, expected = self._text(row), self._key(row)
+        text, expected = self.text(row), self._key(row)
         error: InputError | None = None
         if self._rows is not None:
             try:
@@ -185,7 +208,7 @@ class _Reader:
         message = f"{self._name}, {sample.where}: {error.message}"
         return replace(sample, error=InputError(error.code, message, error.hint, **error.data))
 
-    def _text(self, row: Row) -> str:
+    def text(self, row: Row) -> str:
         """The problem of a row."""
         key = next((each for each in self._problem if each in row.columns), self._problem[0])
         return self._column(row, key, "--input-key")
