@@ -27,6 +27,7 @@ from arbor.model.placement import (
     resolve_device,
     runs_native,
 )
+from arbor.support.garbage import no_collection
 
 if TYPE_CHECKING:
     import torch
@@ -182,9 +183,10 @@ class Checkpoint:
         return self._given
 
     def _read(self, keep: bool) -> Files:
-        from arbor.model.weights import read_files
+        with no_collection():
+            from arbor.model.weights import read_files
 
-        files = read_files(self.source, self._given, self._tokenizer, self.dtype, keep=keep)
+            files = read_files(self.source, self._given, self._tokenizer, self.dtype, keep=keep)
         self._files = replace(files, info=self._as_kept(files.info))
         return self._files
 

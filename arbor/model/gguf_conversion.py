@@ -2,18 +2,19 @@
 
 transformers reads a file anew for its config, its tokenizer and its weights, several times each,
 and a vocabulary takes it seconds. While `header_given` lasts it gets the settings and the table of
-tensors from a `GGUFHeader`; every value, and what is made of it, is the same.
+tensors from a `GGUFHeader`; every value, and what is made of it, is the same. It also sees the file
+alone: a tokenizer or an adapter that lies next to it may be another model's.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from arbor.model.gguf_header import ARRAY, NUMBERS, TENSOR_TYPES, TEXT, GGUFHeader
@@ -22,8 +23,9 @@ CONVERSION = "transformers.modeling_gguf_pytorch_utils"
 READER = "transformers.integrations.gguf"
 # modules of transformers that took the function of `READER` when they were imported
 TAKERS = (READER, f"{READER}.reader", f"{READER}.utils", "transformers.quantizers.quantizer_gguf")
-# arrays of which transformers' config takes the length alone
-COUNTED = "tokenizer.ggml."
+LINK = "model.gguf"
+# transformers' config takes of the vocabulary its length alone; its tokenizer reads the arrays anew
+VOCABULARY, TOKENS = "tokenizer.ggml.", "tokenizer.ggml.tokens"
 
 _giving = threading.RLock()
 
@@ -31,12 +33,15 @@ _giving = threading.RLock()
 @contextmanager
 def header_given(
     header: GGUFHeader, on_tensor: Callable[[int, int], None] | None = None
-) -> Iterator[None]:
+) -> Iterator[tuple[str, str]]:
     """While it lasts, transformers takes the header of this file from here, and shows no bar.
 
     Args:
         header: of the file; other files are read as ever.
         on_tensor: called with the number of tensors converted, and of all.
+
+    Yields:
+        A folder with the file alone, and the file's name there.
     """
     import gguf
 
@@ -59,13 +64,23 @@ def header_given(
         read_metadata = getattr(own, "read_gguf_metadata", None)
         for each in TAKERS if read_metadata else ():
             _replace(restored, _module(each), "read_gguf_metadata", metadata)
-        yield
+        yield _alone(restored, header.path)
+
+
+def _alone(restored: ExitStack, path: Path) -> tuple[str, str]:
+    """A folder with a link to a file, until the stack is closed; without links, the file's own."""
+    folder = restored.enter_context(TemporaryDirectory(prefix="arbor-gguf-"))
+    try:
+        (Path(folder) / LINK).symlink_to(path.resolve())
+    except OSError:
+        return str(path.parent), path.name
+    return folder, LINK
 
 
 def _is(path: Any, header: GGUFHeader) -> bool:
     """Whether a path is that of the header's file."""
     try:
-        return os.path.samefile(path, header.path)
+        return header.path.samefile(path)
     except OSError:
         return False
 
@@ -85,9 +100,7 @@ def _replace(restored: ExitStack, module: Any, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
-def _counted(
-    tensors: Iterable[Any], on_tensor: Callable[[int, int], None] | None
-) -> Iterator[Any]:
+def _counted(tensors: Iterable[Any], on_tensor: Callable[[int, int], None] | None) -> Iterator[Any]:
     """The tensors, each counted when the next is asked for."""
     listed = list(tensors)
     for number, each in enumerate(listed):
@@ -116,8 +129,8 @@ class _Reader:
 
     def __init__(self, header: GGUFHeader) -> None:
         self.fields = {key: _field(header, key) for key in header}
-        counts = (len(header.tensors), len(self.fields))
-        for name, value in zip(("version", "tensor_count", "kv_count"), (header.version, *counts)):
+        counts = {"tensor_count": len(header.tensors), "kv_count": len(self.fields)}
+        for name, value in ({"version": header.version} | counts).items():
             self.fields[f"GGUF.{name}"] = _Field([[value]], [0], [4])
         self._header = header
 
@@ -179,8 +192,9 @@ def _field(header: GGUFHeader, key: str) -> _Field:
     kind, length = header.type_of(key), header.length(key)
     if length is None:
         return _Field([_part(kind, header.get(key))], [0], [kind])
-    if key.startswith(COUNTED):
-        return _Field(_Same((0,)), range(length), [ARRAY, min(NUMBERS)])
+    if key.startswith(VOCABULARY):
+        counted = range(length if key == TOKENS else 0)
+        return _Field(_Same((0,)), counted, [min(NUMBERS)])
     values = header.get(key)
     return _Field([_part(kind, each) for each in values], range(length), [ARRAY, kind])
 
@@ -188,18 +202,3 @@ def _field(header: GGUFHeader, key: str) -> _Field:
 def _part(kind: int, value: Any) -> Any:
     """A value as transformers takes it apart: the bytes of a text, a list of a number."""
     return value.encode() if kind == TEXT else (value,)
-
-
-def gguf_path(folder: str, file: str, revision: str | None) -> Path:
-    """The file on this machine; one of a model of the Hub is downloaded if need be.
-
-    Raises:
-        OSError: it is not there.
-    """
-    local = Path(folder) / file
-    if Path(folder).is_dir():
-        return local
-    from transformers.utils import cached_file
-
-    found = cached_file(folder, file, revision=revision)
-    return Path(str(found))

@@ -1,8 +1,8 @@
 """GGUFHeader: what a GGUF file says before its weights, read once per process for every caller.
 
-The format (version 2 or 3, little-endian): magic, version, counts; then settings, each a key, a type
-and a value; then the table of tensors, each a name, its dimensions, a type and an offset; then the
-tensors themselves, from the next multiple of the alignment. Source: the specification of ggml.
+The format (version 2 or 3, little-endian): magic, version, counts; then settings, each a key, a
+type and a value; then the table of tensors, each a name, its dimensions, a type and an offset; then
+the tensors themselves, from the next multiple of the alignment. Source: the specification of ggml.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ class GGUFHeader:
                 "Convert the model again with a newer llama.cpp.",
             )
         if settings > MOST_SETTINGS or tensors > MOST_TENSORS:
-            raise _damaged(path, f"its header announces {settings:,} settings and {tensors:,} tensors")
+            raise _damaged(
+                path, f"its header announces {settings:,} settings and {tensors:,} tensors"
+            )
         at = 24
         for _ in range(settings):
             key, at = _text(data, at, path)
@@ -197,7 +199,7 @@ class GGUFHeader:
             ModelError: it ends before its last tensor, is one part of several, or names an id
                 beyond its vocabulary.
         """
-        end = max((each.start + each.length for each in self.tensors), default=self.data_start)
+        end = max((each.start + each.length for each in self.tensors), default=0)
         if self.size < end:
             raise _cut(self.path, self.size, end)
         parts = self.get("split.count", 1)
@@ -309,7 +311,13 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     """
     try:
         status = path.stat()
-        seen = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        seen = (
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+        )
         return _read(path, seen)
     except OSError as error:
         raise _damaged(path, f"it cannot be read: {error.strerror}", "") from error
@@ -331,7 +339,9 @@ def _read(path: Path, seen: tuple[int, ...]) -> GGUFHeader:
                     what = f"it is cut off: it ends at byte {size:,}, within its header"
                     raise _damaged(path, what) from error
                 if wanted >= MOST_BYTES:
-                    raise _damaged(path, f"its header has more than {MOST_BYTES:,} bytes") from error
+                    raise _damaged(
+                        path, f"its header has more than {MOST_BYTES:,} bytes"
+                    ) from error
                 wanted *= 4
 
 

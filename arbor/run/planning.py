@@ -8,6 +8,7 @@ from typing import Any
 from arbor.budget import Budget, Footprint, Plan
 from arbor.controllers.base import Controller
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
+from arbor.model.control_tokens import control_tokens, encode_marked
 from arbor.model.names import BYTES_OF
 from arbor.registry import name_of
 from arbor.retention.base import CalibratedScorer
@@ -46,13 +47,18 @@ def parse_problem(task: Task, problem: str | Problem) -> Problem:
     return task.parse(problem)
 
 
-def encode_prompt(tokenizer: Any, prompt: str, task: Task | None = None) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, prompt: str, task: Task | None = None, problem: str = ""
+) -> list[int]:
     """Token ids of a prompt: one user message where the tokenizer has a chat template.
+
+    Control tokens named in the problem are text; so is every one that a message names.
 
     Args:
         tokenizer: of the model.
         prompt: the text.
         task: a system message, and whether the chat template is used, are its own (`Converses`).
+        problem: the part of the prompt that a user wrote.
 
     Raises:
         InputError: the prompt has half of a character.
@@ -76,7 +82,8 @@ def encode_prompt(tokenizer: Any, prompt: str, task: Task | None = None) -> list
                 f"the model's chat template refuses a system message: {one_line(str(error))}.",
                 "Put its text into the prompt (--set template=FILE), or use --set chat=off.",
             ) from error
-    return list(tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt))
+    prompt = control_tokens(tokenizer).mark_in(prompt, problem)
+    return encode_marked(tokenizer, f"{system}\n\n{prompt}" if system else prompt)
 
 
 def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budget) -> Plan:
