@@ -21,6 +21,7 @@ from zlib import crc32
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from support.real_models import model_file
 
 from arbor import Solver
 from arbor.model.checkpoint import Checkpoint
@@ -153,7 +154,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, Path], None]:
 
 @pytest.fixture
 def loaded_once(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Solvers of the built-in model share what one of them has loaded."""
+    """Solvers of the built-in model, and of SmolLM2, share what one of them has loaded."""
     from support import loaded_once
 
     if "loads_itself" not in request.fixturenames:
@@ -171,3 +172,27 @@ def checkpoint() -> Iterator[Checkpoint]:
     with Solver() as first:
         first.load()
         yield first.checkpoint
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as GGUF: the pretrained model of the default tests."""
+    return model_file("smollm2")
+
+
+@pytest.fixture(scope="session")
+def qwen_small() -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct as GGUF, for slow tests."""
+    return model_file("qwen-small")
+
+
+@pytest.fixture(scope="session")
+def qwen() -> Path:
+    """Qwen2.5-Coder-1.5B-Instruct as GGUF, for slow tests."""
+    return model_file("qwen")
+
+
+@pytest.fixture(scope="session")
+def gemma() -> Path:
+    """Gemma 3 270M, a base model, as GGUF, for slow tests."""
+    return model_file("gemma")

@@ -32,6 +32,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "describe_sapling": ("--check",),
     "evidence": ("--model builtin:sapling --dataset game24 --n 2 --dry-run",),
     "docs": ("--check",),
+    "fetch_models": ("--list",),
     "mutate": ("--folder arbor/memory --n 3 --list",),
     "gpu_bundle": ("--dry-run --out FOLDER/bundle --json FOLDER/out.json",),
     "report": ("--check --tables",),
