@@ -26,7 +26,7 @@ Exit codes (docs/exit-codes.md):
   6 memory or budget   7 check failed   8 worker died   130 Ctrl-C   143 SIGTERM"""
 
 GENERAL = "General"
-# read by the package itself
+# read by the package itself, and by its tests
 OTHER_VARIABLES = (
     "ARBOR_API_KEYS",
     "ARBOR_CACHE",
@@ -34,6 +34,8 @@ OTHER_VARIABLES = (
     "ARBOR_NATIVE_FILE",
     "ARBOR_NVTX",
     "ARBOR_PLUGINS",
+    "ARBOR_TEST_DATA",
+    "ARBOR_TEST_MODELS",
 )
 LAST_HEADINGS = ("Output", GENERAL)  # others come in the order of the options
 RENAMED = {"attn": "backend", "depth": "max_depth"}  # former name -> name of an option
