@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from arbor.aggregate.base import AnswerVotes
     from arbor.events import Event
+    from arbor.model.model_info import ModelInfo
     from arbor.run.solution import Solution
     from arbor.run.stream import SearchStream
     from arbor.solver import Solver
@@ -168,6 +169,8 @@ def solve(output: Output, /, **values: Any) -> int:
         warn_of_guesses(output, options.solver)
         plan = solver.plan(problem)
         if options.dry_run:
+            if not output.json:
+                output.print(f"{'weights':<18}{weights_text(solver.describe())}")
             print_plan(output, plan)
             return 0
         output.say(budget_line(options.solver.budget, plan))
@@ -178,8 +181,8 @@ def solve(output: Output, /, **values: Any) -> int:
         if not options.force and str(options.trace) != "off":
             refuse_existing("--trace", options.trace)
         writer = open_trace(options.trace, options.trace_detail.trace_text)
-        lossy = "" if options.solver.weights == "auto" else " · weights int8, lossy"
-        output.say(f"loading {options.solver.model}{lossy} · seed {options.solver.seed}")
+        sizes = weights_text(solver.describe())
+        output.say(f"loading {options.solver.model} · weights {sizes} · seed {options.solver.seed}")
         stream = solver.stream(
             problem,
             expected=options.expected,
@@ -460,6 +463,12 @@ def no_answer(solution: Solution) -> str:
     ended = solution.limit or solution.finish_reason
     reason, hint = reasons.get(ended, (ended, "again"))
     return f"[no-answer] {reason} after {solution.metrics.blocks:,} blocks, no answer; try {hint}."
+
+
+def weights_text(info: ModelInfo) -> str:
+    """Dtype and memory of the weights as they are loaded."""
+    lossy = "" if info.weights == "auto" else f", then {info.weights}, lossy"
+    return f"{info.dtype}, {human_bytes(info.weights_bytes)}{lossy}"
 
 
 def print_plan(output: Output, plan: Plan) -> None:

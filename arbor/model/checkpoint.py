@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from arbor.errors import ModelError, UsageError
 from arbor.model.description_cache import kept_description
 from arbor.model.files import Description, Files
-from arbor.model.loading import ModelLocation, locate_model, revision_error
+from arbor.model.loading import ModelLocation, locate_model, revision_error, settled_dtype
 from arbor.model.model_info import ModelInfo
 from arbor.model.names import INT8, check_device, check_kv_dtype, check_weights
 from arbor.model.placement import (
@@ -131,7 +131,7 @@ class Checkpoint:
                 return known
             light = "torch" not in sys.modules and self._given is None and self._tokenizer is None
             if light:
-                kept = kept_description(self.source, self.dtype)
+                kept = kept_description(self.source, self._settled_dtype())
                 self._description = kept and replace(kept, info=self._as_kept(kept.info))
             return self._description or self._read(keep=light)
 
@@ -186,9 +186,14 @@ class Checkpoint:
         with no_collection():
             from arbor.model.weights import read_files
 
-            files = read_files(self.source, self._given, self._tokenizer, self.dtype, keep=keep)
+            dtype = self._settled_dtype()
+            files = read_files(self.source, self._given, self._tokenizer, dtype, keep=keep)
         self._files = replace(files, info=self._as_kept(files.info))
         return self._files
+
+    def _settled_dtype(self) -> str:
+        """The dtype to read the model in, as in `resolve_dtype`."""
+        return settled_dtype(self.source, self.dtype, self.asked_device)
 
     def _as_kept(self, info: ModelInfo) -> ModelInfo:
         """The model with weights and KV as they are kept here."""

@@ -8,6 +8,7 @@ alone: a tokenizer or an adapter that lies next to it may be another model's.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -59,6 +60,8 @@ def header_given(
     with _giving, ExitStack() as restored:
         read = gguf.GGUFReader
         _replace(restored, gguf, "GGUFReader", reader)
+        # transformers asks for the same names once a module, 10 ms each
+        _replace(restored, gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
         _replace(restored, importlib.import_module(CONVERSION), "tqdm", counted)
         own = _module(f"{READER}.reader")
         read_metadata = getattr(own, "read_gguf_metadata", None)

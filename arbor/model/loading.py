@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbor.errors import ModelError, UnknownName, UsageError
 from arbor.model.adapters import check_adapter, merged
+from arbor.model.bfloat16 import auto_dtype
 from arbor.model.gguf_header import is_gguf, read_gguf_header
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
@@ -276,6 +277,25 @@ def read_once(
     header.check()
     with header_given(header, on_tensor) as (folder, file):
         yield folder, {"gguf_file": file}
+
+
+def settled_dtype(source: ModelLocation, dtype: str, device: str) -> str:
+    """The dtype to read a model in: ``auto`` of a GGUF file depends on the device too.
+
+    Args:
+        source: the model.
+        dtype: as the user wrote it.
+        device: by name, or ``auto``.
+
+    Raises:
+        ModelError: a damaged GGUF file.
+    """
+    if dtype != "auto" or source.gguf is None:
+        return dtype
+    try:
+        return auto_dtype(read_gguf_header(_gguf_path(source)), device)
+    except (OSError, ValueError) as error:
+        raise _unreadable(source, error) from error
 
 
 def _gguf_path(source: ModelLocation) -> Path:

@@ -43,6 +43,7 @@ from arbor.model.placement import (
     runs_native,
 )
 from arbor.model.runner import ModelRunner
+from arbor.support.garbage import give_memory_back
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +183,7 @@ def load_weights(
             source.name,
             ", ".join(names),
         )
+    give_memory_back()
     return Weights(runner, eos_ids(model, files.tokenizer), name, rounding)
 
 
