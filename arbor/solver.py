@@ -103,7 +103,7 @@ RUN_SETTINGS = ("problem", "expected", *RunLimits.__annotations__, "trace", "tra
 # fmt: off
 EVALUATION_SETTINGS = (
     "arbor", "dataset", "split", "input_key", "target_key", "encoding", "limit", "sample_id",
-    "on_error", "trace_text", "grader_version", "prompt_version",
+    "on_error", "trace_text", "grader_version", "model_content", "prompt_version",
 )
 # fmt: on
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from arbor import ModelError, Solver, UsageError
 from arbor.kernels.linear import PackedLinear, batch_dependent, is_plain, pack_linears
 from arbor.model import adapters, loading, quantized
-from arbor.model.kv_identity import model_identity
 from arbor.model.loading import BUILTIN, locate_model
+from arbor.model.model_identity import model_identity
 from arbor.model.quantized import check_quantized, quantization_of
 
 BEFORE, AFTER = [1, 40, 77, 301, 12, 9, 500, 33], [14, 222, 8, 61]

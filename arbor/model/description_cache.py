@@ -174,11 +174,6 @@ def files_digest(folder: Path) -> str:
     return _digest_of(folder, [each for each in settings if each.name not in OTHER_FILES])
 
 
-def weights_digest(folder: Path) -> str:
-    """A digest of the weights in a model's directory."""
-    return _digest_of(folder, sorted(each for each in folder.iterdir() if each.suffix in WEIGHTS))
-
-
 def _digest_of(folder: Path, paths: Iterable[Path]) -> str:
     """A digest of files: their names and contents; of large ones size and time of change."""
     digest = hashlib.blake2b(digest_size=16)

@@ -6,6 +6,7 @@
     exit/MODEL/REVISION.json            thresholds of CGEE for it, from ``arbor calibrate exit``
     models/ID.json                      description of a local model, for plans without torch
     tokenizers/ID.json                  its tokenizer, named by its own content
+    digests/ID                          content of a large file, by its place, inode and times
     kv_probe/ID.json                    when rows read a shared span together, per model and machine
     fetch_costs/ID.json                 what fetching and recomputing KV take, likewise
     search_sizes/MODEL/REVISION.json    KV that searches with a model held, for ratios as budgets
