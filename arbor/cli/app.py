@@ -18,11 +18,13 @@ import click
 
 from arbor._version import __version__
 from arbor.cli.command import Group, Option, unknown_variables
+from arbor.cli.loading_line import LoadingLine
 from arbor.cli.options import COMPLETION, output_options
 from arbor.cli.output import Output, close_log, configure_log, encodable
 from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.support.atomic_write import DISK_FULL, FREE_SPACE
+from arbor.support.stages import telling
 
 # module and purpose of each command; help, --version and TAB import none of them
 COMMANDS = {
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if COMPLETION in os.environ:
             cli.main(words, prog_name="arbor")
-        with raising():
+        with raising(), telling(LoadingLine(output)):
             return _run(words, output)
     except BrokenPipeError:
         _discard_stdout()  # the reader has closed the pipe

@@ -28,6 +28,7 @@ from arbor.model.placement import (
     runs_native,
 )
 from arbor.support.garbage import no_collection
+from arbor.support.stages import stage_of
 
 if TYPE_CHECKING:
     import torch
@@ -152,27 +153,31 @@ class Checkpoint:
             UsageError: `deterministic`, and layers of the model depend on the batch; or FlashInfer
                 was requested and cannot run.
         """
-        from arbor.model.weights import load_weights
-
         with self._loading:
             if self._weights is None:
                 files = self.read_files()
                 if not files.info.supported:
                     reason, hint = files.info.reason, "See 'arbor info MODEL'."
                     raise ModelError("arch-unsupported", reason, hint)
-                self._weights = load_weights(
-                    self.source,
-                    self._ready_model(files),
-                    files,
-                    device=self.device,
-                    backend=self.backend_name(files.info),
-                    required=self.backend == FLASHINFER,
-                    deterministic=self.deterministic,
-                    cuda_graphs=self.cuda_graphs,
-                    int8_kv=self.kv_dtype == INT8,
-                    int8_weights=self.weights == INT8,
-                )
+                self._weights = self._load(files)
             return self._weights
+
+    def _load(self, files: Files) -> Weights:
+        from arbor.model.weights import load_weights
+
+        with stage_of(f"loading {self.source.label}"):
+            return load_weights(
+                self.source,
+                self._ready_model(files),
+                files,
+                device=self.device,
+                backend=self.backend_name(files.info),
+                required=self.backend == FLASHINFER,
+                deterministic=self.deterministic,
+                cuda_graphs=self.cuda_graphs,
+                int8_kv=self.kv_dtype == INT8,
+                int8_weights=self.weights == INT8,
+            )
 
     def _ready_model(self, files: Files) -> Any:
         """The model as it was passed; None: its weights are read as those of a `*ForCausalLM`.
@@ -183,7 +188,7 @@ class Checkpoint:
         return self._given
 
     def _read(self, keep: bool) -> Files:
-        with no_collection():
+        with stage_of(f"reading {self.source.label}"), no_collection():
             from arbor.model.weights import read_files
 
             dtype = self._settled_dtype()

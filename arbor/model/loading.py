@@ -18,6 +18,7 @@ from arbor.model.bfloat16 import auto_dtype
 from arbor.model.gguf_header import is_gguf, read_gguf_header
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
+from arbor.support.stages import tell
 
 if TYPE_CHECKING:
     import torch
@@ -380,13 +381,16 @@ def load_model(
 
     from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 
+    def told(done: int, tensors: int) -> None:
+        tell(f"loading {source.label}: tensor {done + 1:,} of {tensors:,}")
+
     check_quantized(load_config(source), source.name, device.type)
     direct = device.type != "cpu" and is_accelerate_available()
     placement: dict[str, Any] = {"device_map": {"": device}} if direct else {}
     if source.gguf is not None:
         placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        with _no_progress_bar(), read_once(source) as (path, packed):
+        with _no_progress_bar(), read_once(source, told) as (path, packed):
             loaded: Any = getattr(transformers, auto).from_pretrained(
                 path,
                 dtype=dtype,
@@ -465,7 +469,7 @@ def weight_files(source: ModelLocation) -> list[Path]:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide transformers' bar; the command line shows the progress of loading."""
+    """Hide transformers' bar; what shows the progress of loading is told it (`stages`)."""
     from transformers.utils import logging as loading_bars
 
     shown = loading_bars.is_progress_bar_enabled()
