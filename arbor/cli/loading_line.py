@@ -23,6 +23,7 @@ class LoadingLine:
 
     def __init__(self, output: Output, clock: Callable[[], float] = time.monotonic) -> None:
         self._output, self._clock = output, clock
+        self._stream = sys.stderr  # a live display replaces it, to print whole lines above itself
         self._began: float | None = None
         self._due = 0.0
         self._drawn = ""
@@ -41,20 +42,19 @@ class LoadingLine:
                 self._began, self._due = now, now + FIRST_S
             if now >= self._due:
                 self._due = now + LINE_S
-                self._write(f"arbor: {_shown(stage)}\n")
+                self._write(f"arbor: {self._shown(stage)}\n")
 
     def _draw(self, stage: str) -> None:
         """Puts a stage in the place of the one before."""
         if stage == self._drawn:
             return
         width = shutil.get_terminal_size().columns - 1
-        self._write(f"\r\x1b[2K{_shown(stage)[:width]}")
+        self._write(f"\r\x1b[2K{self._shown(stage)[:width]}")
         self._drawn = stage
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        self._stream.write(text)
+        self._stream.flush()
 
-
-def _shown(stage: str) -> str:
-    return encodable(visible(stage), sys.stderr)
+    def _shown(self, stage: str) -> str:
+        return encodable(visible(stage), self._stream)
