@@ -158,6 +158,8 @@ def solve(output: Output, /, **values: Any) -> int:
     else:
         problem = read_problem(options.problem, options.file, options.encoding)
     searches = not (options.dry_run or options.print_config)
+    if searches:
+        check_outputs(options)
     with (
         StopSignals() as signals,
         build_solver(options.solver, problem, searches=searches) as solver,
@@ -174,12 +176,6 @@ def solve(output: Output, /, **values: Any) -> int:
             print_plan(output, plan)
             return 0
         output.say(budget_line(options.solver.budget, plan))
-        refuse_unwritable("--html", options.html)
-        outputs = {"--trace": options.trace, "--html": options.html}
-        config_path = click.get_current_context().meta.get(CONFIG_PATH)
-        refuse_overwriting(outputs, [options.file, config_path])
-        if not options.force and str(options.trace) != "off":
-            refuse_existing("--trace", options.trace)
         writer = open_trace(options.trace, options.trace_detail.trace_text)
         sizes = weights_text(solver.describe())
         output.say(f"loading {options.solver.model} · weights {sizes} · seed {options.solver.seed}")
@@ -250,6 +246,20 @@ def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
             "problem-unreadable", f"{name} cannot be read: {error.strerror}.", path=name
         ) from error
     return decoded(data, encoding, name)
+
+
+def check_outputs(options: SolveOptions) -> None:
+    """Refuses files to write that cannot be, or that are not to be, before anything is read.
+
+    Raises:
+        UsageError: names the option.
+    """
+    refuse_unwritable("--html", options.html)
+    outputs = {"--trace": options.trace, "--html": options.html}
+    config_path = click.get_current_context().meta.get(CONFIG_PATH)
+    refuse_overwriting(outputs, [options.file, config_path])
+    if not options.force and str(options.trace) != "off":
+        refuse_existing("--trace", options.trace)
 
 
 def open_trace(path: Path | None, text: Literal["full", "none"]) -> TraceWriter | None:
