@@ -631,7 +631,7 @@ class Solver:
                 memory; the error's data hold the best answer so far.
             Exception: from a listener; `StopSearch` only ends the search.
         """
-        return Run(self._setup, problem, Request(**options)).solve(self._lend)
+        return Run(self._setup, problem, Request.of(options)).solve(self._lend)
 
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`.
@@ -669,7 +669,7 @@ class Solver:
         from arbor.run.stream import SearchStream
 
         keep_threads()
-        job = SearchJob(Run(self._setup, problem, Request(**options)), keeps_events=keeps_events)
+        job = SearchJob(Run(self._setup, problem, Request.of(options)), keeps_events=keeps_events)
         self._worker.add(job)
         return SearchStream(job, self._refuse_waiting)
 

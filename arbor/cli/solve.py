@@ -29,7 +29,12 @@ from arbor.cli.options import (
     trace_detail_options,
 )
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_existing, refuse_overwriting, refuse_unwritable
+from arbor.cli.output_paths import (
+    refuse_closed_stdout,
+    refuse_existing,
+    refuse_overwriting,
+    refuse_unwritable,
+)
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import InputError, UsageError
 from arbor.metrics import Metrics
@@ -254,6 +259,7 @@ def check_outputs(options: SolveOptions) -> None:
     Raises:
         UsageError: names the option.
     """
+    refuse_closed_stdout()
     refuse_unwritable("--html", options.html)
     outputs = {"--trace": options.trace, "--html": options.html}
     config_path = click.get_current_context().meta.get(CONFIG_PATH)

@@ -81,7 +81,7 @@ class ControlTokens:
 
         assert self._backend is not None, "only a backend has control tokens"
         serialized = self._backend.to_str()
-        literal = Tokenizer.from_str(serialized)
+        literal: Any = Tokenizer.from_str(serialized)
         literal.no_truncation()
         literal.no_padding()
         literal.encode_special_tokens = True

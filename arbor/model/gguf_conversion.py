@@ -64,7 +64,7 @@ def header_given(
         _replace(restored, gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
         _replace(restored, importlib.import_module(CONVERSION), "tqdm", counted)
         own = _module(f"{READER}.reader")
-        read_metadata = getattr(own, "read_gguf_metadata", None)
+        read_metadata: Any = getattr(own, "read_gguf_metadata", None)
         for each in TAKERS if read_metadata else ():
             _replace(restored, _module(each), "read_gguf_metadata", metadata)
         yield _alone(restored, header.path)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from arbor.errors import ModelError, UnknownName, UsageError
 from arbor.model.adapters import check_adapter, merged
 from arbor.model.bfloat16 import auto_dtype
 from arbor.model.gguf_header import is_gguf, read_gguf_header
+from arbor.model.hub import cache_if_unreachable, is_reachable
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
 from arbor.support.stages import tell
@@ -269,14 +270,17 @@ def read_once(
         ModelError: a damaged GGUF file.
         OSError: one of the Hub that cannot be downloaded.
     """
-    if source.gguf is None:
-        yield source.path, {}
-        return
-    from arbor.model.gguf_conversion import header_given
+    with ExitStack() as lasting:
+        if not Path(source.path).is_dir():
+            lasting.enter_context(cache_if_unreachable())
+        if source.gguf is None:
+            yield source.path, {}
+            return
+        from arbor.model.gguf_conversion import header_given
 
-    header = read_gguf_header(_gguf_path(source))
-    header.check()
-    with header_given(header, on_tensor) as (folder, file):
+        header = read_gguf_header(_gguf_path(source))
+        header.check()
+        folder, file = lasting.enter_context(header_given(header, on_tensor))
         yield folder, {"gguf_file": file}
 
 
@@ -304,9 +308,10 @@ def _gguf_path(source: ModelLocation) -> Path:
     assert source.gguf is not None, "it names a file"
     if Path(source.path).is_dir():
         return Path(source.path) / source.gguf
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
-    return Path(str(cached_file(source.path, source.gguf, revision=source.revision)))
+    with cache_if_unreachable():
+        return Path(str(cached_file(source.path, source.gguf, revision=source.revision)))
 
 
 def cached_commit(source: ModelLocation) -> str | None:
@@ -518,6 +523,15 @@ def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
             "offline",
             f"{source.label} is not in HF_HOME={home} and HF_HUB_OFFLINE=1.",
             "Download it first, or use --model builtin:sapling.",
+            model=source.name,
+        )
+    from huggingface_hub import constants
+
+    if not is_reachable(constants.ENDPOINT):
+        return ModelError(
+            "offline",
+            f"{source.label} is not in HF_HOME={home}, and {constants.ENDPOINT} cannot be reached.",
+            "Connect to download it, name a directory, or use --model builtin:sapling.",
             model=source.name,
         )
     return ModelError(

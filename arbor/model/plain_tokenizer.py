@@ -66,10 +66,12 @@ class PlainTokenizer:
             add_generation_prompt: whether the answer's beginning follows.
             tokenize: False; the text is encoded elsewhere.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils
+
+        render: Any = chat_template_utils.render_jinja_template
 
         assert not tokenize, "only the text is rendered here"
-        (text,), _ = render_jinja_template(
+        (text,), _ = render(
             conversations=[list(messages)],
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,

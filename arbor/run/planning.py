@@ -133,12 +133,19 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         setup.lower.staging_tokens(info.kv_bytes_per_token),
     )
     if shape.path_tokens > info.context:
-        levers = ["Shorten the problem", *shape.levers(info.context)]
+        searched = shape.path_tokens - prompt_tokens
+        levers = [*shape.levers(info.context)]
+        if searched < info.context:
+            levers.insert(0, "Shorten the problem")
+        elif levers:
+            levers[0] = f"Use {levers[0]}"
+        else:
+            levers = ["Take a model of a longer context"]
         raise InputError(
             "problem-too-long",
             f"{prompt_tokens:,} tokens; the model's context is {info.context:,} and the search needs "
-            f"{shape.path_tokens - prompt_tokens:,} more.",
-            f"{', or '.join(levers)}.",
+            f"{searched:,} more.",
+            _joined(levers, info.id, setup.task),
             tokens=prompt_tokens,
             context=info.context,
         )
@@ -168,6 +175,14 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         )
     plan = budget.plan(shape, info.kv_bytes_per_token)
     return replace(plan, smallest_tokens=plan.full_tokens, kv_dtype=info.kv_dtype)
+
+
+def _joined(levers: list[str], model: str, task: Task) -> str:
+    """What would work for a path longer than a model's context."""
+    said = f"{', or '.join(levers)}."
+    if model.startswith("builtin:") and isinstance(unchecked(task), Converses):
+        return f"Name another model, which knows problems in words: --model NAME. {said}"
+    return said
 
 
 class Words:
