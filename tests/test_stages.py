@@ -13,7 +13,7 @@ from arbor import ModelError, Solver
 from arbor.cli.loading_line import FIRST_S, LINE_S, LoadingLine
 from arbor.cli.output import Output
 from arbor.support import stages
-from arbor.support.stages import stage_of, tell, telling
+from arbor.support.stages import show, showing, stage_of
 
 needs_load = pytest.mark.filterwarnings("ignore")  # of the packages that convert
 
@@ -29,30 +29,30 @@ Captured = pytest.CaptureFixture[str]
 
 
 @needs_load
-def test_a_gguf_file_tells_its_stages_and_no_bar_is_drawn(tmp_path: Path, capfd: Captured) -> None:
+def test_a_gguf_file_shows_its_stages_and_no_bar_is_drawn(tmp_path: Path, capfd: Captured) -> None:
     for package in ("gguf", "accelerate"):
         pytest.importorskip(package, reason="the extra `gguf` is not installed")
     path = tmp_path / "m.gguf"
     write_gguf(llama(), path, quantized=True)
-    told: list[str] = []
+    shown: list[str] = []
 
-    with telling(told.append), Solver(path) as solver:
+    with showing(shown.append), Solver(path) as solver:
         solver.load()
 
-    tensors = len([each for each in told if ": tensor" in each])
-    assert f"reading {path}" in told and f"loading {path}" in told
-    assert f"loading {path}: tensor {tensors} of {tensors}" in told
-    assert told[-1] == ""
+    tensors = len([each for each in shown if ": tensor" in each])
+    assert f"reading {path}" in shown and f"loading {path}" in shown
+    assert f"loading {path}: tensor {tensors} of {tensors}" in shown
+    assert shown[-1] == ""
     assert "it/s" not in capfd.readouterr().err
 
 
 def test_an_error_ends_the_stage() -> None:
-    told: list[str] = []
+    shown: list[str] = []
 
-    with telling(told.append), pytest.raises(ModelError), stage_of("reading m"):
+    with showing(shown.append), pytest.raises(ModelError), stage_of("reading m"):
         raise ModelError("model-incomplete", "cut off.")
 
-    assert told == ["reading m", ""]
+    assert shown == ["reading m", ""]
 
 
 def test_a_terminal_has_one_line_that_is_erased(capsys: Captured) -> None:
@@ -101,13 +101,13 @@ def test_a_quiet_command_shows_no_stage(capsys: Captured) -> None:
 
 
 def test_a_notebook_has_one_line(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell("not in a notebook")
+    show("not in a notebook")
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     monkeypatch.setattr(stages, "_shown", "")
 
-    tell("loading m: tensor 10 of 10")
-    tell("packing")
-    tell("")
+    show("loading m: tensor 10 of 10")
+    show("packing")
+    show("")
 
     shown = capsys.readouterr().err
     assert "not in" not in shown and "\n" not in shown

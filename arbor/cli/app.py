@@ -24,7 +24,7 @@ from arbor.cli.output import ClosedStdout, Output, close_log, configure_log, enc
 from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.support.atomic_write import DISK_FULL, FREE_SPACE
-from arbor.support.stages import telling
+from arbor.support.stages import showing
 
 # module and purpose of each command; help, --version and TAB import none of them
 COMMANDS = {
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if COMPLETION in os.environ:
             cli.main(words, prog_name="arbor")
-        with raising(), telling(LoadingLine(output)):
+        with raising(), showing(LoadingLine(output)):
             return _run(words, output)
     except BrokenPipeError:
         _discard_stdout()  # the reader has closed the pipe

@@ -19,7 +19,7 @@ MARK_LENGTH = 8
 
 
 def _unguessable() -> str:
-    """A text that tells what was marked from whatever was written."""
+    """A text that nobody has written: it marks."""
     return "".join(map(chr, random.SystemRandom().choices(PRIVATE, k=MARK_LENGTH)))
 
 

@@ -19,7 +19,7 @@ from arbor.model.gguf_header import is_gguf, read_gguf_header
 from arbor.model.hub import cache_if_unreachable, is_reachable
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
-from arbor.support.stages import tell
+from arbor.support.stages import show
 
 if TYPE_CHECKING:
     import torch
@@ -257,7 +257,7 @@ def load_config(source: ModelLocation) -> Any:
 def read_once(
     source: ModelLocation, on_tensor: Callable[[int, int], None] | None = None
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """What transformers' loaders are told of the place of a model; a GGUF file is parsed once.
+    """What transformers' loaders get of the place of a model; a GGUF file is parsed once.
 
     Args:
         source: the model.
@@ -386,8 +386,8 @@ def load_model(
 
     from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 
-    def told(done: int, tensors: int) -> None:
-        tell(f"loading {source.label}: tensor {done + 1:,} of {tensors:,}")
+    def shown(done: int, tensors: int) -> None:
+        show(f"loading {source.label}: tensor {done + 1:,} of {tensors:,}")
 
     check_quantized(load_config(source), source.name, device.type)
     direct = device.type != "cpu" and is_accelerate_available()
@@ -395,7 +395,7 @@ def load_model(
     if source.gguf is not None:
         placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        with _no_progress_bar(), read_once(source, told) as (path, packed):
+        with _no_progress_bar(), read_once(source, shown) as (path, packed):
             loaded: Any = getattr(transformers, auto).from_pretrained(
                 path,
                 dtype=dtype,
@@ -474,7 +474,7 @@ def weight_files(source: ModelLocation) -> list[Path]:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide transformers' bar; what shows the progress of loading is told it (`stages`)."""
+    """Hide transformers' bar; arbor shows the stages of loading itself (`stages`)."""
     from transformers.utils import logging as loading_bars
 
     shown = loading_bars.is_progress_bar_enabled()

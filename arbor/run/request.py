@@ -79,7 +79,7 @@ class Request:
         """What keyword arguments ask for.
 
         Raises:
-            UsageError: an unknown one; those of a solver are no options of a run.
+            UsageError: an unknown one, such as a setting of a solver.
         """
         known = [each.name for each in fields(cls)]
         for name in options:

@@ -1,4 +1,4 @@
-"""Stages of reading and loading a model, told to whoever shows them."""
+"""Stages of reading and loading a model, for the line that shows them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _listeners: list[Listener] = []
 _shown = ""  # in a notebook
 
 
-def tell(stage: str) -> None:
-    """Tells a stage; an empty text ends the last one."""
+def show(stage: str) -> None:
+    """Shows a stage; an empty text ends the last one."""
     for listener in _listeners or [_in_notebook]:
         listener(stage)
 
 
 @contextmanager
 def stage_of(what: str) -> Iterator[None]:
-    """Tells that a stage begins, and in the end that it is over, whatever comes between."""
-    tell(what)
+    """Shows that a stage begins, and in the end that it is over, whatever comes between."""
+    show(what)
     try:
         yield
     finally:
-        tell("")
+        show("")
 
 
 @contextmanager
-def telling(listener: Listener) -> Iterator[None]:
-    """While it lasts, a listener is told every stage."""
+def showing(listener: Listener) -> Iterator[None]:
+    """While it lasts, a listener takes every stage."""
     _listeners.append(listener)
     try:
         yield

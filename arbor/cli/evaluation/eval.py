@@ -291,7 +291,7 @@ def run_config(options: EvalOptions, solver: Solver, task: Task) -> dict[str, An
 
 
 def content_of(options: SolverOptions) -> str | None:
-    """Which weights and settings the models have; None: nothing tells."""
+    """Which weights and settings the models have; None: nothing identifies them."""
     source = locate_model(
         options.model, options.revision, options.trust_remote_code, options.adapter
     )
