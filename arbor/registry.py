@@ -19,7 +19,8 @@ Within one program a call is enough, above a class as a decorator:
     class Mine: ...
 
 A name that clashes with an earlier one (built-in names first, then by distribution name) is reached
-as ``distribution/mine``; a component without a name as ``package.module:Mine``.
+as ``distribution/mine``; a component without a name as ``package.module:Mine``, or by its file as
+``folder/mine.py:Mine``. Modules of the working directory are found too.
 ``ARBOR_PLUGINS=off`` hides all plugins, and ``ARBOR_PLUGINS=mine,other`` all but these.
 """
 
@@ -28,12 +29,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from arbor.errors import UnknownName, UsageError
@@ -157,6 +160,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+FILE = ".py"
 KINDS = tuple(BUILTIN)
 
 # earlier names that traces still hold, and today's
@@ -253,7 +257,8 @@ def resolve(kind: str, name: str) -> Any:
 
     Args:
         kind: one of `KINDS`.
-        name: one of `names(kind)`, or ``package.module:Class``, which imports that module.
+        name: one of `names(kind)`, or ``package.module:Class`` or ``file.py:Class``, which imports
+            that module.
 
     Raises:
         UnknownName: unknown name; suggests the closest match.
@@ -393,15 +398,38 @@ def _distribution(point: metadata.EntryPoint) -> str:
 def _load(path: str, name: str) -> Any:
     """What a dotted path holds: attributes, and the entries of a mapping."""
     module, attributes = _split(path)
-    found = importlib.import_module(module)
+    found = _module(module)
     for attribute in attributes.split("."):
         found = found[attribute] if isinstance(found, Mapping) else getattr(found, attribute)
     return _named(found, name)
 
 
+def _module(name: str) -> Any:
+    """A module by its dotted name or its file; the working directory is looked through last."""
+    if not name.endswith(FILE):
+        top = name.partition(".")[0]
+        here = Path.cwd()
+        own = (here / top).is_dir() or (here / f"{top}{FILE}").is_file()
+        if own and top not in sys.modules and not {"", str(here)} & set(sys.path):
+            sys.path.append(str(here))  # after all that is installed
+        return importlib.import_module(name)
+    path = str(Path(name).expanduser().resolve(strict=True))
+    if path not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path, path)
+        assert spec is not None and spec.loader is not None, "a file of Python can be loaded"
+        sys.modules[path] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[path])
+        except BaseException:
+            del sys.modules[path]
+            raise
+    return sys.modules[path]
+
+
 def _split(path: str) -> tuple[str, str]:
     """Module and attribute of a dotted path, without extras as in ``module:Class [extra]``."""
-    module, _, attribute = path.partition(":")
+    file, ends, rest = path.partition(f"{FILE}:")
+    module, _, attribute = (f"{file}{FILE}", "", rest) if ends else path.partition(":")
     return module.strip(), attribute.partition("[")[0].strip()
 
 

@@ -102,7 +102,7 @@ RUN_SETTINGS = ("problem", "expected", *RunLimits.__annotations__, "trace", "tra
 # fmt: off
 EVALUATION_SETTINGS = (
     "arbor", "dataset", "split", "input_key", "target_key", "encoding", "limit", "sample_id",
-    "on_error", "trace_text", "grader_version", "prompt_version",
+    "on_error", "trace_text", "grader_version", "model_content", "prompt_version",
 )
 # fmt: on
 
@@ -629,7 +629,7 @@ class Solver:
                 memory; the error's data hold the best answer so far.
             Exception: from a listener; `StopSearch` only ends the search.
         """
-        return Run(self._setup, problem, Request(**options)).solve(self._lend)
+        return Run(self._setup, problem, Request.of(options)).solve(self._lend)
 
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`.
@@ -667,7 +667,7 @@ class Solver:
         from arbor.run.stream import SearchStream
 
         keep_threads()
-        job = SearchJob(Run(self._setup, problem, Request(**options)), keeps_events=keeps_events)
+        job = SearchJob(Run(self._setup, problem, Request.of(options)), keeps_events=keeps_events)
         self._worker.add(job)
         return SearchStream(job, self._refuse_waiting)
 

@@ -104,6 +104,7 @@ PACKAGES = {
     },
     "memory": {"numpy", "torch"},
     "model": {
+        "gguf",
         "huggingface_hub",
         "numpy",
         "peft",

@@ -11,39 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from support.gguf_files import EMPTY, LAYERS, llama, write_gguf
 from torch import Tensor, nn
 
 from arbor import ModelError, Solver, UsageError
 from arbor.kernels.linear import PackedLinear, batch_dependent, is_plain, pack_linears
 from arbor.model import adapters, loading, quantized
-from arbor.model.kv_identity import model_identity
 from arbor.model.loading import BUILTIN, locate_model
+from arbor.model.model_identity import model_identity
 from arbor.model.quantized import check_quantized, quantization_of
 
-HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 64, 2
 BEFORE, AFTER = [1, 40, 77, 301, 12, 9, 500, 33], [14, 222, 8, 61]
 OPENED: dict[str, Any] = {"controller": "chain,samples=2", "verifier": "exact", "max_expansions": 2}
 needs_load = pytest.mark.filterwarnings("ignore")  # of the packages that quantize
-
-
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=640,
-        hidden_size=WIDTH,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def with_tokenizer(folder: Path) -> Path:
@@ -348,75 +328,6 @@ def test_other_weights_are_left_to_transformers() -> None:
 # GGUF files
 
 
-def write_gguf(model: Any, path: Path, quantized: bool = False) -> None:
-    """The model as llama.cpp writes it: heads of q and k are interleaved."""
-    import gguf
-    import numpy as np
-
-    writer = gguf.GGUFWriter(path, "llama")
-    config = model.config
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_vocab_size(config.vocab_size)
-    alphabet = gguf_alphabet()
-    tokens = ["<pad>", "<bos>", "<eos>", *alphabet, "4Ġ"]
-    tokens += [f"<unused{number}>" for number in range(config.vocab_size - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["4 Ġ"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    for name, weight in model.state_dict().items():
-        short = name.removesuffix(".weight")
-        for own, theirs in names.items():
-            short = short.replace(own, theirs) if short.endswith(own) else short
-        short = short.replace("model.layers", "blk")
-        data = weight.float().numpy()
-        for part, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
-            if short.endswith(part):
-                split = data.reshape(heads, 2, data.shape[0] // heads // 2, data.shape[1])
-                data = np.ascontiguousarray(split.swapaxes(1, 2).reshape(data.shape))
-        if quantized and data.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(f"{short}.weight", gguf.quants.quantize(data, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(f"{short}.weight", data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def gguf_alphabet() -> list[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return sorted(ByteLevel.alphabet())
-
-
 @needs_load
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True], ids=["F32", "Q8_0"])
@@ -455,15 +366,14 @@ def test_a_gguf_file_is_located_by_its_name(
 ) -> None:
     monkeypatch.setattr(loading, "find_spec", lambda name: object())
     path = tmp_path / "tiny.gguf"
-    path.write_bytes(b"GGUF")
+    path.write_bytes(EMPTY)
     other = tmp_path / "other.gguf"
-    other.write_bytes(b"GGUF other")
+    other.write_bytes(EMPTY + b"other")
 
     here, there = locate_model(path), locate_model("OWNER/MODEL/file.gguf")
 
     assert (here.path, here.gguf, here.place) == (str(tmp_path), "tiny.gguf", str(path))
     assert (there.path, there.gguf) == ("OWNER/MODEL", "file.gguf")
-    assert here.loading["gguf_file"] == "tiny.gguf"
     assert model_identity(here) != model_identity(locate_model(other))
     with pytest.raises(ModelError, match=r"Name the file: .*other\.gguf"):
         locate_model(tmp_path)

@@ -60,7 +60,7 @@ def test_verbose_prints_the_numbers_on_stderr(command: Arbor) -> None:
     ran = command("solve", "4 5 6 10", "--budget", "0.5", "-v")
 
     budget, loading, numbers, unreached = ran.err.splitlines()
-    assert loading == "loading builtin:sapling · seed 0"
+    assert loading == "loading builtin:sapling · weights float32, 3.73 GiB · seed 0"
     assert ran.out == "(10 - 4) * 5 - 6\n"
     assert budget == (
         "budget 0.5 keeps 50 % of what full retention holds at the time, and one expansion in any "
@@ -209,7 +209,9 @@ def test_a_dry_run_shows_the_plan_only(command: Arbor) -> None:
     ran = command("solve", "4 5 6 10", "--dry-run", "--budget", "100tok")
 
     assert ran.code == 0
-    assert ran.out.splitlines() == [
+    weights, *plan = ran.out.splitlines()
+    assert weights == "weights           float32, 3.73 GiB"
+    assert plan == [
         "budget                   100 tokens   100 KiB  0.2 of the worst case",
         "worst case               500 tokens   500 KiB  full retention, at most",
         "smallest workable         28 tokens    28 KiB  prompt, one thought and a question, as an amount",

@@ -4,6 +4,7 @@ stdout is empty."""
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -309,6 +310,45 @@ def test_a_stream_that_is_closed_is_not_a_bug(closed: str, tmp_path: Path) -> No
     command = f"{sys.executable} -m arbor solve '4 5' --task game24 {closed}"
     ran = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
 
-    assert ran.returncode == 4  # too few numbers
+    # too few numbers; or their answer would be lost
+    assert ran.returncode == (2 if closed == "1>&-" else 4)
     assert "bug" not in ran.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [("solve", "4 5 6 10"), ("info",), ("solve", "4 5 6 10", "--json")]
+)
+def test_a_result_for_a_closed_stdout_is_an_error(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = shlex.join([sys.executable, "-m", "arbor", *arguments])
+    ran = subprocess.run(
+        ["sh", "-c", f"{command} >&-"], cwd=tmp_path, capture_output=True, text=True
+    )
+
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("arbor: error: [output-unwritable] stdout is closed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_trace_is_noticed_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "run.arbor.jsonl"
+    trace.write_text("an earlier run")
+    monkeypatch.setattr("arbor.cli.solve.build_solver", lambda *_, **__: pytest.fail("built"))
+
+    ran = in_process(capsys)("solve", "4 5 6 10", "--trace", str(trace))
+
+    assert (ran.code, trace.read_text()) == (2, "an earlier run")
+    assert "output-exists" in ran.err
+
+
+def test_a_problem_in_words_for_the_built_in_model_names_what_would_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ran = in_process(capsys)("solve", "What is 2 + 2?", "--task", "reasoning", "--dry-run")
+
+    assert ran.code == 4
+    assert "Name another model" in ran.err and "Shorten the problem" not in ran.err

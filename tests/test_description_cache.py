@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from arbor.model.description_cache import (
     files_digest,
     keep_description,
     kept_description,
+    light_tokenizer,
     shipped_text,
 )
 from arbor.model.files import Files
 from arbor.model.loading import BUILTIN, ModelLocation, load_config, load_tokenizer, locate_model
 from arbor.model.weights import read_files
+from arbor.run.conversation import conversation_tokens
 
 SAPLING = BUILTIN["sapling"]
 PUZZLE = "4 5 6 10"
@@ -61,8 +64,8 @@ def keep(folder: Path, files: Files, dtype: str = "auto") -> ModelLocation:
 
 
 def record(folder: Path) -> Path:
-    """The only file in the cache folder."""
-    (found,) = (folder.parent / "cache" / "models").iterdir()
+    """The only description in the cache folder."""
+    (found,) = kept_files(folder)
     return found
 
 
@@ -103,7 +106,7 @@ def test_the_shipped_description_is_used(sapling: Files) -> None:
 def test_the_plain_tokenizer_gives_the_ids_of_transformers(
     sapling: Files, text: str, special: bool
 ) -> None:
-    plain = PlainTokenizer(SAPLING / "tokenizer.json")
+    plain = PlainTokenizer.of_file(SAPLING / "tokenizer.json")
     marked = f"<bos>{text}\n <eos>{text}<pad>"
 
     for each in (text, marked):
@@ -266,30 +269,83 @@ def test_an_unwritable_cache_folder_is_no_error(folder: Path, sapling: Files) ->
     assert kept_description(source, "auto") is None
 
 
-# What is never kept
+def test_a_chat_template_is_rendered_as_transformers_does(folder: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ bos_token }}{{ m['role'] }}: {{ m['content'] | trim }}\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    source = locate_model(folder)
+    read_files(source, None, None, "auto", keep=True)
+    messages = [{"role": "user", "content": " 4 5 6 10 "}]
+
+    found = kept_description(source, "auto")
+
+    assert found is not None
+    ids = conversation_tokens(found.tokenizer, messages)
+    own = load_tokenizer(source).apply_chat_template(messages, add_generation_prompt=True)
+    assert ids == own["input_ids"]
 
 
-def kept_files(folder: Path) -> list[Path]:
-    return list((folder.parent / "cache").rglob("*.json"))
-
-
-def test_a_tokenizer_with_a_chat_template_is_not_kept(folder: Path, sapling: Files) -> None:
-    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    read_files(locate_model(folder), None, None, "auto", keep=True)
-
-    assert kept_files(folder) == []
-
-
-def test_a_tokenizer_changed_by_its_settings_is_not_kept(folder: Path) -> None:
+def test_settings_that_change_a_tokenizer_are_in_the_kept_one(folder: Path) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     added = {"640": {"content": "<new>", "special": True, "normalized": False}}
     settings["added_tokens_decoder"] = added
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     source = locate_model(folder)
     read_files(source, None, None, "auto", keep=True)
-    plain = PlainTokenizer(folder / "tokenizer.json")
+    plain = PlainTokenizer.of_file(folder / "tokenizer.json")
 
-    assert load_tokenizer(source).encode("<new>") != plain.encode("<new>")
+    found = kept_description(source, "auto")
+
+    assert found is not None
+    assert found.tokenizer.encode("<new>") == load_tokenizer(source).encode("<new>")
+    assert found.tokenizer.encode("<new>") != plain.encode("<new>")
+
+
+def test_a_damaged_tokenizer_is_ignored_and_replaced(folder: Path, sapling: Files) -> None:
+    source = keep(folder, sapling)
+    (tokenizer,) = (folder.parent / "cache" / "tokenizers").iterdir()
+    whole = tokenizer.read_text()
+    tokenizer.write_text(whole.replace("<eos>", "<end>"))
+
+    assert kept_description(source, "auto") is None
+    keep(folder, sapling)
+    assert tokenizer.read_text() == whole
+
+
+def test_a_prompt_alone_keeps_the_tokenizer(folder: Path) -> None:
+    source = locate_model(folder)
+
+    read, kept = light_tokenizer(source), light_tokenizer(source)
+
+    assert not isinstance(read, PlainTokenizer)
+    assert isinstance(kept, PlainTokenizer)
+    assert kept.encode(PUZZLE) == read.encode(PUZZLE)
+
+
+# What is never kept
+
+
+def kept_files(folder: Path) -> list[Path]:
+    """The descriptions in the cache folder."""
+    files = (folder.parent / "cache" / "models").glob("*.json")
+    return [each for each in files if '"info"' in each.read_text() or not is_record(each)]
+
+
+def is_record(path: Path) -> bool:
+    """Whether a file is a whole record of a tokenizer."""
+    return '"chat_template"' in path.read_text()
+
+
+def test_a_tokenizer_whose_class_changes_its_ids_is_not_kept(folder: Path, sapling: Files) -> None:
+    class Shouting(type(sapling.tokenizer)):  # type: ignore[misc]
+        def encode(self, text: str, **settings: Any) -> Any:
+            return super().encode(text.upper(), **settings)
+
+    files = replace(sapling, tokenizer=Shouting.from_pretrained(folder))
+    keep(folder, files)
+
     assert kept_files(folder) == []
 
 

@@ -8,7 +8,9 @@ import html
 import io
 import itertools
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -31,6 +33,7 @@ from arbor.measure.evaluation.dataset import of_task, window
 from arbor.measure.evaluation.folder import RunFolder, digest
 from arbor.measure.evaluation.page import index_page
 from arbor.measure.evaluation.results import results
+from arbor.model.loading import locate_model
 from arbor.tasks.base import Problem
 from arbor.tasks.game24 import Game24
 from arbor.tasks.splits import dataset_split_of
@@ -354,6 +357,40 @@ def test_a_ratio_means_the_same_in_the_first_run_and_the_second(
     assert [row["metrics"]["peak_tokens"] for row in rows] == [
         row["metrics"]["peak_tokens"] for row in anew
     ]
+
+
+def test_resuming_with_other_weights_is_refused(command: Arbor, tmp_path: Path) -> None:
+    model = Path("m")
+    shutil.copytree(locate_model("builtin:sapling").path, model)
+    (weights,) = model.glob("*.safetensors")
+    before = weights.stat()
+    first = run(command, three(), "--model", str(model), "--limit", "1")
+
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    more = run(command, three(), "--model", str(model))
+    shown = run(command, three(), "--model", str(model), "--limit", "1")
+    fresh = run(command, three(), "--model", str(model), "--fresh")
+
+    assert first.code == 0
+    for ran in (more, shown):
+        assert (ran.code, ran.document["error"]["code"]) == (2, "run-differs")
+        assert "other weights: the files of m have changed" in ran.err
+    assert (fresh.code, fresh.document["n"]) == (0, 3)
+
+
+def test_a_folder_of_an_earlier_version_is_resumed(command: Arbor) -> None:
+    run(command, three(), "--limit", "1")
+    config = Path("out/run.toml")
+    kept = [line for line in config.read_text().splitlines() if "model_content" not in line]
+    config.write_text("\n".join(kept[:-1]) + "\n")
+
+    ran = run(command, three())
+
+    assert (ran.code, ran.document["n"]) == (0, 3)
+    assert "model_content" in config.read_text()
 
 
 def test_a_folder_with_something_else_is_left_alone(command: Arbor) -> None:

@@ -160,14 +160,14 @@ class Chat:
     def __init__(self, refuses_system: bool = False) -> None:
         self._refuses = refuses_system
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(each) for each in text]
 
-    def apply_chat_template(self, messages: Any, **options: Any) -> dict[str, list[int]]:
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
         if self._refuses and messages[0]["role"] == "system":
             raise ValueError("System role not supported")
         said = "".join(f"<{each['role']}>{each['content']}" for each in messages)
-        return {"input_ids": self.encode(said + "<assistant>")}
+        return said + "<assistant>"
 
 
 def read(tokenizer: Any, task: Any) -> str:

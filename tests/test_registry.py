@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Protocol
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.run_cli import environment
 
 from arbor import components, registry
 from arbor.components import build, spec_of
@@ -717,3 +718,71 @@ def test_a_name_with_settings_is_built_as_such() -> None:
         components.split_spec("lru,tail=1,tail=2")
     with pytest.raises(UsageError, match="'tail' is not KEY=VALUE"):
         components.build("policy", "lru,tail")
+
+
+# Files and modules of the working directory
+
+OWN = {
+    "controller": "from dataclasses import dataclass\nfrom arbor.controllers.chain import Chain\n\n\n"
+    "@dataclass(frozen=True)\nclass Mine(Chain):\n    extra: int = 1\n",
+    "verifier": "from arbor.verifiers.exact import Exact\n\n\nclass Mine(Exact):\n    pass\n",
+    "task": "from arbor.tasks.game24 import Game24\n\n\nclass Mine(Game24):\n    pass\n",
+    "policy": "from arbor.retention.policy import POLICIES\n\nMine = POLICIES['lru']\n",
+    "aggregate": "from arbor.aggregate.best import Best\n\n\nclass Mine(Best):\n    pass\n",
+    "backend": "from arbor.kernels.torch_cascade import TorchCascade as Mine\n",
+}
+
+
+@pytest.mark.parametrize("form", ["{0}.py:Mine", "./{0}.py:Mine", "{0}:Mine", "{1}/{0}.py:Mine"])
+def test_a_component_of_the_working_directory_is_found(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    (tmp_path / "own_controller.py").write_text(OWN["controller"])
+
+    built = build("controller", form.format("own_controller", tmp_path), extra=7)
+    spec = spec_of(built)
+    sys.modules.pop("own_controller", None)
+
+    assert built.extra == 7
+    assert type(build("controller", spec.pop("name"), **spec)).__name__ == "Mine"
+
+
+@pytest.mark.parametrize("kind", sorted(OWN))
+def test_every_kind_of_component_goes_by_its_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / f"{kind}_of_mine.py"
+    file.write_text(OWN[kind])
+
+    found = resolve(kind, f"{file.name}:Mine")
+
+    assert resolve(kind, registry.name_of(found)) in (found, type(found))
+
+
+def test_a_file_that_is_missing_or_broken_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no')")
+
+    for name in ("missing.py:Mine", "broken.py:Mine"):
+        with pytest.raises(UsageError, match=name.replace(".", r"\.")) as refused:
+            resolve("policy", name)
+        assert refused.value.code == "policy-broken"
+
+
+def test_the_command_takes_a_component_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN["policy"])
+    script = "import sys; sys.path = sys.path[1:]; from arbor.cli import main; sys.exit(main())"
+    for name in ("mine.py:Mine", "mine:Mine"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, "solve", "4 5 6 10", "--policy", name, "--dry-run"],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")

@@ -529,7 +529,7 @@ def test_an_overlong_problem_is_refused(small: Path) -> None:
 
     assert error.value.code == "problem-too-long"
     assert "256" in error.value.message
-    assert error.value.hint.startswith("Shorten the problem, or --max-depth 1, or --step-tokens ")
+    assert error.value.hint.startswith("Use --max-depth 1, or --step-tokens ")
     for flag, name in (("--max-depth", "max_depth"), ("--step-tokens", "step_tokens")):
         most = int(error.value.hint.split(f"{flag} ")[1].split(",")[0].rstrip("."))
         settings = {"step_tokens": 200, name: most}
@@ -916,3 +916,15 @@ def test_scores_after_a_stop_keep_their_places(monkeypatch: pytest.MonkeyPatch) 
     assert any(each is not None for each in found)
     for each, right in zip(found, alone, strict=True):
         assert each is None or right is None or each.total == pytest.approx(right.total, abs=1e-4)
+
+
+def test_a_setting_of_the_solver_is_no_option_of_a_run() -> None:
+    with Solver() as solver:
+        for search in (
+            lambda: solver.solve("4 5 6 10", max_expansions=3),  # type: ignore[call-arg]
+            lambda: next(solver.imap(["4 5 6 10"], max_expansions=3)),  # type: ignore[call-arg]
+            lambda: solver.stream("4 5 6 10", max_expansions=3),  # type: ignore[call-arg]
+        ):
+            with pytest.raises(UsageError, match=r"Solver\(max_expansions=…\)") as refused:
+                search()
+            assert refused.value.code == "unknown-setting"

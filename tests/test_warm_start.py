@@ -36,6 +36,7 @@ from arbor.forest import LEAST_COMMON
 from arbor.memory.prompt_files import ABANDONED_S, BLOCK, HEADER, PromptFiles
 from arbor.metrics import Metrics, MetricsFold
 from arbor.model import kv_identity as identities
+from arbor.model import model_identity
 from arbor.model.loading import ModelLocation, locate_model
 from arbor.run.keep_kv import KeepKV
 from arbor.trace.fold import Replay
@@ -725,7 +726,7 @@ def sapling(folder: Path) -> Path:
 
 def test_a_model_is_identified_by_its_weights_and_settings(tmp_path: Path) -> None:
     folder = sapling(tmp_path / "model")
-    of = identities.model_identity
+    of = model_identity.model_identity
     first = of(locate_model(folder))
     assert first is not None
     assert of(locate_model(sapling(tmp_path / "copy"))) == first
@@ -742,13 +743,13 @@ def test_a_model_is_identified_by_its_weights_and_settings(tmp_path: Path) -> No
 
 def test_a_model_of_the_hub_is_identified_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     commit: list[str | None] = ["abc"]
-    monkeypatch.setattr(identities, "cached_commit", lambda source: commit[0])
+    monkeypatch.setattr(model_identity, "cached_commit", lambda source: commit[0])
     source = ModelLocation("a/b", "a/b", "main")
-    assert identities.model_identity(source) == "a/b@abc"
-    assert identities.model_identity(ModelLocation("a/c", "a/c")) == "a/c@abc"
+    assert model_identity.model_identity(source) == "a/b@abc"
+    assert model_identity.model_identity(ModelLocation("a/c", "a/c")) == "a/c@abc"
     commit[0] = None
-    assert identities.model_identity(source) is None
-    assert identities.model_identity(ModelLocation("LlamaForCausalLM", "")) is None
+    assert model_identity.model_identity(source) is None
+    assert model_identity.model_identity(ModelLocation("LlamaForCausalLM", "")) is None
 
 
 def test_an_identity_names_what_the_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,13 @@ import click
 
 from arbor._version import __version__
 from arbor.cli.command import Group, Option, unknown_variables
+from arbor.cli.loading_line import LoadingLine
 from arbor.cli.options import COMPLETION, output_options
-from arbor.cli.output import Output, close_log, configure_log, encodable
+from arbor.cli.output import ClosedStdout, Output, close_log, configure_log, encodable
 from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.support.atomic_write import DISK_FULL, FREE_SPACE
+from arbor.support.stages import showing
 
 # module and purpose of each command; help, --version and TAB import none of them
 COMMANDS = {
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if COMPLETION in os.environ:
             cli.main(words, prog_name="arbor")
-        with raising():
+        with raising(), showing(LoadingLine(output)):
             return _run(words, output)
     except BrokenPipeError:
         _discard_stdout()  # the reader has closed the pipe
@@ -183,7 +185,7 @@ def _fail(output: Output, error: ArborError) -> int:
         traceback.print_exc()
     with contextlib.suppress(OSError):
         print(encodable(f"arbor: error: {error}", sys.stderr), file=sys.stderr)
-    if output.json:
+    if output.json and not isinstance(sys.stdout, ClosedStdout):
         try:
             click.echo(json.dumps({"error": error.to_dict()}, default=str))
         except OSError:
@@ -214,10 +216,11 @@ def _crash(output: Output, words: list[str], error: Exception) -> int:
 
 
 def _open_streams() -> None:
-    """Replaces streams closed by the shell (``>&-``) with the null device."""
+    """Replaces streams closed by the shell (``>&-``) with the null device, and stdout with one that
+    refuses what would be lost."""
     null = Path(os.devnull)
     sys.stdin = sys.stdin or null.open(encoding="utf-8")  # stays open until exit
-    sys.stdout = sys.stdout or null.open("w", encoding="utf-8")
+    sys.stdout = sys.stdout or ClosedStdout()
     sys.stderr = sys.stderr or null.open("w", encoding="utf-8")
 
 

@@ -17,7 +17,7 @@ from arbor.run.config import read_config, refuse_trust
 from arbor.run.presets import preset
 
 # versions of what wrote the file and of what it used
-IGNORED = ("arbor", "grader_version", "prompt_version")
+IGNORED = ("arbor", "grader_version", "model_content", "prompt_version")
 # keys of a context's `meta`
 CONFIG_PATH = "arbor.config.path"  # the file of the defaults
 CONFIG_SETTINGS = "arbor.config.settings"  # part -> (its name, its settings as KEY=VALUE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -109,6 +110,28 @@ class Output:
         if not console.is_terminal:
             console.width = 200
         console.print(table)
+
+
+class ClosedStdout(io.TextIOBase):
+    """In the place of a stdout that the shell has closed: a result is refused, not lost."""
+
+    encoding = "utf-8"
+
+    def writable(self) -> bool:
+        """As a stream that is written to."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Refuses a text.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "output-unwritable",
+            "stdout is closed (>&-), and the result would be lost.",
+            "Name a file, as in > answer.txt, or /dev/null.",
+        )
 
 
 def encodable(text: str, stream: IO[str]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from arbor.cli.output import ClosedStdout
 from arbor.errors import UsageError
 
 STDOUT = Path("-")
@@ -32,6 +34,16 @@ def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path
                 f"Name another file with {flag}.",
             )
         taken.add(os.path.realpath(path))
+
+
+def refuse_closed_stdout() -> None:
+    """Refuses a stdout that the shell has closed, before the result that it would lose.
+
+    Raises:
+        UsageError: it is closed.
+    """
+    if isinstance(sys.stdout, ClosedStdout):
+        sys.stdout.write("")
 
 
 def refuse_existing(flag: str, path: Path | None) -> None:

@@ -101,7 +101,7 @@ def prompt(output: Output, /, **values: Any) -> int:
     problem = parse_problem(checked_task(task), problem_text(options, task))
     source = locate_model(options.model, options.revision, options.trust_remote_code)
     tokenizer = light_tokenizer(source)
-    tokens = encode_prompt(tokenizer, checked_task(task).prompt(problem), task)
+    tokens = encode_prompt(tokenizer, checked_task(task).prompt(problem), task, problem.text)
     text = tokenizer.decode(tokens)
     if output.json:
         output.document(

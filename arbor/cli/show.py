@@ -90,6 +90,8 @@ def info(output: Output, /, **values: Any) -> int:
     for name, value in model.to_dict().items():
         shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
         output.print(f"{name.replace('_', ' '):<20}{'-' if value in (None, '') else shown}")
+    if model.supported:
+        output.print(f"{'memory of weights':<20}{human_bytes(model.weights_bytes)}")
     if note and not model.reason:
         output.print(f"{'note':<20}{note}")
     if plan is not None:

@@ -29,7 +29,12 @@ from arbor.cli.options import (
     trace_detail_options,
 )
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_existing, refuse_overwriting, refuse_unwritable
+from arbor.cli.output_paths import (
+    refuse_closed_stdout,
+    refuse_existing,
+    refuse_overwriting,
+    refuse_unwritable,
+)
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import InputError, UsageError
 from arbor.metrics import Metrics
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
 
     from arbor.aggregate.base import AnswerVotes
     from arbor.events import Event
+    from arbor.model.model_info import ModelInfo
     from arbor.run.solution import Solution
     from arbor.run.stream import SearchStream
     from arbor.solver import Solver
@@ -157,6 +163,8 @@ def solve(output: Output, /, **values: Any) -> int:
     else:
         problem = read_problem(options.problem, options.file, options.encoding)
     searches = not (options.dry_run or options.print_config)
+    if searches:
+        check_outputs(options)
     with (
         StopSignals() as signals,
         build_solver(options.solver, problem, searches=searches) as solver,
@@ -168,18 +176,14 @@ def solve(output: Output, /, **values: Any) -> int:
         warn_of_guesses(output, options.solver)
         plan = solver.plan(problem)
         if options.dry_run:
+            if not output.json:
+                output.print(f"{'weights':<18}{weights_text(solver.describe())}")
             print_plan(output, plan)
             return 0
         output.say(budget_line(options.solver.budget, plan))
-        refuse_unwritable("--html", options.html)
-        outputs = {"--trace": options.trace, "--html": options.html}
-        config_path = click.get_current_context().meta.get(CONFIG_PATH)
-        refuse_overwriting(outputs, [options.file, config_path])
-        if not options.force and str(options.trace) != "off":
-            refuse_existing("--trace", options.trace)
         writer = open_trace(options.trace, options.trace_detail.trace_text)
-        lossy = "" if options.solver.weights == "auto" else " · weights int8, lossy"
-        output.say(f"loading {options.solver.model}{lossy} · seed {options.solver.seed}")
+        sizes = weights_text(solver.describe())
+        output.say(f"loading {options.solver.model} · weights {sizes} · seed {options.solver.seed}")
         stream = solver.stream(
             problem,
             expected=options.expected,
@@ -247,6 +251,21 @@ def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
             "problem-unreadable", f"{name} cannot be read: {error.strerror}.", path=name
         ) from error
     return decoded(data, encoding, name)
+
+
+def check_outputs(options: SolveOptions) -> None:
+    """Refuses files to write that cannot be, or that are not to be, before anything is read.
+
+    Raises:
+        UsageError: names the option.
+    """
+    refuse_closed_stdout()
+    refuse_unwritable("--html", options.html)
+    outputs = {"--trace": options.trace, "--html": options.html}
+    config_path = click.get_current_context().meta.get(CONFIG_PATH)
+    refuse_overwriting(outputs, [options.file, config_path])
+    if not options.force and str(options.trace) != "off":
+        refuse_existing("--trace", options.trace)
 
 
 def open_trace(path: Path | None, text: Literal["full", "none"]) -> TraceWriter | None:
@@ -474,6 +493,12 @@ def no_answer(solution: Solution) -> str:
     ended = solution.limit or solution.finish_reason
     reason, hint = reasons.get(ended, (ended, "again"))
     return f"[no-answer] {reason} after {solution.metrics.blocks:,} blocks, no answer; try {hint}."
+
+
+def weights_text(info: ModelInfo) -> str:
+    """Dtype and memory of the weights as they are loaded."""
+    lossy = "" if info.weights == "auto" else f", then {info.weights}, lossy"
+    return f"{info.dtype}, {human_bytes(info.weights_bytes)}{lossy}"
 
 
 def print_plan(output: Output, plan: Plan) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from arbor.errors import ModelError, UsageError
 from arbor.model.description_cache import kept_description
 from arbor.model.files import Description, Files
-from arbor.model.loading import ModelLocation, locate_model, revision_error
+from arbor.model.loading import ModelLocation, locate_model, revision_error, settled_dtype
 from arbor.model.model_info import ModelInfo
 from arbor.model.names import INT8, check_device, check_kv_dtype, check_weights
 from arbor.model.placement import (
@@ -27,6 +27,8 @@ from arbor.model.placement import (
     resolve_device,
     runs_native,
 )
+from arbor.support.garbage import no_collection
+from arbor.support.stages import stage_of
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +132,7 @@ class Checkpoint:
                 return known
             light = "torch" not in sys.modules and self._given is None and self._tokenizer is None
             if light:
-                kept = kept_description(self.source, self.dtype)
+                kept = kept_description(self.source, self._settled_dtype())
                 self._description = kept and replace(kept, info=self._as_kept(kept.info))
             return self._description or self._read(keep=light)
 
@@ -151,27 +153,31 @@ class Checkpoint:
             UsageError: `deterministic`, and layers of the model depend on the batch; or FlashInfer
                 was requested and cannot run.
         """
-        from arbor.model.weights import load_weights
-
         with self._loading:
             if self._weights is None:
                 files = self.read_files()
                 if not files.info.supported:
                     reason, hint = files.info.reason, "See 'arbor info MODEL'."
                     raise ModelError("arch-unsupported", reason, hint)
-                self._weights = load_weights(
-                    self.source,
-                    self._ready_model(files),
-                    files,
-                    device=self.device,
-                    backend=self.backend_name(files.info),
-                    required=self.backend == FLASHINFER,
-                    deterministic=self.deterministic,
-                    cuda_graphs=self.cuda_graphs,
-                    int8_kv=self.kv_dtype == INT8,
-                    int8_weights=self.weights == INT8,
-                )
+                self._weights = self._load(files)
             return self._weights
+
+    def _load(self, files: Files) -> Weights:
+        from arbor.model.weights import load_weights
+
+        with stage_of(f"loading {self.source.label}"):
+            return load_weights(
+                self.source,
+                self._ready_model(files),
+                files,
+                device=self.device,
+                backend=self.backend_name(files.info),
+                required=self.backend == FLASHINFER,
+                deterministic=self.deterministic,
+                cuda_graphs=self.cuda_graphs,
+                int8_kv=self.kv_dtype == INT8,
+                int8_weights=self.weights == INT8,
+            )
 
     def _ready_model(self, files: Files) -> Any:
         """The model as it was passed; None: its weights are read as those of a `*ForCausalLM`.
@@ -182,11 +188,17 @@ class Checkpoint:
         return self._given
 
     def _read(self, keep: bool) -> Files:
-        from arbor.model.weights import read_files
+        with stage_of(f"reading {self.source.label}"), no_collection():
+            from arbor.model.weights import read_files
 
-        files = read_files(self.source, self._given, self._tokenizer, self.dtype, keep=keep)
+            dtype = self._settled_dtype()
+            files = read_files(self.source, self._given, self._tokenizer, dtype, keep=keep)
         self._files = replace(files, info=self._as_kept(files.info))
         return self._files
+
+    def _settled_dtype(self) -> str:
+        """The dtype to read the model in, as in `resolve_dtype`."""
+        return settled_dtype(self.source, self.dtype, self.asked_device)
 
     def _as_kept(self, info: ModelInfo) -> ModelInfo:
         """The model with weights and KV as they are kept here."""

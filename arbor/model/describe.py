@@ -20,6 +20,7 @@ from arbor.model.loading import (
     locate_model,
     needs_remote_code,
     remote_code_error,
+    settled_dtype,
 )
 from arbor.model.model_info import ModelInfo
 from arbor.model.names import check_dtype
@@ -47,7 +48,7 @@ def describe(
     """
     source = locate_model(model, revision, trust_remote_code)
     config = load_config(source)
-    return describe_config(config, source, dtype=dtype)
+    return describe_config(config, source, dtype=settled_dtype(source, dtype, "auto"))
 
 
 def describe_config(config: Any, source: ModelLocation, *, dtype: str = "auto") -> ModelInfo:

@@ -1,24 +1,25 @@
 """Descriptions of models kept as files, so that a plan imports neither torch nor transformers.
 
-A description is kept for a model directory whose tokenizer is ``tokenizer.json`` as it is, and used
-only while everything that it was made from is the same: the directory's files, the dtype, and the
-versions of Python's packages and of this one's modules. Any other file is ignored and replaced.
+A description is kept for a model directory or a GGUF file, and used only while everything that it
+was made from is the same: a directory's files, or all that a GGUF file says before its weights; the
+dtype; and the versions of Python's packages and of this one's modules. Any other file is ignored
+and replaced. A GGUF file is known by its content, whatever it is called and wherever it lies.
 
-Descriptions are in the cache folder (`arbor.support.cache_dir`); that of the built-in model is
-shipped with it, in `SHIPPED`, which ``scripts/describe_sapling.py`` writes.
+Descriptions are in the cache folder (`arbor.support.cache_dir`), and next to them the tokenizers,
+each a ``tokenizer.json`` named by its own content. What belongs to the built-in model is shipped
+with it, in `SHIPPED`, which ``scripts/describe_sapling.py`` writes.
 
 Never kept: models of the Hub, whose files may change with the cache; models whose Python code is
-trusted, which may do anything; tokenizers with a chat template, which transformers renders.
+trusted, which may do anything; tokenizers whose class changes what their file says.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ from typing import Any
 from arbor._version import __version__
 from arbor.errors import ArborError
 from arbor.model.files import Description
-from arbor.model.loading import BUILTIN, ModelLocation, load_tokenizer
+from arbor.model.gguf_header import read_gguf_header
+from arbor.model.loading import BUILTIN, GGUF_PACKAGES, ModelLocation, load_tokenizer
 from arbor.model.model_info import ModelInfo
+from arbor.model.plain_tokenizer import PlainTokenizer, plain_parts
 from arbor.model.sampling_params import Sampling
 from arbor.support.atomic_write import write_atomically
-from arbor.support.cache_dir import description_file
+from arbor.support.cache_dir import description_file, tokenizer_file
 
 SCHEMA = "arbor.description/1"
 SHIPPED = "description.json"
@@ -43,48 +46,9 @@ OTHER_FILES = (
     *("README.md", "LICENSE", ".gitattributes", ".gitignore"),
 )
 TEMPLATES = "additional_chat_templates"  # the only folder that transformers reads
-# what a tokenizer's class may change between text and ids
-STEPS = (
-    *("encode", "_encode_plus", "_convert_encoding", "set_truncation_and_padding"),
-    *("decode", "_decode", "__len__"),
-)
 LARGE_BYTES = 64 << 20  # larger files are identified by their size and time of change
 
 Record = dict[str, Any]
-
-
-class PlainTokenizer:
-    """``tokenizer.json`` as it is: the ids and texts of the model's Hugging Face tokenizer.
-
-    Args:
-        path: of the file.
-    """
-
-    chat_template = None
-
-    def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(path))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        return list(encoded.ids)
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    def __len__(self) -> int:
-        """Number of token ids, added ones included."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-
-    def serialized(self) -> str:
-        """Everything that decides the ids, as JSON."""
-        return str(self._tokenizer.to_str())
 
 
 def kept_description(source: ModelLocation, dtype: str) -> Description | None:
@@ -92,18 +56,18 @@ def kept_description(source: ModelLocation, dtype: str) -> Description | None:
 
     Args:
         source: the model.
-        dtype: as the user wrote it.
+        dtype: as in `resolve_dtype`.
     """
-    folder = Path(source.path)
-    if source.trust_remote_code or source.gguf is not None or not folder.is_dir():
+    if not _is_stable(source):
         return None
     try:
         record = _shipped(source, dtype) or _cached(source, dtype)
-        if record is None:
+        tokenizer = None if record is None else kept_tokenizer(source)
+        if record is None or tokenizer is None:
             return None
         info = record["info"] | {"head_dims": tuple(record["info"]["head_dims"])}
         return Description(
-            PlainTokenizer(folder / TOKENIZER),
+            tokenizer,
             ModelInfo(id=source.name, revision=None, **info),
             Sampling(**record["sampling"]),
         )
@@ -111,14 +75,36 @@ def kept_description(source: ModelLocation, dtype: str) -> Description | None:
         return None
 
 
+def kept_tokenizer(source: ModelLocation) -> PlainTokenizer | None:
+    """The tokenizer of a model from a file; None if there is none that is still true."""
+    if not _is_stable(source):
+        return None
+    try:
+        if _shipped(source, "auto") is not None:
+            return PlainTokenizer.of_file(Path(source.path) / TOKENIZER)
+        record = _cached(source, TOKENIZER)
+        if record is None:
+            return None
+        serialized = tokenizer_file(record["content"]).read_bytes()
+        if _digest_of_bytes(serialized) != record["content"]:
+            return None
+        return PlainTokenizer(serialized, record["chat_template"], record["special_tokens"])
+    except Exception:
+        return None
+
+
 def light_tokenizer(source: ModelLocation) -> Any:
-    """A model's tokenizer: `PlainTokenizer` where a description is kept, else transformers'.
+    """A model's tokenizer: a `PlainTokenizer` where one is kept, else transformers', then kept.
 
     Raises:
         ModelError: no readable tokenizer.
     """
-    known = kept_description(source, "auto")
-    return load_tokenizer(source) if known is None else known.tokenizer
+    known = kept_tokenizer(source)
+    if known is not None:
+        return known
+    tokenizer = load_tokenizer(source)
+    keep_tokenizer(source, tokenizer)
+    return tokenizer
 
 
 def keep_description(source: ModelLocation, dtype: str, config: Any, files: Description) -> None:
@@ -129,13 +115,44 @@ def keep_description(source: ModelLocation, dtype: str, config: Any, files: Desc
         config: the model's config.
         files: what was read.
     """
-    with contextlib.suppress(OSError, ArborError, metadata.PackageNotFoundError):
-        if not _may_be_kept(source, config, files):
-            return
-        path = description_file(_place(source, dtype))
-        record = _sealed(_identity(source, dtype), record_of(files))
+    own = type(config).__module__.startswith("transformers.")
+    if own and files.info.supported and keep_tokenizer(source, files.tokenizer):
+        _keep(source, dtype, record_of(files))
+
+
+def keep_tokenizer(source: ModelLocation, tokenizer: Any) -> bool:
+    """Writes a Hugging Face tokenizer, if it may be kept; returns whether it could be."""
+    parts = plain_parts(tokenizer) if _is_stable(source) else None
+    if parts is None:
+        return False
+    serialized, template, special = parts
+    content = _digest_of_bytes(serialized)
+    path = tokenizer_file(content)
+    try:
+        if not path.is_file() or _digest_of_bytes(path.read_bytes()) != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, serialized)
+    except (OSError, ArborError):
+        return False
+    record = {"content": content, "chat_template": template, "special_tokens": special}
+    return _keep(source, TOKENIZER, record)
+
+
+def _keep(source: ModelLocation, kind: str, record: Record) -> bool:
+    """Writes a record; returns whether it could be written."""
+    try:
+        path = description_file(_place(source, kind))
+        sealed = _sealed(_identity(source, kind), record)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(record, indent=1) + "\n")
+        write_atomically(path, json.dumps(sealed, indent=1) + "\n")
+    except (OSError, ArborError, metadata.PackageNotFoundError):
+        return False
+    return True
+
+
+def _is_stable(source: ModelLocation) -> bool:
+    """Whether files on this machine, and the packages, alone decide what a model is."""
+    return not source.trust_remote_code and Path(source.path).is_dir()
 
 
 def record_of(files: Description) -> Record:
@@ -155,11 +172,6 @@ def files_digest(folder: Path) -> str:
     files = sorted([*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")])
     settings = [each for each in files if each.suffix not in WEIGHTS]
     return _digest_of(folder, [each for each in settings if each.name not in OTHER_FILES])
-
-
-def weights_digest(folder: Path) -> str:
-    """A digest of the weights in a model's directory."""
-    return _digest_of(folder, sorted(each for each in folder.iterdir() if each.suffix in WEIGHTS))
 
 
 def _digest_of(folder: Path, paths: Iterable[Path]) -> str:
@@ -183,9 +195,9 @@ def _shipped(source: ModelLocation, dtype: str) -> Record | None:
     return _opened((folder / SHIPPED).read_bytes(), files_digest(folder))
 
 
-def _cached(source: ModelLocation, dtype: str) -> Record | None:
-    path = description_file(_place(source, dtype))
-    return _opened(path.read_bytes(), _identity(source, dtype)) if path.is_file() else None
+def _cached(source: ModelLocation, kind: str) -> Record | None:
+    path = description_file(_place(source, kind))
+    return _opened(path.read_bytes(), _identity(source, kind)) if path.is_file() else None
 
 
 def _sealed(identity: str, record: Record) -> Record:
@@ -202,17 +214,28 @@ def _opened(data: bytes, identity: str) -> Record | None:
     return sealed if known and digest == _digest(sealed) else None
 
 
-def _place(source: ModelLocation, dtype: str) -> str:
-    """Identifies a model and a dtype, whatever the model's files hold."""
-    return _digest([str(Path(source.path).resolve()), dtype])
+def _place(source: ModelLocation, kind: str) -> str:
+    """Identifies a model and a record of it: a dtype, or `TOKENIZER`.
+
+    A directory is identified by its path, and its files may change; a GGUF file by its header.
+    """
+    if source.gguf is not None:
+        return _digest([_header_digest(source), kind])
+    return _digest([str(Path(source.path).resolve()), kind])
 
 
-def _identity(source: ModelLocation, dtype: str) -> str:
-    """A digest of everything that a description is made from."""
-    versions = {name: metadata.version(name) for name in PACKAGES}
-    return _digest(
-        [_place(source, dtype), files_digest(Path(source.path)), __version__, versions, _code()]
-    )
+def _identity(source: ModelLocation, kind: str) -> str:
+    """A digest of everything that a record is made from."""
+    packed = source.gguf is not None
+    packages = (*PACKAGES, *GGUF_PACKAGES) if packed else PACKAGES
+    versions = {name: metadata.version(name) for name in packages}
+    made_from = _header_digest(source) if packed else files_digest(Path(source.path))
+    return _digest([_place(source, kind), made_from, __version__, versions, _code()])
+
+
+def _header_digest(source: ModelLocation) -> str:
+    assert source.gguf is not None, "only a GGUF file has a header"
+    return read_gguf_header(Path(source.path) / source.gguf).digest
 
 
 @functools.cache
@@ -229,34 +252,5 @@ def _digest(facts: Any) -> str:
     return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 
-def _may_be_kept(source: ModelLocation, config: Any, files: Description) -> bool:
-    """Whether a model's directory and the packages alone decide its description."""
-    folder = Path(source.path)
-    return (
-        not source.trust_remote_code
-        and source.gguf is None
-        and folder.is_dir()
-        and files.info.supported
-        and type(config).__module__.startswith("transformers.")
-        and _is_plain(files.tokenizer, folder / TOKENIZER)
-    )
-
-
-def _is_plain(tokenizer: Any, path: Path) -> bool:
-    """Whether a Hugging Face tokenizer gives the ids and texts of a ``tokenizer.json``.
-
-    It does if its backend is the file's, to the last setting, and it adds nothing of its own.
-    """
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    cls, plain = type(tokenizer), PreTrainedTokenizerFast
-    if not issubclass(cls, plain) or any(getattr(cls, s) is not getattr(plain, s) for s in STEPS):
-        return False
-    changes = ("chat_template", "split_special_tokens", "clean_up_tokenization_spaces")
-    if any(getattr(tokenizer, each, None) for each in changes) or not path.is_file():
-        return False
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.no_truncation()  # as `encode` does
-    backend.no_padding()
-    return str(backend.to_str()) == PlainTokenizer(path).serialized()
+def _digest_of_bytes(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from arbor.memory.prompt_files import FORMAT
-from arbor.model.description_cache import files_digest, weights_digest
-from arbor.model.loading import ModelLocation, cached_commit
+from arbor.model.loading import ModelLocation
 from arbor.model.measurement_file import identity_of
+from arbor.model.model_identity import model_identity
 from arbor.model.runner import ModelRunner
 
 CODE = ("kernels", "model")  # folders whose modules compute K and V
@@ -52,34 +52,6 @@ def kv_identity(
         "code": _code(),
     }
     return _digest(facts)
-
-
-def model_identity(source: ModelLocation) -> str | None:
-    """A model's weights and settings: a digest of its directory, or its commit on the Hub; None for
-    a ready model, and for one of the Hub, or an adapter of it, whose commit is not known."""
-    if not source.path:
-        return None
-    found = _base_identity(source)
-    if source.adapter is None or found is None:
-        return found
-    adapter = Path(source.adapter).expanduser()
-    if not adapter.is_dir():
-        return None
-    return f"{found} {files_digest(adapter)} {weights_digest(adapter)}"
-
-
-def _base_identity(source: ModelLocation) -> str | None:
-    """`model_identity` without the adapter."""
-    folder = Path(source.path)
-    if folder.is_dir():
-        weights = weights_digest(folder)
-        return (
-            f"{files_digest(folder)} {weights} {source.gguf}"
-            if source.gguf
-            else f"{files_digest(folder)} {weights}"
-        )
-    commit = cached_commit(source)
-    return None if commit is None else f"{source.place}@{commit}"
 
 
 @functools.cache

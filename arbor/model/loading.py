@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from arbor.errors import ModelError, UnknownName, UsageError
 from arbor.model.adapters import check_adapter, merged
+from arbor.model.bfloat16 import auto_dtype
+from arbor.model.gguf_header import is_gguf, read_gguf_header
+from arbor.model.hub import cache_if_unreachable, is_reachable
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
+from arbor.support.stages import show
 
 if TYPE_CHECKING:
     import torch
@@ -91,13 +95,12 @@ class ModelLocation:
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Arguments of transformers' loaders after the path.
+        """Arguments of transformers' loaders after the path, besides those of `read_once`.
 
         Trust is always passed: without it, transformers asks on the terminal.
         """
         version = {} if self.revision is None else {"revision": self.revision}
-        packed = {} if self.gguf is None else {"gguf_file": self.gguf}
-        return {**version, **packed, "trust_remote_code": self.trust_remote_code}
+        return {**version, "trust_remote_code": self.trust_remote_code}
 
 
 def locate_model(
@@ -156,7 +159,8 @@ def _locate(name: str) -> ModelLocation:
     path = Path(name).expanduser()
     if path.is_dir():
         return _directory(name, path)
-    if name.endswith(GGUF) and (path.is_file() or _is_hub_file(name)):
+    packed = name.lower().endswith(GGUF)
+    if (path.is_file() and (packed or is_gguf(path))) or (packed and _is_hub_file(name)):
         return _gguf_file(name, path)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.exists()
     if looks_local:
@@ -180,7 +184,8 @@ def _gguf_file(name: str, path: Path) -> ModelLocation:
     """A file that holds config, tokenizer and weights.
 
     Raises:
-        ModelError: a package is missing that reads it.
+        ModelError: it is damaged or cut off.
+        UsageError: a package is missing that reads it.
     """
     missing = [each for each in GGUF_PACKAGES if find_spec(each) is None]
     if missing:
@@ -190,7 +195,10 @@ def _gguf_file(name: str, path: Path) -> ModelLocation:
             "pip install 'arbor-search[gguf]'",
             model=name,
         )
-    folder, file = (str(path.parent), path.name) if path.is_file() else name.rsplit("/", 1)
+    if path.is_file():
+        read_gguf_header(path).check()
+        return ModelLocation(name, str(path.parent), gguf=path.name)
+    folder, file = name.rsplit("/", 1)
     return ModelLocation(name, folder, gguf=file)
 
 
@@ -235,11 +243,75 @@ def load_config(source: ModelLocation) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source.path, **source.loading)
+        with read_once(source) as (path, packed):
+            config: Any = AutoConfig.from_pretrained(path, **packed, **source.loading)
     except Exception as error:  # transformers checks little of what a file holds
         if not _is_the_files(source, error, OSError, ValueError, KeyError):
             raise
         raise _unreadable(source, error) from error
+    config.name_or_path = source.path
+    return config
+
+
+@contextmanager
+def read_once(
+    source: ModelLocation, on_tensor: Callable[[int, int], None] | None = None
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """What transformers' loaders get of the place of a model; a GGUF file is parsed once.
+
+    Args:
+        source: the model.
+        on_tensor: as in `header_given`.
+
+    Yields:
+        The path, and the arguments that name a file there.
+
+    Raises:
+        ModelError: a damaged GGUF file.
+        OSError: one of the Hub that cannot be downloaded.
+    """
+    with ExitStack() as lasting:
+        if not Path(source.path).is_dir():
+            lasting.enter_context(cache_if_unreachable())
+        if source.gguf is None:
+            yield source.path, {}
+            return
+        from arbor.model.gguf_conversion import header_given
+
+        header = read_gguf_header(_gguf_path(source))
+        header.check()
+        folder, file = lasting.enter_context(header_given(header, on_tensor))
+        yield folder, {"gguf_file": file}
+
+
+def settled_dtype(source: ModelLocation, dtype: str, device: str) -> str:
+    """The dtype to read a model in: ``auto`` of a GGUF file depends on the device too.
+
+    Args:
+        source: the model.
+        dtype: as the user wrote it.
+        device: by name, or ``auto``.
+
+    Raises:
+        ModelError: a damaged GGUF file.
+    """
+    if dtype != "auto" or source.gguf is None:
+        return dtype
+    try:
+        return auto_dtype(read_gguf_header(_gguf_path(source)), device)
+    except (OSError, ValueError) as error:
+        raise _unreadable(source, error) from error
+
+
+def _gguf_path(source: ModelLocation) -> Path:
+    """A GGUF file on this machine; that of a model of the Hub is downloaded if need be."""
+    assert source.gguf is not None, "it names a file"
+    if Path(source.path).is_dir():
+        return Path(source.path) / source.gguf
+    from transformers.utils.hub import cached_file
+
+    with cache_if_unreachable():
+        return Path(str(cached_file(source.path, source.gguf, revision=source.revision)))
 
 
 def cached_commit(source: ModelLocation) -> str | None:
@@ -261,13 +333,15 @@ def load_tokenizer(source: ModelLocation) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source.path, **source.loading)
+        with read_once(source) as (path, packed):
+            tokenizer: Any = AutoTokenizer.from_pretrained(path, **packed, **source.loading)
     except Exception as error:
         if not _is_the_files(source, error, OSError, ValueError, KeyError, TypeError):
             raise
         if Path(source.path).is_dir() and not needs_remote_code(error):
             raise _no_tokenizer(source, _first_line(error)) from error
         raise _unreadable(source, error) from error
+    tokenizer.name_or_path = source.path
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # what transformers builds without files, for some architectures
         raise _no_tokenizer(source, "its vocabulary is empty")
@@ -312,15 +386,23 @@ def load_model(
 
     from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 
+    def shown(done: int, tensors: int) -> None:
+        show(f"loading {source.label}: tensor {done + 1:,} of {tensors:,}")
+
     check_quantized(load_config(source), source.name, device.type)
     direct = device.type != "cpu" and is_accelerate_available()
     placement: dict[str, Any] = {"device_map": {"": device}} if direct else {}
     if source.gguf is not None:
         placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        with _no_progress_bar():
+        with _no_progress_bar(), read_once(source, shown) as (path, packed):
             loaded: Any = getattr(transformers, auto).from_pretrained(
-                source.path, dtype=dtype, output_loading_info=True, **placement, **source.loading
+                path,
+                dtype=dtype,
+                output_loading_info=True,
+                **packed,
+                **placement,
+                **source.loading,
             )
     except Exception as error:
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
@@ -334,10 +416,13 @@ def load_model(
     model, report = loaded
     missing = sorted(report.get("missing_keys") or ())
     if missing:
+        lost = "1 tensor" if len(missing) == 1 else f"{len(missing)} tensors, among them"
         raise ModelError(
             "model-incomplete",
-            f"{source.name}: the weights lack {len(missing)} tensors, among them {missing[0]}.",
-            "Copy every *.safetensors file there.",
+            f"{source.name}: the weights lack {lost} {missing[0]}.",
+            "Copy every *.safetensors file there."
+            if source.gguf is None
+            else "Take another conversion of the model.",
             model=source.name,
         )
     if source.adapter is not None:
@@ -389,7 +474,7 @@ def weight_files(source: ModelLocation) -> list[Path]:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide transformers' bar; the command line shows the progress of loading."""
+    """Hide transformers' bar; arbor shows the stages of loading itself (`stages`)."""
     from transformers.utils import logging as loading_bars
 
     shown = loading_bars.is_progress_bar_enabled()
@@ -438,6 +523,15 @@ def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
             "offline",
             f"{source.label} is not in HF_HOME={home} and HF_HUB_OFFLINE=1.",
             "Download it first, or use --model builtin:sapling.",
+            model=source.name,
+        )
+    from huggingface_hub import constants
+
+    if not is_reachable(constants.ENDPOINT):
+        return ModelError(
+            "offline",
+            f"{source.label} is not in HF_HOME={home}, and {constants.ENDPOINT} cannot be reached.",
+            "Connect to download it, name a directory, or use --model builtin:sapling.",
             model=source.name,
         )
     return ModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from arbor.model.names import INT8
+from arbor.model.names import BYTES_OF, INT8
 
 # Parameters below which one thread is the default: more would mostly wait for each other.
 SMALL_MODEL = 50_000_000
@@ -60,6 +60,11 @@ class ModelInfo:
     def with_int8_kv(self) -> ModelInfo:
         """The same model with 8-bit KV."""
         return replace(self, kv_bytes_per_token=self.kv_bytes_int8, kv_dtype=INT8)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights in their dtype, before any of them is rounded to 8 bits."""
+        return self.parameters * BYTES_OF[self.dtype]
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, JSON-able."""

@@ -43,6 +43,8 @@ from arbor.model.placement import (
     runs_native,
 )
 from arbor.model.runner import ModelRunner
+from arbor.support.garbage import give_memory_back
+from arbor.support.stages import show
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +140,7 @@ def load_weights(
         refuse_batch_dependent(model, device)
     elif name == NATIVE and runs_native(info, device):
         deterministic = not batch_dependent(model)  # at no measurable cost, see docs/determinism.md
+    show(f"checking and packing the weights of {source.label}")
     own, attention = own_logits(model), model.config._attn_implementation
     graphs = cuda_graphs and device.type == "cuda" and not deterministic
     recorder = CudaRecorder(device) if graphs else None
@@ -182,6 +185,7 @@ def load_weights(
             source.name,
             ", ".join(names),
         )
+    give_memory_back()
     return Weights(runner, eos_ids(model, files.tokenizer), name, rounding)
 
 

@@ -187,7 +187,7 @@ class Batch:
         """The run of a job, or why it cannot be one."""
         problem, options = job
         try:
-            run = Run(self._setup, problem, Request(**options))
+            run = Run(self._setup, problem, Request.of(options))
             _ = run.plan
         except ArborError as error:
             return error

@@ -9,6 +9,7 @@ from arbor import components
 from arbor.aggregate.best import Best
 from arbor.controllers.chain import Chain
 from arbor.errors import UsageError
+from arbor.model.control_tokens import control_tokens, encode_marked
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits, Converses, Task
 from arbor.tasks.plain_text import PlainText, SteppedText
@@ -18,7 +19,8 @@ from arbor.verifiers.exact import Exact
 def conversation_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Token ids of a conversation, up to the beginning of the next message.
 
-    Without a chat template it is the contents, separated by empty lines.
+    Without a chat template it is the contents, separated by empty lines. Control tokens named in
+    the contents are text (`ControlTokens`).
 
     Args:
         tokenizer: of the model.
@@ -27,12 +29,12 @@ def conversation_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -
     Raises:
         Exception: the chat template's own, where it refuses the messages.
     """
+    mark = control_tokens(tokenizer).mark
+    marked = [{**each, "content": mark(each["content"])} for each in messages]
     if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer.encode("\n\n".join(each["content"] for each in messages)))
-    encoded = tokenizer.apply_chat_template(
-        [dict(each) for each in messages], add_generation_prompt=True, return_dict=True
-    )
-    return list(encoded["input_ids"])
+        return encode_marked(tokenizer, "\n\n".join(each["content"] for each in marked))
+    text = tokenizer.apply_chat_template(marked, add_generation_prompt=True, tokenize=False)
+    return encode_marked(tokenizer, text, add_special_tokens=False)
 
 
 def problem_of(messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:

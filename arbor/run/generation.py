@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbor.budget import Budget
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
+from arbor.model.control_tokens import encode_raw
 from arbor.run.limits import check_count
 from arbor.run.planning import encode_prompt
 from arbor.support.texts import refuse_surrogates
@@ -165,7 +166,7 @@ def _is_finite(number: Any) -> bool:
 
 def _encoded(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     refuse_surrogates(prompt, "the prompt")
-    ids = encode_prompt(tokenizer, prompt) if chat else list(tokenizer.encode(prompt))
+    ids = encode_prompt(tokenizer, prompt) if chat else encode_raw(tokenizer, prompt)
     if not ids:
         raise InputError("problem-empty", "the prompt has no tokens.", "Give it some text.")
     return ids

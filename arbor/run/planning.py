@@ -8,6 +8,7 @@ from typing import Any
 from arbor.budget import Budget, Footprint, Plan
 from arbor.controllers.base import Controller
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
+from arbor.model.control_tokens import control_tokens, encode_marked
 from arbor.model.names import BYTES_OF
 from arbor.registry import name_of
 from arbor.retention.base import CalibratedScorer
@@ -46,13 +47,18 @@ def parse_problem(task: Task, problem: str | Problem) -> Problem:
     return task.parse(problem)
 
 
-def encode_prompt(tokenizer: Any, prompt: str, task: Task | None = None) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, prompt: str, task: Task | None = None, problem: str = ""
+) -> list[int]:
     """Token ids of a prompt: one user message where the tokenizer has a chat template.
+
+    Control tokens named in the problem are text; so is every one that a message names.
 
     Args:
         tokenizer: of the model.
         prompt: the text.
         task: a system message, and whether the chat template is used, are its own (`Converses`).
+        problem: the part of the prompt that a user wrote.
 
     Raises:
         InputError: the prompt has half of a character.
@@ -76,7 +82,8 @@ def encode_prompt(tokenizer: Any, prompt: str, task: Task | None = None) -> list
                 f"the model's chat template refuses a system message: {one_line(str(error))}.",
                 "Put its text into the prompt (--set template=FILE), or use --set chat=off.",
             ) from error
-    return list(tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt))
+    prompt = control_tokens(tokenizer).mark_in(prompt, problem)
+    return encode_marked(tokenizer, f"{system}\n\n{prompt}" if system else prompt)
 
 
 def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budget) -> Plan:
@@ -123,12 +130,19 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         setup.lower.staging_tokens(info.kv_bytes_per_token),
     )
     if shape.path_tokens > info.context:
-        levers = ["Shorten the problem", *shape.levers(info.context)]
+        searched = shape.path_tokens - prompt_tokens
+        levers = [*shape.levers(info.context)]
+        if searched < info.context:
+            levers.insert(0, "Shorten the problem")
+        elif levers:
+            levers[0] = f"Use {levers[0]}"
+        else:
+            levers = ["Take a model of a longer context"]
         raise InputError(
             "problem-too-long",
             f"{prompt_tokens:,} tokens; the model's context is {info.context:,} and the search needs "
-            f"{shape.path_tokens - prompt_tokens:,} more.",
-            f"{', or '.join(levers)}.",
+            f"{searched:,} more.",
+            _joined(levers, info.id, setup.task),
             tokens=prompt_tokens,
             context=info.context,
         )
@@ -159,6 +173,14 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     plan = budget.plan(shape, info.kv_bytes_per_token)
     whole = plan.full_tokens
     return replace(plan, smallest_tokens=whole, enough_tokens=whole, kv_dtype=info.kv_dtype)
+
+
+def _joined(levers: list[str], model: str, task: Task) -> str:
+    """What would work for a path longer than a model's context."""
+    said = f"{', or '.join(levers)}."
+    if model.startswith("builtin:") and isinstance(unchecked(task), Converses):
+        return f"Name another model, which knows problems in words: --model NAME. {said}"
+    return said
 
 
 class Words:

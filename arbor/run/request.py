@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any, TypedDict, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypedDict, get_args
 
 from arbor.budget import Budget
-from arbor.errors import UsageError
+from arbor.errors import UsageError, did_you_mean
 from arbor.events import Detail
 from arbor.retention.future_reads import FutureReads
 from arbor.run.limits import (
@@ -73,6 +73,27 @@ class Request:
     trace: str | os.PathLike[str] | TraceWriter | None = None
     trace_level: Detail = "events"
     recorded: str | os.PathLike[str] | FutureReads | None = None
+
+    @classmethod
+    def of(cls, options: Options) -> Self:
+        """What keyword arguments ask for.
+
+        Raises:
+            UsageError: an unknown one, such as a setting of a solver.
+        """
+        known = [each.name for each in fields(cls)]
+        for name in options:
+            if name not in known:
+                guess = did_you_mean(name, known)
+                raise UsageError(
+                    "unknown-setting",
+                    f"a run has no setting '{name}'.",
+                    f"{guess}It has {', '.join(known)}; others are the solver's, as in "
+                    f"Solver({name}=…).",
+                    setting=name,
+                    known=known,
+                )
+        return cls(**options)
 
     def __post_init__(self) -> None:
         if self.expected is not None:

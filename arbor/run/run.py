@@ -194,7 +194,8 @@ class Run:
         if isinstance(own, GivesTokens):
             return list(own.prompt_tokens(self.problem))
         text = self.task.prompt(self.problem)
-        return encode_prompt(self.setup.checkpoint.read().tokenizer, text, self.task)
+        tokenizer = self.setup.checkpoint.read().tokenizer
+        return encode_prompt(tokenizer, text, self.task, self.problem.text)
 
     @cached_property
     def plan(self) -> Plan:

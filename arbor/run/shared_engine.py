@@ -77,7 +77,7 @@ class SharedEngine:
         return run
 
     def _planned(self, problem: str | Problem, options: Options, changes: dict[str, Any]) -> Run:
-        run = Run(dataclasses.replace(self.setup, **changes), problem, Request(**options))
+        run = Run(dataclasses.replace(self.setup, **changes), problem, Request.of(options))
         _ = run.plan
         return run
 

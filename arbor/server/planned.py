@@ -11,6 +11,7 @@ from typing import Any
 
 from arbor.errors import UsageError
 from arbor.events import Detail
+from arbor.model.control_tokens import encode_raw
 from arbor.model.sampling_params import Sampling
 from arbor.run.conversation import conversation_tokens, plain_decoding, problem_of, with_system
 from arbor.run.request import Options
@@ -101,7 +102,7 @@ def plan_completion(
     given: list[tuple[list[int], str]] = []
     for each in prompts:
         if isinstance(each, str):
-            given.append((list(tokenizer.encode(each)), each))
+            given.append((encode_raw(tokenizer, each), each))
         elif max(each) >= vocabulary:
             raise Refusal(
                 400,

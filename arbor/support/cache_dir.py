@@ -4,7 +4,9 @@
 
     msve/MODEL/REVISION.json            block values of a Hub model, from ``arbor calibrate msve``
     exit/MODEL/REVISION.json            thresholds of CGEE for it, from ``arbor calibrate exit``
-    models/ID.json                      description of a model directory, for plans without torch
+    models/ID.json                      description of a local model, for plans without torch
+    tokenizers/ID.json                  its tokenizer, named by its own content
+    digests/ID                          content of a large file, by its place, inode and times
     kv_probe/ID.json                    when rows read a shared span together, per model and machine
     fetch_costs/ID.json                 what fetching and recomputing KV take, likewise
 
@@ -51,12 +53,21 @@ def exit_file(model: str, revision: str | None) -> Path:
 
 
 def description_file(identity: str) -> Path:
-    """The file with the description of a model directory, which may not exist.
+    """The file with the description of a model on this machine, which may not exist.
 
     Args:
-        identity: of the directory and the dtype.
+        identity: of the model and the dtype.
     """
     return cache_dir() / "models" / f"{identity}.json"
+
+
+def tokenizer_file(content: str) -> Path:
+    """The file with a tokenizer, which may not exist.
+
+    Args:
+        content: digest of what it holds.
+    """
+    return cache_dir() / "tokenizers" / f"{content}.json"
 
 
 def kv_probe_file(identity: str) -> Path:

@@ -181,7 +181,9 @@ class FakeSolver:
         return None
 
     def describe(self) -> Any:
-        return types.SimpleNamespace(parameters=10**9)
+        return types.SimpleNamespace(
+            parameters=10**9, dtype="float32", weights="auto", weights_bytes=4 * 10**9
+        )
 
     def load(self) -> None:
         return None

@@ -30,10 +30,17 @@ from arbor.cli.options import EXIT_GATE
 from arbor.cli.output import Output
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import ArborError, UsageError
-from arbor.measure.evaluation.folder import CONFIG, RunFolder, digest, requested_config
+from arbor.measure.evaluation.folder import (
+    CONFIG,
+    WEIGHTS,
+    RunFolder,
+    digest,
+    requested_config,
+)
 from arbor.measure.evaluation.rows import HUB
 from arbor.measure.workers.worker_place import check_ray, check_workers
 from arbor.model.loading import locate_model
+from arbor.model.model_identity import model_identity
 from arbor.retention.msve import MSVE
 from arbor.tasks.base import Converses, Task, Versioned
 
@@ -200,6 +207,7 @@ def request_digest(options: EvalOptions, task: Task) -> str:
     facts["task"] = versions(task)
     facts["plugins"] = {kind: registry.plugins(kind) for kind in registry.KINDS}
     facts["msve"] = None if solver.msve is None else str(MSVE.parse(solver.msve))
+    facts[WEIGHTS] = content_of(solver)
     files = [folder / name for name in ("generation_config.json", "msve.json", "exit.json")]
     facts["files"] = [path.read_bytes().hex() for path in files if path.is_file()]
     text = json.dumps(facts, sort_keys=True, default=str)
@@ -258,7 +266,19 @@ def run_config(options: EvalOptions, solver: Solver, task: Task) -> dict[str, An
         **versions(task),
         **options.run.limits,
         **solver.config,
+        WEIGHTS: content_of(options.solver),
     }
+
+
+def content_of(options: SolverOptions) -> str | None:
+    """Which weights and settings the models have; None: nothing identifies them."""
+    source = locate_model(
+        options.model, options.revision, options.trust_remote_code, options.adapter
+    )
+    found = model_identity(source)
+    if found is None:
+        return None
+    return hashlib.blake2b(found.encode(), digest_size=16).hexdigest()
 
 
 def absolute_path(dataset: str) -> str:

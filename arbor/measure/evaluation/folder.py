@@ -39,6 +39,7 @@ SAMPLE_SCHEMA = "arbor.sample/1"
 
 # settings that select and record samples; a sample's result depends on none of them
 SELECTION = ("limit", "sample_id", "on_error", "trace", "trace_level", "trace_text")
+WEIGHTS = "model_content"  # setting: a digest of the model's files
 SHOWN = 8  # settings that an error names
 
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,79}")
@@ -221,6 +222,17 @@ class RunFolder:
         """Refuses settings that differ from those of the run in the folder."""
         there, here = _flat(read_config(self.path / CONFIG)), _flat(self.config)
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+        if WEIGHTS in keys and not (WEIGHTS in there and WEIGHTS in here):
+            keys.remove(WEIGHTS)  # a run of an earlier version, or a model that nothing identifies
+        if keys == [WEIGHTS]:
+            raise UsageError(
+                "run-differs",
+                f"{self.path} holds a run with other weights: the files of {here['model']} have "
+                "changed since.",
+                "Name another folder with --output, or start over with --fresh.",
+                path=str(self.path),
+                keys=keys,
+            )
         if keys:
             # another controller has other settings; its name says enough
             named = {key.rpartition(".")[0] for key in keys if key.endswith(".name")}

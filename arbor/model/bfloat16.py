@@ -1,0 +1,60 @@
+"""The dtype of weights in blocks of a GGUF file: bfloat16 where it is multiplied natively."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+from arbor.model.gguf_header import GGUFHeader
+
+NATIVE_FLAGS = {"avx512_bf16", "amx_bf16"}  # as Linux names them
+CPU_INFO = Path("/proc/cpuinfo")
+GPU_FILES = ("nvidia0", "dxg")  # of Linux, and of Linux under Windows
+
+
+def auto_dtype(header: GGUFHeader, device: str) -> str:
+    """The dtype that ``auto`` is for a GGUF file; ``auto`` where its config decides, as float32.
+
+    Weights in blocks of a few bits lose nothing that they had by becoming bfloat16 instead of
+    float32, and take half the memory. They do where the device multiplies bfloat16 natively.
+
+    Args:
+        header: of the file.
+        device: by name, or ``auto``.
+    """
+    stored_so = any(each.type_name == "BF16" for each in header.tensors)
+    wanted = header.quantized or stored_so
+    return "bfloat16" if wanted and multiplies_bfloat16(device) else "auto"
+
+
+def multiplies_bfloat16(device: str) -> bool:
+    """Whether a device has instructions for bfloat16; torch is imported only where a GPU may be.
+
+    Args:
+        device: by name, or ``auto``: a GPU where there is one.
+    """
+    gpu = device.startswith("cuda") or (device == "auto" and _may_have_gpu())
+    if gpu:
+        import torch
+
+        if torch.cuda.is_available():
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return _cpu_multiplies_bfloat16()
+
+
+def _may_have_gpu() -> bool:
+    """False where no GPU can be: without a driver's device file on Linux."""
+    linux = sys.platform.startswith("linux")
+    return not linux or any(Path("/dev", name).exists() for name in GPU_FILES)
+
+
+@functools.cache
+def _cpu_multiplies_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 natively: AVX-512 BF16 or AMX."""
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = next((each for each in lines if each.startswith("flags")), "")
+    return bool(NATIVE_FLAGS & set(flags.partition(":")[2].split()))

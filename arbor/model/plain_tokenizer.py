@@ -1,0 +1,115 @@
+"""PlainTokenizer: the ids and texts of a Hugging Face tokenizer, without transformers or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+# what a tokenizer's class may change between text and ids
+STEPS = (
+    *("encode", "_encode_plus", "_convert_encoding", "set_truncation_and_padding"),
+    *("decode", "_decode", "__len__", "apply_chat_template", "get_chat_template"),
+)
+
+
+class PlainTokenizer:
+    """A ``tokenizer.json`` as it is: the ids and texts of the model's Hugging Face tokenizer.
+
+    Args:
+        serialized: content of the file.
+        chat_template: of the model; None: it has none.
+        special_tokens: what a chat template reads, as in ``bos_token``.
+    """
+
+    def __init__(
+        self,
+        serialized: bytes,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        from tokenizers import Tokenizer
+
+        self.backend_tokenizer = Tokenizer.from_buffer(serialized)
+        self.backend_tokenizer.no_truncation()
+        self.backend_tokenizer.no_padding()
+        self.chat_template = chat_template
+        self.special_tokens_map = dict(special_tokens or {})
+
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        """The tokenizer of a file, without a chat template."""
+        return cls(path.read_bytes())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        (encoded,) = self.backend_tokenizer.encode_batch(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return list(encoded.ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> str:
+        """The text of a conversation, as transformers renders it.
+
+        Args:
+            messages: each with ``role`` and ``content``.
+            add_generation_prompt: whether the answer's beginning follows.
+            tokenize: False; the text is encoded elsewhere.
+        """
+        from transformers.utils import chat_template_utils
+
+        render: Any = chat_template_utils.render_jinja_template
+
+        assert not tokenize, "only the text is rendered here"
+        (text,), _ = render(
+            conversations=[list(messages)],
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **self.special_tokens_map,
+        )
+        return str(text)
+
+    def __len__(self) -> int:
+        """Number of token ids, added ones included."""
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def serialized(self) -> str:
+        """Everything that decides the ids, as JSON."""
+        return str(self.backend_tokenizer.to_str())
+
+
+def plain_parts(tokenizer: Any) -> tuple[bytes, str | None, dict[str, str]] | None:
+    """The arguments of `PlainTokenizer` that give what a Hugging Face tokenizer gives.
+
+    None where its class changes what it does, or its settings do something besides.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    cls, plain = type(tokenizer), PreTrainedTokenizerFast
+    if not issubclass(cls, plain) or any(getattr(cls, s) is not getattr(plain, s) for s in STEPS):
+        return None
+    changes = ("split_special_tokens", "clean_up_tokenization_spaces")
+    template = tokenizer.chat_template
+    special = dict(tokenizer.special_tokens_map)
+    texts = all(isinstance(each, str) for each in special.values())
+    if any(getattr(tokenizer, each, None) for each in changes) or not texts:
+        return None
+    if template is not None and not isinstance(template, str):
+        return None
+    backend = tokenizer.backend_tokenizer
+    if backend.truncation is not None or backend.padding is not None:
+        backend = Tokenizer.from_str(backend.to_str())
+        backend.no_truncation()  # as `encode` does
+        backend.no_padding()
+    return backend.to_str().encode(), template, special

@@ -1,0 +1,85 @@
+"""The Hub where it cannot be reached: an answer at once, from the cache or as an error."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from huggingface_hub import constants
+
+from arbor import ModelError
+from arbor.model import hub
+from arbor.model.hub import cache_if_unreachable, is_reachable
+from arbor.model.loading import load_config, load_tokenizer, locate_model
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As without the settings of the other tests: requests may be made, and no proxy is set."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    is_reachable.cache_clear()
+    yield
+    is_reachable.cache_clear()
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_a_server_that_answers_is_reachable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert is_reachable(endpoint)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(constants, "ENDPOINT", endpoint)
+            with cache_if_unreachable():
+                assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_closed_port_and_a_name_that_nobody_knows_are_not_reachable(closed_port: int) -> None:
+    assert not is_reachable(f"http://127.0.0.1:{closed_port}")
+    assert not is_reachable("https://no-such-host.invalid")
+
+
+def test_a_lookup_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(hub, "PATIENCE_S", 0.05)
+
+    def hang(*_: object, **__: object) -> None:
+        never.wait()
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_connection", hang)
+
+    assert not is_reachable("https://huggingface.co")
+    never.set()
+
+
+def test_a_proxy_is_taken_to_reach_it(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy"})
+
+    assert is_reachable(f"http://127.0.0.1:{closed_port}")
+
+
+@pytest.mark.parametrize("model", ["OWNER/MODEL", "OWNER/MODEL/file.gguf"])
+def test_an_unreachable_hub_is_an_error_without_retries(
+    model: str, monkeypatch: pytest.MonkeyPatch, closed_port: int
+) -> None:
+    endpoint = f"http://127.0.0.1:{closed_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    tried: list[float] = []
+    monkeypatch.setattr("time.sleep", tried.append)
+    source = locate_model(model)
+
+    for read in (load_config, load_tokenizer):
+        with pytest.raises(ModelError, match="cannot be reached") as refused:
+            read(source)
+        assert refused.value.code == "offline" and endpoint in refused.value.message
+    assert tried == [] and not constants.HF_HUB_OFFLINE
