@@ -180,11 +180,14 @@ class Limited:
         tokens: the most that could be held at any instant since the last such event, of all
             searches that share the budget.
         retained: the most that full retention of this search has held so far.
+        expansion: the most that one expansion was at an instant at which it was more than the part;
+            written only where it was.
     """
 
     name: ClassVar[str] = "limit"
     tokens: int
     retained: int
+    expansion: int = field(default=0, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)

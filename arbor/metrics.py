@@ -78,6 +78,7 @@ class Metrics:
         budget_tokens: slots of the budget; of a part, the most it came to.
         retained_tokens: the most that full retention of the search held, where the budget is a part
             of it.
+        expansion_tokens: the most that one expansion was, where it was more than the part.
         full_tokens: slots of full retention for the whole search shape, from the plan.
         smallest_tokens: the smallest workable budget.
         bytes_per_token: bytes of one token's KV in all layers.
@@ -142,6 +143,7 @@ class Metrics:
     part: float = field(default=0.0, metadata=ONLY_IF_SET)
     budget_tokens: int = 0
     retained_tokens: int = field(default=0, metadata=ONLY_IF_SET)
+    expansion_tokens: int = field(default=0, metadata=ONLY_IF_SET)
     full_tokens: int = 0
     smallest_tokens: int = 0
     bytes_per_token: int = 0
@@ -341,6 +343,8 @@ class MetricsFold:
                 self._add(transitions=1, transition_distance=event.distance)
             case Limited():
                 self._most(budget_tokens=event.tokens, retained_tokens=event.retained)
+                if event.expansion:
+                    self._most(expansion_tokens=event.expansion)
             case Pressure():
                 self._add(pressure_events=1)
             case Allocated():

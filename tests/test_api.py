@@ -221,7 +221,7 @@ def test_a_token_limit_ends_the_search(solver: Solver) -> None:
 def test_an_invalid_limit(solver: Solver, options: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         solver.solve(PUZZLE, **options)
-    with pytest.raises(UsageError, match="'budgett'. Did you mean 'budget'"):
+    with pytest.raises(UsageError, match=r"'budgett'\. Did you mean 'budget'"):
         solver.solve(PUZZLE, budgett=0.5)  # type: ignore[call-arg]
 
 

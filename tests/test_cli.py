@@ -181,7 +181,12 @@ def test_the_plan_line_says_what_is_kept_and_the_worst_case(budget: str, line: s
             "held 175 of the 703 tokens that full retention holds (25 %, 0 B)",
         ),
         (
-            {"peak_tokens": 235, "retained_tokens": 287, "peak_unshared_tokens": 780},
+            {
+                "peak_tokens": 235,
+                "retained_tokens": 287,
+                "expansion_tokens": 235,
+                "peak_unshared_tokens": 780,
+            },
             "held 235 of the 287 tokens that full retention holds (82 %, 0 B; one expansion is that "
             "much; 780 without prefix sharing)",
         ),

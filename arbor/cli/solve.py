@@ -442,7 +442,7 @@ def _peak(metrics: Metrics) -> str:
             f"held {peak:,} of the {metrics.retained_tokens:,} tokens that full retention holds "
             f"({100 * share:.0f} %, {size}"
         )
-        if share > metrics.part + 0.005:
+        if metrics.part < share <= metrics.expansion_tokens / metrics.retained_tokens:
             line += "; one expansion is that much"
     else:
         line = f"peak KV {peak:,} tokens, {size} ({100 * metrics.budget_share:.0f} % of budget"

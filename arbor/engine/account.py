@@ -40,21 +40,26 @@ class PartOfRetained:
         self._retained = retained
         self._worst = worst
         self.least = least
-        self._most = 0  # since the last report
+        self._most = self._most_least = 0  # since the last report
 
     def __call__(self) -> int:
         if self.part == 1:
             worst = self._worst()
             return UNLIMITED if worst is None else worst
-        tokens = max(self.kept, self.least())
-        self._most = max(self._most, tokens)
-        return tokens
+        kept, least = self.kept, self.least()
+        if least > kept:
+            self._most_least = max(self._most_least, least)
+        self._most = max(self._most, kept, least)
+        return max(kept, least)
 
-    def report(self) -> int:
-        """The most that could be held at any instant since the last report."""
-        now = self()
-        most, self._most = self._most, now
-        return most
+    def report(self) -> tuple[int, int]:
+        """The most that could be held at any instant since the last report, and the most that the
+        least was where it was more than the part; 0: it never was."""
+        self()
+        found = self._most, self._most_least
+        self._most = self._most_least = 0
+        self()
+        return found
 
     @property
     def kept(self) -> int:

@@ -493,7 +493,8 @@ class Stepper:
         """Report what a budget that is a part of full retention allows."""
         part = self._state.account(opened.tree).part
         if part is not None and part.part < 1:
-            opened.emit(Limited(part.report(), opened.retained.peak))
+            most, expansion = part.report()
+            opened.emit(Limited(most, opened.retained.peak, expansion))
 
     # Failures
 
