@@ -44,6 +44,7 @@ from arbor.retention.token_kv import PairRotation
 from arbor.run.callbacks import Broadcast
 from arbor.run.component_checks import resolve_component
 from arbor.run.limits import Limits, check_granularity
+from arbor.run.question_turn import QuestionTurn, question_turn
 from arbor.run.session import Session
 from arbor.tasks.base import Problem, Task
 from arbor.trace.fold import Replay
@@ -199,7 +200,8 @@ def replay(
         msve=values,
         source=_Recorded(record, tokenizer),
     )
-    judge = _Judge(components.build("verifier", config["verifier"]), record)
+    turn = question_turn(tokenizer, task, task.parse(record.header.problem))
+    judge = _Judge(components.build("verifier", config["verifier"]), record, turn)
     most = [n for n in (config.get("max_expansions"), record.expansions) if n is not None]
     metrics = MetricsFold()
     emit = Broadcast((metrics, listen), lambda: session.stop("interrupted"))
@@ -301,12 +303,25 @@ class _Recorded(ModelSampler):
         return self._blocks[node.id]
 
 
+class _InTurns:
+    """The engine as a verifier of the recorded search saw it."""
+
+    def __init__(self, engine: Asker, turn: QuestionTurn | None) -> None:
+        self.encode, self.ask = engine.encode, engine.ask
+        self._turn = turn
+
+    def turn(self, message: str, answer: str = "") -> list[int] | None:
+        """See `TakesTurns`."""
+        return None if self._turn is None else self._turn.encode(message, answer)
+
+
 class _Judge:
     """The recorded verdicts; asks the verifier's questions."""
 
-    def __init__(self, verifier: Verifier, record: Recording) -> None:
+    def __init__(self, verifier: Verifier, record: Recording, turn: QuestionTurn | None) -> None:
         self.verifier = verifier
         self.values = record.values
+        self.turn = turn
 
     @property
     def needs_model(self) -> bool:
@@ -316,8 +331,9 @@ class _Judge:
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
         """The recorded values of the candidates; a gate decides as it did, by their confidences."""
+        asker = _InTurns(engine, self.turn)
         found = [
-            part.verify(task, problem, candidates, engine)
+            part.verify(task, problem, candidates, asker)
             for part in parts_of(self.verifier)
             if part.needs_model
         ]

@@ -26,6 +26,7 @@ from arbor.run.full_retention import FullRetention
 from arbor.run.limits import Limits, TokenLimit
 from arbor.run.planning import encode_prompt, parse_problem, plan_search, search_shape
 from arbor.run.plugin_answers import checked_task, is_guess, unchecked
+from arbor.run.question_turn import question_turn
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
 from arbor.run.request import Request
@@ -280,7 +281,11 @@ class Run:
                 detail=request.trace_level,
                 reads=reads,
                 questions=PlannedQuestions(
-                    engine, setup.task.name, self.plan, setup.checkpoint.read().info.context
+                    engine,
+                    setup.task.name,
+                    self.plan,
+                    setup.checkpoint.read().info.context,
+                    question_turn(engine.tokenizer, setup.task, self.problem),
                 ),
                 pool=self.pool,
                 aggregate=setup.aggregate,
