@@ -30,6 +30,7 @@ from arbor.events import (
 )
 from arbor.retention.future_reads import FutureReads
 from arbor.run.answers import confidence, finished_paths, ranked
+from arbor.run.judged import Judged
 from arbor.run.limits import Limits
 from arbor.run.overlap import AnyEnded, Grown, Overlapping, due
 from arbor.run.plugin_answers import (
@@ -104,6 +105,7 @@ class Session:
             any.
         pool: the budget of all searches of the engine, tokens; by default `slots`.
         aggregate: chooses the answer among those of the finished paths.
+        judged: which blocks are valued; by default those whose values are read.
         opened: this search in the models of verifiers that have their own.
         compares: the prompt is compared with earlier ones where the engine shares similar ones.
         most: tokens that full retention of the search holds at most, see `Engine.open`.
@@ -126,6 +128,7 @@ class Session:
         questions: PlannedQuestions | None = None,
         pool: int | None = None,
         aggregate: Aggregate | None = None,
+        judged: Callable[[Search, ThoughtTree, Sequence[Node]], list[Node]] | None = None,
         opened: Mapping[Verifier, VerifierSearch] | None = None,
         compares: bool = True,
         most: int | None = None,
@@ -144,6 +147,7 @@ class Session:
         self.pool = pool
         self.most = most
         self.aggregate = aggregate or Best()
+        self.judged = judged or Judged(verifier, self.aggregate, limits).of
         self.verification = Verification(
             engine, self.task, problem, verifier, questions, opened or {}, emit
         )
@@ -289,7 +293,7 @@ class Session:
             self._round_start, self._verified = len(tree), False
             children = yield from self._grow(tree, expansions)
             self._count(children)
-            yield from self.verification.steps(children)
+            yield from self.verification.steps(self.judged(search, tree, children))
             self._verified = True
             search.tell(children)
             self._prune(tree)
@@ -310,7 +314,7 @@ class Session:
                     asked = search.ask(room)
                     expansions = self._within_limit(asked)
                     cut = expansions != asked
-                    self._begin(tree, expansions, now)
+                    self._begin(tree, search, expansions, now)
                 if not overlapping:
                     break
                 while not (ended := due(overlapping)):
@@ -333,21 +337,25 @@ class Session:
                 each.close()
             overlapping.clear()
 
-    def _begin(self, tree: ThoughtTree, expansions: Sequence[Expansion], now: int) -> None:
+    def _begin(
+        self, tree: ThoughtTree, search: Search, expansions: Sequence[Expansion], now: int
+    ) -> None:
         """Let further leaves grow, next to those in progress."""
         if not expansions:
             return
         growing = [each.expansion.leaf for each in self._overlapping]
         self._announce(tree, expansions, growing)
         for place, expansion in enumerate(expansions):
-            steps = self._expand(tree, expansion, counts=place == 0)
+            steps = self._expand(tree, search, expansion, counts=place == 0)
             self._overlapping.append(Overlapping(expansion, now, steps))
 
-    def _expand(self, tree: ThoughtTree, expansion: Expansion, counts: bool) -> Steps[Grown]:
+    def _expand(
+        self, tree: ThoughtTree, search: Search, expansion: Expansion, counts: bool
+    ) -> Steps[Grown]:
         """The children of one leaf, and whether their verification asked the model."""
         grown, _ = yield from self._new_blocks(tree, [expansion], counts)
         children = self._ended(tree, grown)
-        asked = yield from self.verification.steps(children)
+        asked = yield from self.verification.steps(self.judged(search, tree, children))
         return children, asked
 
     # One round
@@ -574,7 +582,7 @@ class Session:
                 node=None if best is None else best.id,
                 path=() if best is None else tuple(node.id for node in best.path),
                 text=answer,
-                score=0.0 if best is None else best.value,
+                score=None if best is None else best.judged,
                 correct=correct,
                 guessed=guessed,
             )
