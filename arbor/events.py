@@ -514,6 +514,7 @@ class Answered:
     Attributes:
         node: the last block of its path; null without an answer.
         text: the answer.
+        score: value of the answer's last block; null where it was not judged.
         correct: verdict of the task's grader; null where it cannot grade.
         guessed: as in `terminal`.
     """
@@ -522,7 +523,7 @@ class Answered:
     node: int | None
     path: tuple[int, ...]
     text: str | None
-    score: float
+    score: float | None
     correct: bool | None
     guessed: bool = field(default=False, metadata=ONLY_IF_SET)
 

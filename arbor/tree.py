@@ -279,7 +279,7 @@ class Node:
         span: residency of its KV.
         state: see `NodeState`.
         value: the verifier's value in [0, 1] (MSVE's v); 0 until `valued`.
-        valued: whether a verifier has set `value`.
+        valued: whether a verifier has set `value`; none does where nothing reads it.
         score: the verifier's score of this step alone, where `value` is of the whole path; None:
             `value`.
         logprob: sum of the tokens' log probabilities under the model.
@@ -313,6 +313,11 @@ class Node:
 
     def __repr__(self) -> str:
         return f"Node({self.id}, {self.state}, tokens={len(self.tokens)}, value={self.value:.3f})"
+
+    @property
+    def judged(self) -> float | None:
+        """`value`, where a verifier has set it."""
+        return self.value if self.valued else None
 
     @property
     def end(self) -> int:

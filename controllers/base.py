@@ -71,6 +71,20 @@ class Foresight(Protocol):
 
 
 @runtime_checkable
+class ReadsValues(Protocol):
+    """An optional addition to `Search`, for searches that do not go by the value of every block."""
+
+    def reads(self, children: Sequence[Node]) -> Sequence[Node]:
+        """Those of the children whose values decide how the search goes on.
+
+        It is asked before `tell`, with the same children. Others are not valued, which leaves their
+        value at 0 and `Node.valued` false, unless something else reads it: `best` need not count,
+        since what the choice among finished paths reads is valued in any case.
+        """
+        ...
+
+
+@runtime_checkable
 class Continuous(Protocol):
     """An optional addition to `Search`, for searches without rounds.
 

@@ -69,6 +69,9 @@ class ChainSearch:
     def ask(self, room: int) -> list[Expansion]:
         return list(self._next)
 
+    def reads(self, children: Sequence[Node]) -> Sequence[Node]:
+        return ()  # chains go on whatever they are worth
+
     def tell(self, children: Sequence[Node]) -> None:
         running = [child for child in children if child.state is NodeState.CLOSED]
         give_up(child for child in running if child.depth >= self._max_depth)

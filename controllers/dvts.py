@@ -9,7 +9,7 @@ from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, is_open_end
+from .ranking import finished, give_up, is_open_end, read_of_level
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class DVTSSearch:
 
     def ask(self, room: int) -> list[Expansion]:
         return list(self._next)
+
+    def reads(self, children: Sequence[Node]) -> Sequence[Node]:
+        return read_of_level(children, self._max_depth)
 
     def tell(self, children: Sequence[Node]) -> None:
         settings = self._settings

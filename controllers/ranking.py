@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -15,9 +15,21 @@ def mean_logprob(leaf: Node) -> float:
 
 
 def finished(tree: ThoughtTree) -> list[Node]:
-    """The TERMINAL leaves, best first: by value, then mean log probability of the path, then id."""
+    """The TERMINAL leaves, best first: by value, then mean log probability of the path, then id.
+
+    Where only some of them were valued, values say nothing of the others and do not count.
+    """
     leaves = [node for node in tree if node.state is NodeState.TERMINAL]
-    return sorted(leaves, key=lambda leaf: (-leaf.value, -mean_logprob(leaf), leaf.id))
+    some = len({leaf.valued for leaf in leaves}) > 1
+    return sorted(
+        leaves, key=lambda leaf: (0.0 if some else -leaf.value, -mean_logprob(leaf), leaf.id)
+    )
+
+
+def read_of_level(children: Sequence[Node], max_depth: int) -> Sequence[Node]:
+    """The children whose values a search by levels goes by: none of the last level."""
+    grow = any(child.state is NodeState.CLOSED and child.depth < max_depth for child in children)
+    return children if grow else ()
 
 
 def repeats(level: Iterable[Node]) -> list[bool]:

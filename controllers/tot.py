@@ -11,7 +11,7 @@ from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion, Generate, Search
-from .ranking import finished, give_up, repeats
+from .ranking import finished, give_up, read_of_level, repeats
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,9 @@ class BreadthFirst(_TotSearch):
 
     def prospects(self) -> dict[int, float]:
         return {}  # leaves outside the next round are given up
+
+    def reads(self, children: Sequence[Node]) -> Sequence[Node]:
+        return read_of_level(children, self._max_depth)
 
     def tell(self, children: Sequence[Node]) -> None:
         level = sorted(children, key=lambda child: child.id)

@@ -19,7 +19,7 @@ from support.slow_cases import every
 import arbor
 from arbor import components, registry
 from arbor.aggregate.base import AnswerVotes
-from arbor.aggregate.majority import Majority
+from arbor.aggregate.weighted import Weighted
 from arbor.budget import Budget, Footprint
 from arbor.cli.output import Output
 from arbor.cli.show import listed
@@ -773,7 +773,7 @@ def test_verbose_lists_the_answers_with_their_votes(
 ) -> None:
     votes = (AnswerVotes("8 - 2", 2, 1.25, (7, 9)), AnswerVotes("a\nb", 1, 0.5, (8,)))
     monkeypatch.setattr(fake_solver.FakeSolution, "votes", votes)
-    options = ("--controller", "best-of-n", "--aggregate", "majority", "--set", "steps=min")
+    options = ("--controller", "best-of-n", "--aggregate", "weighted", "--set", "steps=min")
 
     lines = command("solve", "4 5 6 10", *options, "-v").err.splitlines()
 
@@ -781,7 +781,7 @@ def test_verbose_lists_the_answers_with_their_votes(
     assert lines[begin + 1] == "8 - 2       2    1.250  #7 #9"
     assert lines[begin + 2].split() == ["a", "b", "1", "0.500", "#8"]
     assert "votes" not in command("solve", "4 5 6 10", *options).err
-    assert fake_solver.SOLVERS[-1].settings["aggregate"] == Majority("min")
+    assert fake_solver.SOLVERS[-1].settings["aggregate"] == Weighted("min")
 
 
 def test_the_table_of_answers_is_cut_where_it_is_long() -> None:

@@ -36,7 +36,7 @@ def test_self_consistency_is_a_vote_of_chains() -> None:
 
     assert sorted(PRESETS) == sorted([*SHAPES, "self-consistency"])
     assert config["controller"] == {"name": "chain", "samples": 40}
-    assert config["aggregate"] == {"name": "majority", "steps": "last"}
+    assert config["aggregate"] == {"name": "majority"}
     assert (config["sampling"]["temperature"], config["sampling"]["top_k"]) == (0.7, 40)
 
 

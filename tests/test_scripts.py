@@ -102,6 +102,9 @@ SLOW: dict[str, tuple[str, ...]] = {
         "pipeline --size 5m --prefix 40 --rounds 2 --json FOLDER/out.json",
         "searches --n 1 --rounds 1 --searches beam --json FOLDER/out.json",
     ),
+    "eval_judges": (
+        "--n 2 --samples 2 --temperature 1 --chains FOLDER/chains.jsonl --csv FOLDER/out.csv",
+    ),
     "eval_search": ("--n 1 --json FOLDER/out.json",),
     "gpu_check": ("--device cpu --out FOLDER/rows.jsonl",),
     "picture": ("--check",),

@@ -640,7 +640,7 @@ class Saying:
     ],
 )
 def test_what_a_verifier_returns_is_checked(verdict: Any, code: str, words: str) -> None:
-    chain = {"name": "chain", "samples": 1}
+    chain = {"name": "tot", "beam": 1, "width": 1}
     with (
         Solver(controller=chain, verifier=Saying(verdict)) as solver,
         pytest.raises(UsageError, match=words) as error,
@@ -657,7 +657,7 @@ def test_values_of_other_kinds_of_number_are_floats() -> None:
             values.extend(event.values)
 
     verdict = Verdict((np.float32(0.5),), 0)  # type: ignore[arg-type]
-    chain = {"name": "chain", "samples": 1}
+    chain = {"name": "tot", "beam": 1, "width": 1}
     with Solver(controller=chain, verifier=Saying(verdict), listeners=[listen]) as solver:
         solver.solve(PUZZLE)
 
@@ -675,8 +675,8 @@ def letters() -> PreTrainedTokenizerFast:
 def test_verdicts_that_begin_alike_are_refused_before_the_weights_load() -> None:
     tokenizer = letters()
     model = sized("llama", tokenizer)
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "controller": "chain", "max_depth": 1}
-    settings |= {"step_tokens": 4}
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "controller": "chain,samples=2"}
+    settings |= {"step_tokens": 4, "max_depth": 1}
     alike = {"name": "reasoning", "yes": " not"}
     solver = Solver(model, task=alike, **settings)
 

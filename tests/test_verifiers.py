@@ -197,7 +197,7 @@ def test_verdicts_are_told_apart_after_their_common_start(
     engine = FakeAsker(lambda node, question: {}, pieces=".")
     question = Question("ok?", verdicts)
 
-    found = verdict_tokens(question, engine.encode("ok?"), engine)
+    found = verdict_tokens(question, engine)
 
     assert engine.decode(found.asked) == f"ok?{start}"
     assert {engine.decode([token]): value for token, value in found.worth.items()} == worth
@@ -232,7 +232,7 @@ def test_a_verdict_is_the_token_the_tokenizer_writes_after_the_question() -> Non
     engine = Prefixed(lambda node, question: {}, pieces=r"_|\s?[a-z]+|.")
     question = Question("ok?", {" yes": 1.0, " no": 0.0})
 
-    worth = verdict_tokens(question, engine.encode(question.text), engine).worth
+    worth = verdict_tokens(question, engine).worth
 
     assert worth == {engine.ids[" yes"]: 1.0, engine.ids[" no"]: 0.0}
 
@@ -241,7 +241,7 @@ def test_a_tokenizer_that_joins_question_and_verdict_still_has_verdict_tokens() 
     engine = FakeAsker(lambda node, question: {}, pieces=r"\? yes|\? no|\s?[a-z]+|.")
     question = Question("ok?", {" yes": 1.0, " no": 0.0})
 
-    worth = verdict_tokens(question, engine.encode(question.text), engine).worth
+    worth = verdict_tokens(question, engine).worth
 
     assert worth == {engine.ids[" yes"]: 1.0, engine.ids[" no"]: 0.0}
 

@@ -84,6 +84,24 @@ class Encoder(Protocol):
 
 
 @runtime_checkable
+class TakesTurns(Protocol):
+    """The part of an encoder that knows how its model is asked in a turn of a conversation."""
+
+    def turn(self, message: str, answer: str = "") -> list[int] | None:
+        """Token ids of the end of the assistant's turn, a user's turn, and the head of an answer.
+
+        Args:
+            message: of the user.
+            answer: the beginning of the assistant's answer.
+
+        Returns:
+            The first one ends the assistant's turn. None: this model is asked in the text that it
+            continues.
+        """
+        ...
+
+
+@runtime_checkable
 class Asker(Encoder, Protocol):
     """The part of the engine a verifier may use; questions run within the KV budget."""
 
@@ -176,6 +194,19 @@ class PlansQuestions(Protocol):
         self, task: Task, problem: Problem, boundary: BlockLimits, encoder: Encoder
     ) -> int | None:
         """The most tokens of a question in a search with these limits; None: the task's."""
+        ...
+
+
+@runtime_checkable
+class Compares(Protocol):
+    """The part of a verifier whose values depend on which candidates it judges together.
+
+    Without it a search may have a part of a round judged, where nothing reads the other values.
+    """
+
+    @property
+    def compares(self) -> bool:
+        """Whether they do."""
         ...
 
 

@@ -16,6 +16,7 @@ from arbor.tree import Node
 from .base import (
     Asker,
     ChecksQuestions,
+    Compares,
     Encoder,
     Gate,
     Inquires,
@@ -116,6 +117,12 @@ class CGEE:
     @property
     def needs_model(self) -> bool:
         return self.verifier.needs_model
+
+    @property
+    def compares(self) -> bool:
+        """The gate does, and the verifier may."""
+        own = isinstance(self.verifier, Compares) and self.verifier.compares
+        return own or self.levels != "exit"
 
     @property
     def takes_thresholds(self) -> bool:

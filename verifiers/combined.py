@@ -12,7 +12,7 @@ from arbor.errors import UsageError
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
-from .base import Asker, Verdict
+from .base import Asker, Compares, Verdict
 
 Rule = Literal["sum", "product", "minimum"]
 
@@ -67,6 +67,11 @@ class Combined:
     def needs_model(self) -> bool:
         """Whether a part asks the search's model."""
         return any(part.needs_model for part in self.parts)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a part does."""
+        return any(isinstance(part, Compares) and part.compares for part in self.parts)
 
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker

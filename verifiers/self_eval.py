@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from arbor.errors import UsageError
 from arbor.tasks.base import Problem, Question, Task
 from arbor.tree import Node
 
-from .base import Asker, Encoder, Inquiry, Verdict
+from .base import Asker, Encoder, Inquiry, TakesTurns, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -76,10 +76,7 @@ class SelfEval:
                 nodes.append(node)
                 questions.append(question)
             rows.append(place[state])
-        asked = [
-            verdict_tokens(question, self._encode(question, encoder), encoder)
-            for question in questions
-        ]
+        asked = [verdict_tokens(question, encoder) for question in questions]
         worths = [each.worth for each in asked]
         columns = sorted({token for worth in worths for token in worth})
         column_of = {token: column for column, token in enumerate(columns)}
@@ -92,7 +89,7 @@ class SelfEval:
             ]
             return Verdict(tuple(values[row] for row in rows), len(nodes))
 
-        encoded = [each.asked for each in asked]
+        encoded = [each.after(node) for each, node in zip(asked, nodes, strict=True)]
         return Inquiry(nodes, encoded, verdict, rows, [list(worth) for worth in worths])
 
     def check(self, task: Task, problem: Problem, encoder: Encoder) -> None:
@@ -102,14 +99,7 @@ class SelfEval:
             UsageError: the question is empty, or two verdicts of different worth begin with the
                 same token.
         """
-        question = task.question(problem, ())
-        verdict_tokens(question, self._encode(question, encoder), encoder)
-
-    def _encode(self, question: Question, engine: Encoder) -> list[int]:
-        tokens = engine.encode(question.text)
-        if not tokens:
-            raise UsageError("question-empty", "the task's question to the model is empty.")
-        return tokens
+        verdict_tokens(task.question(problem, ()), encoder)
 
 
 def expected_worth(logits: torch.Tensor, worths: Sequence[float]) -> float:
@@ -138,33 +128,39 @@ class VerdictTokens:
     """A question as it is asked, and what its verdicts are identified by.
 
     Attributes:
-        asked: the question's tokens, and those that all of its verdicts begin with
-            (`common_start`).
+        asked: the question's tokens, and those that all of its verdicts begin with.
         worth: the first token of each verdict after these -> the verdict's worth.
+        ends_turn: the first token ends the assistant's turn.
     """
 
     asked: list[int]
     worth: dict[int, float]
+    ends_turn: bool
+
+    def after(self, node: Node) -> list[int]:
+        """The tokens asked after a path, which may have ended the assistant's turn itself."""
+        ended = self.ends_turn and node.tokens[-1:] == self.asked[:1]
+        return self.asked[ended:]
 
 
-def verdict_tokens(question: Question, asked: Sequence[int], engine: Encoder) -> VerdictTokens:
+def verdict_tokens(question: Question, encoder: Encoder) -> VerdictTokens:
     """What the model is asked, and the tokens that it answers with.
 
-    Args:
-        question: text and verdicts.
-        asked: the question's tokens.
-
     Raises:
-        UsageError: a verdict is empty, or two of different worth begin with the same token.
+        UsageError: the question or a verdict is empty, or two verdicts of different worth begin
+            with the same token.
     """
-    tails = _tails(question, asked, engine)
-    start = _start_of(question, tails)
+    phrased = _phrased(question, encoder)
+    if not phrased.asked:
+        raise UsageError("question-empty", "the task's question to the model is empty.")
+    start = phrased.start()
     worth: dict[int, float] = {}
     first_with: dict[int, str] = {}
-    for (verdict, value), tail in zip(question.values.items(), tails, strict=True):
-        if not tail:
+    for verdict, tokens in phrased.verdicts.items():
+        value = phrased.values[verdict]
+        if not tokens:
             raise UsageError("verdict-empty", f"the verdict '{verdict}' has no token.")
-        token = tail[len(start)]
+        token = tokens[len(start)]
         if token in worth and worth[token] != value:
             raise UsageError(
                 "verdict-ambiguous",
@@ -177,42 +173,75 @@ def verdict_tokens(question: Question, asked: Sequence[int], engine: Encoder) ->
         first_with.setdefault(token, verdict)
     if not worth:
         raise UsageError("verdict-empty", "the task's question names no verdict.")
-    return VerdictTokens([*asked, *start], worth)
+    return VerdictTokens([*phrased.asked, *start], worth, phrased.ends_turn)
 
 
-def common_start(question: Question, asked: Sequence[int], engine: Encoder) -> list[int]:
-    """The tokens that all verdicts of a question begin with, such as a space that the tokenizer
-    separates from digits; they are asked with the question.
+def asked_tokens(question: Question, encoder: Encoder) -> int:
+    """Tokens of a question, with those that all of its verdicts begin with."""
+    phrased = _phrased(question, encoder)
+    return len(phrased.asked) + len(phrased.start())
 
-    At least one token of each verdict is left. Without verdicts of different worth there is nothing
-    to tell apart, and none are asked.
+
+@dataclass(frozen=True)
+class _Phrased:
+    """A question in the words of one model.
+
+    Attributes:
+        asked: its tokens.
+        values: verdict as this model writes it -> its worth.
+        verdicts: verdict -> its tokens after the question.
+        ends_turn: the first token ends the assistant's turn.
+    """
+
+    asked: list[int]
+    values: Mapping[str, float]
+    verdicts: Mapping[str, list[int]]
+    ends_turn: bool
+
+    def start(self) -> list[int]:
+        """The tokens that all verdicts begin with, such as a space that the tokenizer separates
+        from digits; they are asked with the question.
+
+        At least one token of each verdict is left. Without verdicts of different worth there is
+        nothing to tell apart, and none are asked.
+        """
+        if len(set(self.values.values())) < 2:
+            return []
+        most = max(0, min(map(len, self.verdicts.values())) - 1)
+        start: list[int] = []
+        for tokens in zip(*(each[:most] for each in self.verdicts.values()), strict=True):
+            if len(set(tokens)) > 1:
+                break
+            start.append(tokens[0])
+        return start
+
+
+def _phrased(question: Question, encoder: Encoder) -> _Phrased:
+    """A question in a turn of its own where the model takes turns, else after the path's text."""
+    spoken = question.turn
+    if spoken is not None and isinstance(encoder, TakesTurns):
+        turn = encoder.turn(spoken.text)
+        if turn is not None:
+            values = {verdict.strip(): value for verdict, value in spoken.values.items()}
+            answered = {each: encoder.turn(spoken.text, each) or [] for each in values}
+            return _Phrased(turn, values, _tails(turn, answered, encoder), True)
+    asked = list(encoder.encode(question.text))
+    wholes = {each: list(encoder.encode(question.text + each)) for each in question.values}
+    return _Phrased(asked, question.values, _tails(asked, wholes, encoder), False)
+
+
+def _tails(
+    asked: Sequence[int], wholes: Mapping[str, Sequence[int]], encoder: Encoder
+) -> dict[str, list[int]]:
+    """The tokens of each verdict after a question.
 
     Args:
-        question: text and verdicts.
         asked: the question's tokens.
+        wholes: verdict -> tokens of the question with it.
     """
-    return _start_of(question, _tails(question, asked, engine))
-
-
-def _start_of(question: Question, tails: Sequence[Sequence[int]]) -> list[int]:
-    """`common_start`, of verdicts with these tokens."""
-    if len(set(question.values.values())) < 2:
-        return []
-    most = max(0, min(map(len, tails)) - 1)
-    start: list[int] = []
-    for tokens in zip(*(tail[:most] for tail in tails), strict=True):
-        if len(set(tokens)) > 1:
-            break
-        start.append(tokens[0])
-    return start
-
-
-def _tails(question: Question, asked: Sequence[int], engine: Encoder) -> list[list[int]]:
-    """The tokens of each verdict, as written after the question."""
-    known, tails = list(asked), []
-    for verdict in question.values:
-        whole = list(engine.encode(question.text + verdict))
+    tails = {}
+    for verdict, whole in wholes.items():
         # A tokenizer may join the verdict to the question's last token; then encode it by itself.
-        joined = whole[: len(known)] != known
-        tails.append(list(engine.encode(verdict)) if joined else whole[len(known) :])
+        joined = list(whole[: len(asked)]) != list(asked)
+        tails[verdict] = list(encoder.encode(verdict)) if joined else list(whole[len(asked) :])
     return tails

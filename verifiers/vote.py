@@ -6,14 +6,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from arbor.errors import UsageError
 from arbor.tasks.base import BlockLimits, Problem, Question, Task
 from arbor.tree import Node
 
 from .base import Asker, Encoder, Inquiry, Verdict
-from .self_eval import CERTAIN, common_start, expected_worth, verdict_tokens
+from .self_eval import CERTAIN, asked_tokens, expected_worth, verdict_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,8 @@ class Vote:
     votes, without the reasoning before each vote; a state that stands alone has the value 1 (less
     `CERTAIN`'s margin). A value never reaches 1, so no vote is a proof.
     """
+
+    compares: ClassVar[bool] = True
 
     choices: int = 5
 
@@ -79,11 +81,8 @@ class Vote:
         asked = [vote for vote in votes if len(vote) > 1]
         root = candidates[0].path[0] if candidates else None
         questions = [_question([thoughts[place] for place in vote]) for vote in asked]
-        tokens = [
-            verdict_tokens(question, encoder.encode(question.text), encoder)
-            for question in questions
-        ]
-        encoded = [each.asked for each in tokens]
+        tokens = [verdict_tokens(question, encoder) for question in questions]
+        encoded = [each.after(root) for each in tokens] if root else []
         columns = [list(each.worth) for each in tokens]
 
         def verdict(logits: Tensor) -> Verdict:
@@ -105,16 +104,13 @@ class Vote:
         Raises:
             UsageError: two numbers begin with the same token.
         """
-        question = _question([()] * self.choices)
-        verdict_tokens(question, encoder.encode(question.text), encoder)
+        verdict_tokens(_question([()] * self.choices), encoder)
 
     def most_question_tokens(
         self, task: Task, problem: Problem, boundary: BlockLimits, encoder: Encoder
     ) -> int:
         """Tokens of the longest question: every choice is a path of the greatest length."""
-        question = _question([()] * self.choices)
-        asked = encoder.encode(question.text)
-        frame = len(asked) + len(common_start(question, asked, encoder))
+        frame = asked_tokens(_question([()] * self.choices), encoder)
         return frame + self.choices * boundary.max_depth * boundary.max_tokens
 
 
@@ -131,7 +127,9 @@ def _question(choices: Sequence[Sequence[str]]) -> Question:
         f"Choice {number}:\n{''.join(thoughts).strip()}"
         for number, thoughts in enumerate(choices, 1)
     )
-    text = f"\nSome choices to go on:\n{listed}\nThe best choice is"
+    choices_shown = f"Some choices to go on:\n{listed}"
+    text = f"\n{choices_shown}\nThe best choice is"
+    message = f"{choices_shown}\nWhich choice is the best? Answer with its number only."
     # worths differ, so that two numbers with the same first token are refused
     numbers = {f" {number}": number / len(choices) for number in range(1, len(choices) + 1)}
-    return Question(text, numbers)
+    return Question(text, numbers, Question(message, numbers))

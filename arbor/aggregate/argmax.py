@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import AnswerVotes, FinishedPath, Steps, check_steps, grouped, path_score, votes_of
+from .base import (
+    AnswerVotes,
+    FinishedPath,
+    PathValues,
+    Steps,
+    check_steps,
+    grouped,
+    path_score,
+    read_for,
+    votes_of,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,10 @@ class Argmax:
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
+
+    @property
+    def reads(self) -> PathValues:
+        return read_for(self.steps)
 
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
         groups = grouped(paths, self.steps)

@@ -10,6 +10,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 from arbor.errors import UsageError
 
 Steps = Literal["last", "min", "mean", "product"]
+PathValues = Literal["none", "last", "all"]
 
 _REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
     "last": lambda values: values[-1],
@@ -73,6 +74,22 @@ class Aggregate(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsPaths(Protocol):
+    """An optional addition to `Aggregate`, for one that does not read all values of a path."""
+
+    @property
+    def reads(self) -> PathValues:
+        """What it reads of the values of a path, and of the order by value: ``none``; the ``last``
+        value; or ``all``. The others may be 0, not judged."""
+        ...
+
+
+def read_for(steps: Steps) -> PathValues:
+    """The values of a path that its score is made of."""
+    return "last" if steps == "last" else "all"
+
+
 def check_steps(steps: str) -> None:
     """Refuse an unknown score of a path.
 
@@ -97,15 +114,20 @@ def reduced(values: Sequence[float], steps: Steps) -> float:
     return _REDUCED[steps](values) if values else 0.0
 
 
-def grouped(paths: Sequence[FinishedPath], steps: Steps) -> list[list[FinishedPath]]:
-    """The paths of each answer, highest score first, answers in the order of their first path."""
+def by_answer(paths: Sequence[FinishedPath]) -> list[list[FinishedPath]]:
+    """The paths of each answer, both in the controller's order."""
     groups: dict[int, list[FinishedPath]] = {}
     for path in paths:
         if path.group is not None and path.answer is not None:
             groups.setdefault(path.group, []).append(path)
+    return list(groups.values())
+
+
+def grouped(paths: Sequence[FinishedPath], steps: Steps) -> list[list[FinishedPath]]:
+    """The paths of each answer, highest score first, answers in the order of their first path."""
     return [
         sorted(group, key=lambda path: -path_score(path, steps))  # stable
-        for group in groups.values()
+        for group in by_answer(paths)
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import AnswerVotes, FinishedPath, path_score, votes_of
+from .base import AnswerVotes, FinishedPath, PathValues, by_answer, path_score, votes_of
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,7 @@ class Best:
     """
 
     compares: ClassVar[bool] = False
+    reads: ClassVar[PathValues] = "last"
 
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
-        groups: dict[int, list[FinishedPath]] = {}
-        for path in paths:
-            if path.group is not None:
-                groups.setdefault(path.group, []).append(path)
-        return [votes_of(group, path_score(group[0], "last")) for group in groups.values()]
+        return [votes_of(group, path_score(group[0], "last")) for group in by_answer(paths)]

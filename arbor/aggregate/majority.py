@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from .base import AnswerVotes, FinishedPath, Steps, check_steps, summed
+from .base import AnswerVotes, FinishedPath, PathValues, by_answer, votes_of
 from .confidence import lead_probability
 
 
@@ -13,21 +14,17 @@ from .confidence import lead_probability
 class Majority:
     """The answer that most paths give: self-consistency (Wang et al., arXiv 2203.11171).
 
-    Args:
-        steps: the score of a path, see `Argmax`. The sum of an answer's scores breaks ties of
-            votes, then the controller's order; the answer's path is the one of the highest score.
+    The score of an answer is its votes. Equal votes go by the controller's order, and an answer's
+    path is its first one: without values, which a vote does not read, the likeliest.
 
-    Differs from the paper: ties are broken by scores rather than at random.
+    Differs from the paper: ties are broken by that order rather than at random.
     """
 
-    steps: Steps = "last"
-
-    def __post_init__(self) -> None:
-        check_steps(self.steps)
+    reads: ClassVar[PathValues] = "none"
 
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
-        ranked = summed(paths, self.steps)
-        return sorted(ranked, key=lambda each: (-each.votes, -each.score))  # stable
+        ranked = [votes_of(group, len(group)) for group in by_answer(paths)]
+        return sorted(ranked, key=lambda each: -each.votes)  # stable
 
     def confidence(self, ranked: Sequence[AnswerVotes]) -> float:
         return lead_probability(ranked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .base import AnswerVotes, FinishedPath, Steps, check_steps, summed
+from .base import AnswerVotes, FinishedPath, PathValues, Steps, check_steps, read_for, summed
 from .confidence import lead_probability
 
 
@@ -24,6 +24,10 @@ class Weighted:
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
+
+    @property
+    def reads(self) -> PathValues:
+        return read_for(self.steps)
 
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
         ranked = summed(paths, self.steps)

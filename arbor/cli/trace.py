@@ -119,7 +119,8 @@ def info(output: Output, file: Path) -> int:
         path = " > ".join(map(str, answer.path))
         text = answer.text if read.words or answer.node is None else LEFT_OUT
         shown = "(no answer)" if text is None else one_line(text)
-        output.print(f"answer    {shown}  (score {answer.score:.3f}, path {path})")
+        score = "not judged" if answer.score is None else f"score {answer.score:.3f}"
+        output.print(f"answer    {shown}  ({score}, path {path})")
     ended = (replay.ended and replay.ended.limit) or status
     output.print(f"end       {numbers_line(ended, metrics, answer.correct if answer else None)}")
     output.print(f"events    {len(read.events):,}")

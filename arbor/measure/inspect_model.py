@@ -325,7 +325,8 @@ class ArborAPI(ModelAPI):
                 f"the conversation has {len(tokens):,} tokens; the context is full.",
                 "Shorten it.",
             )
-        return plain_problem(tokens, "\n\n".join(each["content"] for each in asked.messages)), left
+        text = "\n\n".join(each["content"] for each in asked.messages)
+        return plain_problem(tokens, text, is_conversation=True), left
 
     def _parts(
         self, shared: SharedEngine, search: SearchSettings, sampling: Sampling

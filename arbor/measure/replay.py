@@ -44,6 +44,7 @@ from arbor.retention.token_kv import PairRotation
 from arbor.run.callbacks import Broadcast
 from arbor.run.component_checks import resolve_component
 from arbor.run.limits import Limits, check_granularity
+from arbor.run.question_turn import QuestionTurn, question_turn
 from arbor.run.session import Session
 from arbor.tasks.base import Problem, Task
 from arbor.trace.fold import Replay
@@ -52,6 +53,8 @@ from arbor.trace.records import NO_TOKEN
 from arbor.tree import Node, NodeState
 from arbor.verifiers.base import Asker, Verdict, Verifier, parts_of
 
+# ends of blocks that are not reported to the search
+GIVEN_UP: tuple[StopReason, ...] = ("limit", "gate")
 MOST_VOCABULARY = 1 << 24  # the logits of a replay have a place for every token id
 
 
@@ -63,7 +66,7 @@ class Recording:
         header: of the run.
         prompt: tokens of the root (their ids are not recorded; only their number counts).
         blocks: by node id, as they closed.
-        values: the verifier's, by node id.
+        values: the verifier's, by node id, of the blocks that were valued.
         reads: when each block is read.
         expansions: complete ones of a run that was cut short; None: it ended by itself.
     """
@@ -87,9 +90,12 @@ class Recording:
         root = next((event for event in opened if event.parent is None), None)
         verified = [event for event in events if isinstance(event, Verified) and event.nodes]
         values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=False)}
+        end = next((event for event in events if isinstance(event, Ended)), None)
+        whole = end is not None and end.status in ("solved", "exhausted")
         closed = [event for event in events if isinstance(event, Boundary)]
         asked = {e.node for e in closed if 0 < e.given < len(e.ids)}  # questions have no value
-        blocks = {e.node: e for e in closed if e.node in values or e.node in asked}
+        known = {e.node for e in closed} if whole else _reported(events) | asked | values.keys()
+        blocks = {e.node: e for e in closed if e.node in known and e.stop not in GIVEN_UP}
         missing = "no header" if header is None else "no prompt" if root is None else ""
         if any(NO_TOKEN in block.ids for block in blocks.values()):
             missing = "no words (--trace-text none)"
@@ -109,16 +115,15 @@ class Recording:
                 f"the trace is inconsistent: {problems[0]}.",
                 "'arbor trace check' lists every inconsistency.",
             )
-        end = next((event for event in events if isinstance(event, Ended)), None)
         expansions: int | None = None
-        if end is None or end.status not in ("solved", "exhausted"):
+        if not whole:
             if asked:
                 raise TraceError(
                     "trace-replay",
                     "a search that proposes thoughts is replayed whole, and this one was cut short.",
                     "Record it without a limit.",
                 )
-            cut = [e.node for e in opened if e.parent is not None and e.node not in values]
+            cut = [e.node for e in opened if e.parent is not None and e.node not in blocks]
             expansions = _complete(events, min(cut, default=len(opened)))
         return cls(header, root.tokens, blocks, values, FutureReads.of(events), expansions)
 
@@ -126,6 +131,13 @@ class Recording:
     def eos(self) -> frozenset[int]:
         """Tokens that ended a sequence."""
         return frozenset(block.ids[-1] for block in self.blocks.values() if block.stop == "eos")
+
+
+def _reported(events: Sequence[Event]) -> set[int]:
+    """The blocks that closed before the search last chose leaves; later ones may not have been
+    reported to it."""
+    last = max((at for at, e in enumerate(events) if isinstance(e, Selected)), default=0)
+    return {event.node for event in events[:last] if isinstance(event, Boundary)}
 
 
 def _complete(events: Sequence[Event], first: int) -> int:
@@ -199,7 +211,8 @@ def replay(
         msve=values,
         source=_Recorded(record, tokenizer),
     )
-    judge = _Judge(components.build("verifier", config["verifier"]), record)
+    turn = question_turn(tokenizer, task, task.parse(record.header.problem))
+    judge = _Judge(components.build("verifier", config["verifier"]), record, turn)
     most = [n for n in (config.get("max_expansions"), record.expansions) if n is not None]
     metrics = MetricsFold()
     emit = Broadcast((metrics, listen), lambda: session.stop("interrupted"))
@@ -214,6 +227,7 @@ def replay(
         slots,
         emit,
         reads=record.reads,
+        judged=lambda _search, _tree, children: [c for c in children if c.id in record.values],
         most=most_held(record.header),
     )
     emit(record.header)
@@ -301,12 +315,25 @@ class _Recorded(ModelSampler):
         return self._blocks[node.id]
 
 
+class _InTurns:
+    """The engine as a verifier of the recorded search saw it."""
+
+    def __init__(self, engine: Asker, turn: QuestionTurn | None) -> None:
+        self.encode, self.ask = engine.encode, engine.ask
+        self._turn = turn
+
+    def turn(self, message: str, answer: str = "") -> list[int] | None:
+        """See `TakesTurns`."""
+        return None if self._turn is None else self._turn.encode(message, answer)
+
+
 class _Judge:
     """The recorded verdicts; asks the verifier's questions."""
 
-    def __init__(self, verifier: Verifier, record: Recording) -> None:
+    def __init__(self, verifier: Verifier, record: Recording, turn: QuestionTurn | None) -> None:
         self.verifier = verifier
         self.values = record.values
+        self.turn = turn
 
     @property
     def needs_model(self) -> bool:
@@ -316,8 +343,9 @@ class _Judge:
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
         """The recorded values of the candidates; a gate decides as it did, by their confidences."""
+        asker = _InTurns(engine, self.turn)
         found = [
-            part.verify(task, problem, candidates, engine)
+            part.verify(task, problem, candidates, asker)
             for part in parts_of(self.verifier)
             if part.needs_model
         ]

@@ -223,7 +223,8 @@ class Allocator(Protocol):
     """How many tokens each block keeps.
 
     An allocator that reads `Blocks.next_use` has an attribute ``needs_recording = True``, one that
-    reads keys, values or queries (`Tokens.kv`) an ``observation``, as a scorer does.
+    reads `Blocks.value` or `Blocks.score` an attribute ``reads_values = True``, and one that reads
+    keys, values or queries (`Tokens.kv`) an ``observation``, as a scorer does.
     """
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:

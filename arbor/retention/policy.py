@@ -308,6 +308,11 @@ class Policy:
         return bool(getattr(self.allocator, "packed", 0))
 
     @property
+    def reads_values(self) -> bool:
+        """Whether its allocator goes by the values of blocks."""
+        return bool(getattr(self.allocator, "reads_values", False))
+
+    @property
     def needs_recording(self) -> bool:
         """Whether the allocator reads the future of a recorded run."""
         return bool(getattr(self.allocator, "needs_recording", False))

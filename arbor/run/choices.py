@@ -174,7 +174,7 @@ class SearchAnswers:
             found = {"answer": each.answer, "value": each.value, "guessed": each.guessed}
             yield Delta(choice, self._path_text(each.node), (), finish, found)
         if not order:
-            yield Delta(0, "", (), finish, {"answer": None, "value": 0.0, "guessed": False})
+            yield Delta(0, "", (), finish, {"answer": None, "value": None, "guessed": False})
 
     def _path_text(self, node: int) -> str:
         texts = []

@@ -21,11 +21,12 @@ from arbor.run.plugin_answers import (
     proposing,
     unchecked,
 )
+from arbor.run.question_turn import QuestionTurn, in_conversation, question_turn
 from arbor.run.setup import Setup
 from arbor.support.texts import one_line, refuse_surrogates
 from arbor.tasks.base import BlockLimits, BoundedQuestions, Converses, Problem, Proposes, Task
 from arbor.verifiers.base import ChecksQuestions, Encoder, PlansQuestions, SearchShape, parts_of
-from arbor.verifiers.self_eval import common_start
+from arbor.verifiers.self_eval import asked_tokens
 
 
 def parse_problem(task: Task, problem: str | Problem) -> Problem:
@@ -65,11 +66,10 @@ def encode_prompt(
         UsageError: the chat template refuses the messages.
     """
     refuse_surrogates(prompt, "the prompt")
-    parts = None if task is None else unchecked(task)
-    own = parts if isinstance(parts, Converses) else None
-    system = "" if own is None else own.system_message
+    own = None if task is None else unchecked(task)
+    system = own.system_message if isinstance(own, Converses) else ""
     refuse_surrogates(system, "the system message")
-    if getattr(tokenizer, "chat_template", None) and (own is None or own.uses_chat):
+    if in_conversation(tokenizer, own):
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         try:
@@ -110,14 +110,14 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     scorer = setup.policy.scorer
     if isinstance(scorer, CalibratedScorer):
         scorer.check_model(info.layers, info.num_qo_heads, info.head_dim)
+    words = Words(files.tokenizer, question_turn(files.tokenizer, unchecked(setup.task), problem))
     for part in parts_of(setup.verifier):
         if isinstance(part, ChecksQuestions):
-            part.check(checked_task(setup.task), problem, Words(files.tokenizer))
+            part.check(checked_task(setup.task), problem, words)
     proposals = most_proposals(setup.controller, boundary.max_depth)
-    judged = question_tokens(setup, problem, files.tokenizer) if setup.verifier.needs_model else 0
+    judged = question_tokens(setup, problem, words) if setup.verifier.needs_model else 0
     able = proposing(setup.task)
     assert able is not None or not proposals, "checked when the solver was made"
-    words = Words(files.tokenizer)
     listed = proposal_tokens(able, problem, words) if able is not None and proposals else 0
     shape = Footprint(
         prompt_tokens,
@@ -188,18 +188,25 @@ class Words:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
+        turn: how the model is asked in turns; None: in the text that it continues.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, turn: QuestionTurn | None = None) -> None:
         self._tokenizer = tokenizer
+        self._turn = turn
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a continuation (no special tokens)."""
         refuse_surrogates(text, "the question to the model")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def turn(self, message: str, answer: str = "") -> list[int] | None:
+        """See `TakesTurns`."""
+        refuse_surrogates(message, "the question to the model")
+        return None if self._turn is None else self._turn.encode(message, answer)
 
-def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
+
+def question_tokens(setup: Setup, problem: Problem, words: Words) -> int:
     """Tokens of a question to the model that the plan counts.
 
     They are those of the question at no thoughts, and at least `max_question_tokens` of a task that
@@ -212,21 +219,21 @@ def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
     task = setup.task
     asking = [part for part in parts_of(setup.verifier) if part.needs_model]
     bounds = [
-        part.most_question_tokens(checked_task(task), problem, setup.boundary, Words(tokenizer))
+        part.most_question_tokens(checked_task(task), problem, setup.boundary, words)
         for part in asking
         if isinstance(part, PlansQuestions)
     ]
     known = [most for most in bounds if most is not None]
     if known and len(known) == len(asking):
         return max(known)
-    question, encoder = checked_task(task).question(problem, ()), Words(tokenizer)
-    asked = encoder.encode(question.text)
-    more = len(common_start(question, asked, encoder))
+    question = checked_task(task).question(problem, ())
+    asked, text = asked_tokens(question, words), len(words.encode(question.text))
     declared = None
     parts = unchecked(task)
     if isinstance(parts, BoundedQuestions):
         declared = check_count("max_question_tokens", parts.max_question_tokens)
-    return max(max(declared or 0, len(asked)) + more, max(known, default=0))
+    around = asked - text  # by the turn, and by what all verdicts begin with
+    return max(asked, (declared or 0) + around, max(known, default=0))
 
 
 def proposal_tokens(task: Proposes, problem: Problem, encoder: Encoder) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from arbor.budget import Plan
 from arbor.errors import BudgetInfeasible, InputError
+from arbor.run.question_turn import QuestionTurn
 from arbor.support.texts import refuse_surrogates
 from arbor.tree import Node
 from arbor.verifiers.base import Asker
@@ -28,10 +29,19 @@ class PlannedQuestions:
         task: the task's name.
         plan: of the search.
         context: positions of the model.
+        turn: how the model is asked in turns; None: in the text that it continues.
     """
 
-    def __init__(self, engine: Asker, task: str, plan: Plan, context: int) -> None:
+    def __init__(
+        self,
+        engine: Asker,
+        task: str,
+        plan: Plan,
+        context: int,
+        turn: QuestionTurn | None = None,
+    ) -> None:
         self._engine = engine
+        self._turn = turn
         self._task = task
         self._plan = plan
         self._context = context
@@ -44,6 +54,15 @@ class PlannedQuestions:
         """
         refuse_surrogates(text, "the question to the model")
         return self._engine.encode(text)
+
+    def turn(self, message: str, answer: str = "") -> list[int] | None:
+        """See `TakesTurns`.
+
+        Raises:
+            InputError: the message has half of a character.
+        """
+        refuse_surrogates(message, "the question to the model")
+        return None if self._turn is None else self._turn.encode(message, answer)
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         """The model's next-token logits, see `Asker.ask`.

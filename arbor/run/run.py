@@ -23,9 +23,11 @@ from arbor.events import Audited, Ended, Header, Listener, ReachedLimit
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
+from arbor.run.judged import Judged
 from arbor.run.limits import Limits, TokenLimit
 from arbor.run.planning import encode_prompt, parse_problem, plan_search, search_shape
 from arbor.run.plugin_answers import checked_task, is_guess, unchecked
+from arbor.run.question_turn import question_turn
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
 from arbor.run.request import Request
@@ -146,7 +148,7 @@ class Run:
             problem=self.problem.text,
             answer=None,
             text="",
-            score=0.0,
+            score=None,
             correct=None,
             finish_reason=status,
             path=(),
@@ -268,6 +270,15 @@ class Run:
         boundary, words = setup.boundary, engine.tokenizer
         form = boundary.form
         with ExitStack() as verifiers:
+            limits = Limits(
+                boundary.max_depth,
+                setup.max_expansions,
+                request.max_tokens,
+                request.timeout,
+                request.first,
+                request.confidence,
+            )
+            by_policy = setup.mode == "lossy" and setup.policy.reads_values
             session = partial(
                 Session,
                 engine,
@@ -282,22 +293,20 @@ class Run:
                     None if form is None else Grammar(form, boundary.stop, words, eos),
                     setup.branch_stop,
                 ),
-                Limits(
-                    boundary.max_depth,
-                    setup.max_expansions,
-                    request.max_tokens,
-                    request.timeout,
-                    request.first,
-                    request.confidence,
-                ),
+                limits,
                 self._slots,
                 detail=request.trace_level,
                 reads=reads,
                 questions=PlannedQuestions(
-                    engine, setup.task.name, self.plan, setup.checkpoint.read().info.context
+                    engine,
+                    setup.task.name,
+                    self.plan,
+                    setup.checkpoint.read().info.context,
+                    question_turn(engine.tokenizer, setup.task, self.problem),
                 ),
                 pool=self.pool,
                 aggregate=setup.aggregate,
+                judged=Judged(setup.verifier, setup.aggregate, limits, by_policy).of,
                 opened=self._open_verifiers(emit, verifiers),
                 most=self.plan.most_held,
                 part=self._part,
@@ -400,19 +409,19 @@ class Run:
             problem=problem.text,
             answer=outcome.answer,
             text="".join(node.text for node in path[1:]),
-            score=0.0 if best is None else best.value,
+            score=None if best is None else best.judged,
             correct=outcome.correct,
             guessed=outcome.guessed,
             grade=outcome.grade,
             finish_reason=outcome.status,
             limit=outcome.limit,
             path=tuple(node.id for node in path),
-            steps=tuple(Step(n.id, n.text, n.value, len(n.tokens)) for n in path[1:]),
+            steps=tuple(Step(n.id, n.text, n.judged, len(n.tokens)) for n in path[1:]),
             candidates=tuple(
                 Candidate(
                     leaf.id,
                     task.answer(problem, leaf.thoughts),
-                    leaf.value,
+                    leaf.judged,
                     leaf.logprob,
                     is_guess(task, problem, leaf),
                 )

@@ -32,6 +32,7 @@ from arbor.events import (
 )
 from arbor.retention.future_reads import FutureReads
 from arbor.run.answers import AnswerGroups, compares_answers, confidence, ranked
+from arbor.run.judged import Judged
 from arbor.run.limits import Limits
 from arbor.run.overlap import AnyEnded, Grown, Overlapping, due
 from arbor.run.plugin_answers import (
@@ -106,6 +107,7 @@ class Session:
             any.
         pool: the budget of all searches of the engine, tokens; by default `slots`.
         aggregate: chooses the answer among those of the finished paths.
+        judged: which blocks are valued; by default those whose values are read.
         opened: this search in the models of verifiers that have their own.
         compares: the prompt is compared with earlier ones where the engine shares similar ones.
         most, part, least: see `Engine.open`.
@@ -128,6 +130,7 @@ class Session:
         questions: PlannedQuestions | None = None,
         pool: int | None = None,
         aggregate: Aggregate | None = None,
+        judged: Callable[[Search, ThoughtTree, Sequence[Node]], list[Node]] | None = None,
         opened: Mapping[Verifier, VerifierSearch] | None = None,
         compares: bool = True,
         most: int | None = None,
@@ -151,6 +154,7 @@ class Session:
         self.least = least
         self.aggregate = aggregate or Best()
         self._groups = AnswerGroups(task, problem, compares=compares_answers(self.aggregate))
+        self.judged = judged or Judged(verifier, self.aggregate, limits).of
         self.verification = Verification(
             engine, self.task, problem, verifier, questions, opened or {}, emit
         )
@@ -298,7 +302,7 @@ class Session:
             self._round_start, self._verified = len(tree), False
             children = yield from self._grow(tree, expansions)
             self._count(children)
-            yield from self.verification.steps(children)
+            yield from self.verification.steps(self.judged(search, tree, children))
             self._verified = True
             search.tell(children)
             self._prune(tree)
@@ -319,7 +323,7 @@ class Session:
                     asked = search.ask(room)
                     expansions = self._within_limit(asked)
                     cut = expansions != asked
-                    self._begin(tree, expansions, now)
+                    self._begin(tree, search, expansions, now)
                 if not overlapping:
                     break
                 while not (ended := due(overlapping)):
@@ -342,21 +346,25 @@ class Session:
                 each.close()
             overlapping.clear()
 
-    def _begin(self, tree: ThoughtTree, expansions: Sequence[Expansion], now: int) -> None:
+    def _begin(
+        self, tree: ThoughtTree, search: Search, expansions: Sequence[Expansion], now: int
+    ) -> None:
         """Let further leaves grow, next to those in progress."""
         if not expansions:
             return
         growing = [each.expansion.leaf for each in self._overlapping]
         self._announce(tree, expansions, growing)
         for place, expansion in enumerate(expansions):
-            steps = self._expand(tree, expansion, counts=place == 0)
+            steps = self._expand(tree, search, expansion, counts=place == 0)
             self._overlapping.append(Overlapping(expansion, now, steps))
 
-    def _expand(self, tree: ThoughtTree, expansion: Expansion, counts: bool) -> Steps[Grown]:
+    def _expand(
+        self, tree: ThoughtTree, search: Search, expansion: Expansion, counts: bool
+    ) -> Steps[Grown]:
         """The children of one leaf, and whether their verification asked the model."""
         grown, _ = yield from self._new_blocks(tree, [expansion], counts)
         children = self._ended(tree, grown)
-        asked = yield from self.verification.steps(children)
+        asked = yield from self.verification.steps(self.judged(search, tree, children))
         return children, asked
 
     # One round
@@ -587,7 +595,7 @@ class Session:
                 node=None if best is None else best.id,
                 path=() if best is None else tuple(node.id for node in best.path),
                 text=answer,
-                score=0.0 if best is None else best.value,
+                score=None if best is None else best.judged,
                 correct=correct,
                 guessed=guessed,
             )

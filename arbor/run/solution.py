@@ -38,11 +38,14 @@ MOST_STEPS = 30  # thoughts of the answer's path in a notebook
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thought of the answer's path: node id, text, value in [0, 1], tokens."""
+    """One thought of the answer's path: node id, text, value in [0, 1], tokens.
+
+    The value is None where nothing read it, so that it was not judged.
+    """
 
     node: int
     text: str
-    value: float
+    value: float | None
     tokens: int
 
 
@@ -53,14 +56,14 @@ class Candidate:
     Attributes:
         node: its last.
         answer: None if the path gave none.
-        value: of its last block, in [0, 1].
+        value: of its last block, in [0, 1]; None where it was not judged.
         logprob: sum of log probabilities of the last block's tokens.
         guessed: the text does not mark the answer.
     """
 
     node: int
     answer: str | None
-    value: float
+    value: float | None
     logprob: float
     guessed: bool = False
 
@@ -74,7 +77,7 @@ class Solution:
         task, problem: names what was solved.
         answer: None if no path gave one.
         text: the answer's whole path as text, prompt excluded.
-        score: the value of the answer's last block, in [0, 1].
+        score: the value of the answer's last block, in [0, 1]; None where it was not judged.
         correct: the grade of the answer; None without an answer key.
         finish_reason: how the run ended.
         path: node ids, root first.
@@ -99,7 +102,7 @@ class Solution:
     problem: str
     answer: str | None
     text: str
-    score: float
+    score: float | None
     correct: bool | None
     finish_reason: Status | Literal["error"]
     path: tuple[int, ...]
@@ -281,7 +284,8 @@ class Solution:
             console.print(draw(self.replay(), size.width, size.height, glyphs_of(console)))
             return
         for step in self.steps:
-            console.print(f"#{step.node} v={step.value:.2f} {one_line(step.text)}")
+            value = "" if step.value is None else f"v={step.value:.2f} "
+            console.print(f"#{step.node} {value}{one_line(step.text)}")
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write the search as one HTML file that needs no server and no network.

@@ -125,11 +125,11 @@ class Verification:
             judging = self._opened[verifier].begin(children)
             yield judging
             return judging.verdict()
+        asker: Asker = engine if self._questions is None else self._questions
         inquiry = None
         if isinstance(verifier, Inquires):
-            inquiry = inquiry_of(verifier, self._task, self._problem, children, engine)
+            inquiry = inquiry_of(verifier, self._task, self._problem, children, asker)
         if inquiry is None:
-            asker: Asker = engine if self._questions is None else self._questions
             return verdict_of(verifier, self._task, self._problem, children, asker)
         if not inquiry.nodes:
             return inquiry.verdict(NO_LOGITS)

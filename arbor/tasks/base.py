@@ -74,10 +74,14 @@ class Question:
         text: appended to the path's text; the model's next token is the verdict.
         values: verdict text -> value in [0, 1]. The value of a state is their mean, weighted by the
             model's probabilities of the verdicts, renormalised over them.
+        turn: what a model for conversations is asked instead: its text is a user's message, which
+            the model answers in a turn of its own, and its verdicts are written without outer
+            spaces. None: such a model is asked like any other.
     """
 
     text: str
     values: Mapping[str, float]
+    turn: Question | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,11 +162,12 @@ class Crosswords(Worded):
         return len(text.encode()) + 1
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        return Question(
-            f"\nThe board is now\n{_shown(thoughts)}\nDo all words fit their clues, and can the rest be "
-            f"filled? Answer {self.yes[0].strip()} or {self.no[0].strip()}.\nAnswer:",
-            dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0),
+        asked = (
+            f"The board is now\n{_shown(thoughts)}\nDo all words fit their clues, and can the rest be "
+            f"filled? Answer {self.yes[0].strip()} or {self.no[0].strip()}."
         )
+        verdicts = dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0)
+        return Question(f"\n{asked}\nAnswer:", verdicts, Question(asked, verdicts))
 
     def list_question(self, thoughts: Sequence[str]) -> str:
         return (

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from arbor.tasks.base import BlockLimits, Grade, Problem, Question
+from arbor.tasks.sureness import sureness
 
 
 @dataclass(frozen=True)
 class PlainText:
     """A text to continue, as token ids: a path is one block, and its text is the answer.
 
-    A problem's data hold ``tokens``, its prompt.
+    A problem's data hold ``tokens``, its prompt, and whether it ``is_conversation``.
     """
 
     name = "text"
@@ -100,7 +101,11 @@ class SteppedText(PlainText):
         gap = "" if thoughts and thoughts[-1].endswith("\n") else "\n\n"
         text = f"{gap}Is the {subject} correct? Answer yes or no.\nAnswer:"
         yes = dict.fromkeys((" yes", " Yes"), 1.0)
-        return Question(text, yes | dict.fromkeys((" no", " No"), 0.0))
+        return Question(
+            text,
+            yes | dict.fromkeys((" no", " No"), 0.0),
+            sureness(subject.removesuffix(" so far")),
+        )
 
 
 def cut_at(text: str, ends: Sequence[str]) -> str:
@@ -108,11 +113,13 @@ def cut_at(text: str, ends: Sequence[str]) -> str:
     return text[: min((at for end in ends if (at := text.find(end)) >= 0), default=len(text))]
 
 
-def plain_problem(tokens: Sequence[int], text: str) -> Problem:
+def plain_problem(tokens: Sequence[int], text: str, *, is_conversation: bool = False) -> Problem:
     """A prompt as a problem.
 
     Args:
         tokens: at least one id.
         text: for readers.
+        is_conversation: the tokens are those that the model's chat template writes.
     """
-    return Problem("", PlainText.name, text, data={"tokens": list(tokens)})
+    data = {"tokens": list(tokens), "is_conversation": is_conversation}
+    return Problem("", PlainText.name, text, data=data)

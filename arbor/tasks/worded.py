@@ -16,6 +16,7 @@ from arbor.tasks.grading.base import Equates, Grader
 from arbor.tasks.grading.extraction import first_problem
 from arbor.tasks.prompt_template import PromptTemplate, read_template
 from arbor.tasks.splits import content_id
+from arbor.tasks.sureness import sureness
 
 STOPS: Mapping[str, tuple[str, ...]] = {
     "line": ("\n",),
@@ -38,6 +39,7 @@ class Worded(ABC):
         max_depth: thoughts on one path.
         yes, no: verdicts of a model that judges its own thoughts, as written after the question,
             which names the first of each; for models whose verdicts begin with the same token.
+            A model for conversations is asked for them only where they are changed (`sureness`).
         steps: where a thought ends: at one of `stop`; at the end of a ``line`` or of a
             ``sentence``; or after `max_tokens` alone (``length``).
         template: file of the prompt (`PromptTemplate`), or the name of a built-in one; empty for
@@ -233,11 +235,11 @@ class Worded(ABC):
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
         subject = "final answer" if self.is_terminal(problem, thoughts) else "reasoning so far"
         gap = "" if thoughts and thoughts[-1].endswith("\n") else "\n\n"
-        return Question(
-            f"{gap}Is the {subject} correct? Answer {self.yes[0].strip()} or "
-            f"{self.no[0].strip()}.\nAnswer:",
-            dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0),
-        )
+        asked = f"Is the {subject} correct? Answer {self.yes[0].strip()} or {self.no[0].strip()}."
+        verdicts = dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0)
+        own = (self.yes, self.no) != (Worded.yes, Worded.no)
+        turn = Question(asked, verdicts) if own else sureness(subject.removesuffix(" so far"))
+        return Question(f"{gap}{asked}\nAnswer:", verdicts, turn)
 
     def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
         """See `Proposes`; the template's question, else the task's."""

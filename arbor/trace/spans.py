@@ -169,7 +169,7 @@ class SpanFold:
                 yield from self._end_blocks(event.nodes)
             case Answered():
                 self._answer = self._text("output.value", event.text) | {
-                    "arbor.score": event.score,
+                    **({} if event.score is None else {"arbor.score": event.score}),
                     "arbor.path": list(event.path),
                 }
                 if event.correct is not None:

@@ -168,7 +168,7 @@ def _row(
             result.data["sample"] = sample.id
             raise result
         outcome: dict[str, Any] = {"answer": None, "correct": None, "finish_reason": "error"}
-        outcome |= {"score": 0.0, "grade": None, "metrics": {}, "error": result.to_dict()}
+        outcome |= {"score": None, "grade": None, "metrics": {}, "error": result.to_dict()}
     else:
         outcome = {
             name: getattr(result, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,6 +32,8 @@ class KKT:
         lambda_depth: decay per edge from the root; any sign.
         lambda_distance: decay per edge from the nearest running leaf, >= 0.
     """
+
+    reads_values: ClassVar[bool] = True  # `Blocks.score`
 
     gamma: float = 2.0
     lambda_depth: float = 0.0

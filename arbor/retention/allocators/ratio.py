@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class Ratio:
         lambda_distance: decay per edge from the nearest running leaf, >= 0.
         ratio_min: least ratio, in [0, 1].
     """
+
+    reads_values: ClassVar[bool] = True  # `Blocks.score`
 
     eta: float = 0.5
     gamma: float = 2.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from arbor.errors import UsageError
 from arbor.retention.base import Blocks, Ints, Scorer
@@ -31,6 +31,8 @@ class RSBCM:
             divides the room among them (`among`).
         unit: what `capacity` counts.
     """
+
+    reads_values: ClassVar[bool] = True  # `Blocks.value`
 
     capacity: int = 2000
     unit: Unit = "blocks"

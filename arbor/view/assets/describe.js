@@ -32,6 +32,8 @@ function some(ids, most = 4) {
 }
 
 /** Words of a trace; null means that there are none, undefined that `--trace-text none` left them out. */
+/** The score of an answer; nothing where no value was read. */
+const scored = (value, digits = 2) => (Number.isFinite(value) ? `, score ${value.toFixed(digits)}` : "");
 const wordsOr = (value, none) => value ?? (value === null ? none : "(left out)");
 
 const verdict = (correct) => (correct === true ? ", correct" : correct === false ? ", wrong" : "");
@@ -96,7 +98,7 @@ const SENTENCES = {
   prune: (record) => `${some(list(record.nodes))} pruned`,
   terminal: (record) => `#${record.node} ends its path: ${wordsOr(record.answer, "no answer")}${record.guessed ? " (guessed)" : ""}`,
   answer: (record) =>
-    `${wordsOr(record.node === null ? null : record.text, "no answer")}${record.guessed ? " (guessed)" : ""}, score ${fixed(record.score)}${verdict(record.correct)}`,
+    `${wordsOr(record.node === null ? null : record.text, "no answer")}${record.guessed ? " (guessed)" : ""}${scored(record.score)}${verdict(record.correct)}`,
   end: (record) =>
     `${record.status}${record.limit ? ` (${record.limit})` : ""}, ${plural(record.nodes, "block")}`,
 };

@@ -275,7 +275,7 @@ class AnswerPanel {
             "p",
             { class: "big" },
             wordsOr(run.answer.text, "no answer"),
-            make("small", {}, ` score ${fixed(run.answer.score, 3)}${verdict(run.answer.correct)}`),
+            make("small", {}, `${scored(run.answer.score, 3)}${verdict(run.answer.correct)}`),
           )
         : make("p", { class: "hint" }, "No answer chosen yet at this event."),
       make("p", { class: "hint" }, `${plural(ended.length, "path")} ended so far.`),
