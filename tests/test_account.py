@@ -140,9 +140,12 @@ class Watch:
         lab, full, expansion = self.lab, 0, 0
         if not lab.state.trees:
             return
+        ended = [opened.lengths for opened in lab.state.trees.values() if opened.lengths.count]
+        count = sum(each.count for each in ended)
+        of_all = sum(each.total for each in ended) / count if count else 0.0
         for tree, opened in lab.state.trees.items():
             alive = [node for node in tree if node.state is not NodeState.PRUNED]
-            mean = opened.lengths.mean
+            mean = opened.lengths.mean if opened.lengths.count else of_all
             # a block that waits again has one more token than it shows
             grown = [n for n in alive if n.state is NodeState.OPEN]
             now = sum(len(n.tokens) for n in alive if n.state is not NodeState.OPEN)

@@ -64,7 +64,10 @@ class PartOfRetained:
     @property
     def kept(self) -> int:
         """The part of full retention, rounded down."""
-        return math.floor(self.part * sum(each.expected for each in self._retained()))
+        every = list(self._retained())
+        ended = sum(each.lengths.count for each in every)
+        mean = sum(each.lengths.total for each in every) / ended if ended else 0.0
+        return math.floor(self.part * sum(each.expected(mean) for each in every))
 
 
 class Account:

@@ -24,11 +24,12 @@ class Retained:
 
     Attributes:
         peak: the most so far.
+        lengths: of the finished blocks.
     """
 
     def __init__(self, forest: Forest, lengths: Lengths, *, shares: bool) -> None:
         self.peak = 0
-        self._lengths = lengths
+        self.lengths = lengths
         self._overlap = Overlap(forest) if shares else None
         self._whole: dict[int, int] = {}  # tokens of each finished block, by row
         self._held = 0  # the sum of these
@@ -41,12 +42,15 @@ class Retained:
         """Tokens that it holds now."""
         return self._finished + sum(len(node.tokens) for node in self._open.values())
 
-    @property
-    def expected(self) -> int:
+    def expected(self, unknown: float = 0.0) -> int:
         """The most that it has held so far, or will hold when the blocks in progress have ended:
         each is taken to have the tokens it has, or the mean of those that have ended where that is
-        more."""
-        mean = self._lengths.mean
+        more.
+
+        Args:
+            unknown: the mean before any of this search has ended.
+        """
+        mean = self.lengths.mean if self.lengths.count else unknown
         grown = sum(max(len(node.tokens), mean) for node in self._open.values())
         return max(self.peak, self._finished + int(grown))
 
