@@ -66,6 +66,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_sampling": ("--rows 2 --vocabularies 1500 --rounds 3 --json FOLDER/out.json",),
     "measure_sizes": ("--n 1 --tasks game24 --controllers chain --out FOLDER/out.json",),
     "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --host --csv FOLDER/out.csv",),
+    "bench_ratio": ("--n 1 --searches chain --together 2 --host --csv FOLDER/out.csv",),
     "bench_compressed": (
         "--size 5m --prompt 128 --part 0.5 --rounds 1 --tokens 4 --policies streaming h2o/32 snapkv/heads/32",
     ),
