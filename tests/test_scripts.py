@@ -64,7 +64,6 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_server": ("--clients 1 2 --requests 2 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
     "bench_sharing": ("--prefixes 8 40 --branches 2 --rounds 1 --json FOLDER/out.json",),
     "bench_sampling": ("--rows 2 --vocabularies 1500 --rounds 3 --json FOLDER/out.json",),
-    "measure_sizes": ("--n 1 --tasks game24 --controllers chain --out FOLDER/out.json",),
     "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --host --csv FOLDER/out.csv",),
     "bench_ratio": ("--n 1 --searches chain --together 2 --host --csv FOLDER/out.csv",),
     "bench_compressed": (
