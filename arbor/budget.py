@@ -51,6 +51,7 @@ class Footprint:
         proposals: most questions for proposals at a time; 0 where thoughts are sampled.
         staging_tokens: slots through which attention reads KV in host memory; with such a buffer a
             path may be longer than the budget. 0: none.
+        path_limit: most tokens of a path after the prompt; None: those of `max_depth` blocks.
     """
 
     prompt_tokens: int
@@ -63,6 +64,7 @@ class Footprint:
     searches: int = 0
     proposals: int = 0
     staging_tokens: int = 0
+    path_limit: int | None = None
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens >= 0, f"prompt_tokens={self.prompt_tokens} is negative"
@@ -95,13 +97,18 @@ class Footprint:
 
     @property
     def path_tokens(self) -> int:
-        """Positions of the longest path and a question: prompt + depth x step + question."""
-        return self.prompt_tokens + self.path_blocks * self.step_tokens + self.question_tokens
+        """Positions of the longest path and a question: prompt + depth x step, or `path_limit`
+        where that is less, + question."""
+        steps = self.path_blocks * self.step_tokens
+        most = steps if self.path_limit is None else min(steps, self.path_limit)
+        return self.prompt_tokens + most + self.question_tokens
 
     def levers(self, context: int) -> list[str]:
         """Flags that each limit the longest path to `context` positions."""
         room = context - self.prompt_tokens - self.question_tokens
         flags = {"--max-depth": room // self.step_tokens, "--step-tokens": room // self.path_blocks}
+        if self.path_limit is not None:
+            flags = {"--path-tokens": room}
         return [f"{flag} {most}" for flag, most in flags.items() if most >= 1]
 
     @property
@@ -432,7 +439,10 @@ class Budget:
         if footprint.staging_tokens:
             parts = f"{footprint.staging_tokens:,} staging + the newest tokens"
         elif footprint.smallest_tokens == footprint.path_tokens:
-            parts = f"{footprint.prompt_tokens:,} prompt + {footprint.path_blocks} x {footprint.step_tokens:,}"
+            steps = f"{footprint.path_blocks} x {footprint.step_tokens:,}"
+            if footprint.path_limit is not None:
+                steps = f"at most {footprint.path_limit:,}"
+            parts = f"{footprint.prompt_tokens:,} prompt + {steps}"
         else:
             parts = f"{footprint.protected_tokens:,} protected + {footprint.decoded_tokens:,}"
         if footprint.question_tokens:

@@ -115,7 +115,7 @@ class Vote:
         question = _question([()] * self.choices)
         asked = encoder.encode(question.text)
         frame = len(asked) + len(common_start(question, asked, encoder))
-        return frame + self.choices * boundary.max_depth * boundary.max_tokens
+        return frame + self.choices * boundary.longest_path
 
 
 def _divided(count: int, most: int) -> list[tuple[int, int]]:

@@ -90,6 +90,7 @@ def build_solver(
         msve=options.msve,
         sampling=settings["sampling"] | options.sampling,
         max_depth=options.max_depth,
+        path_tokens=options.path_tokens,
         step_tokens=options.step_tokens,
         step_format=options.step_format,
         branch_stop=options.branch_stop,

@@ -185,6 +185,14 @@ judging_options = option_group(
         help="Most thoughts on one path; default: the task's.",
     ),
     option(
+        "--path-tokens",
+        type=Integer(1),
+        metavar="N",
+        heading="Search",
+        common=True,
+        help="Most tokens of one path; a path cut there ends as cut. Default: the task's.",
+    ),
+    option(
         "--step-tokens",
         type=Integer(1),
         metavar="N",

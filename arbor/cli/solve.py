@@ -202,6 +202,8 @@ def solve(output: Output, /, **values: Any) -> int:
     correct = None if solution.answer is None else solution.correct
     if solution.guessed:
         output.warn(GUESSED)
+    if cut := cut_line(solution):
+        output.say(cut)
     if output.verbose:
         for line in votes_table(solution.votes):
             output.say(line)
@@ -366,6 +368,7 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
     ended = {
         "solved": "solved in",
         "exhausted": "exhausted after",
+        "cut": "path cut at a limit after",
         "limit": "limit reached after",
         "max_expansions": "limit of expansions reached after",
         "max_tokens": "limit of tokens reached after",
@@ -428,6 +431,17 @@ def unreached_line(metrics: Metrics) -> str:
     return f"{line}; {smallest}tok to {peak - 1}tok would evict KV" if smallest < peak else line
 
 
+def cut_line(solution: Solution) -> str:
+    """How many finished paths a limit has cut, next to an answer; empty where none was."""
+    cut = sum(each.cut for each in solution.candidates)
+    if not cut or solution.answer is None:
+        return ""
+    return (
+        f"{cut:,} of {len(solution.candidates):,} paths cut at a limit; a larger --path-tokens or "
+        "--max-depth lets them end"
+    )
+
+
 def votes_table(votes: Sequence[AnswerVotes]) -> list[str]:
     """The answers with their votes, scores and paths, best first; the most common ones of many."""
     shown = votes[:MOST_ANSWERS]
@@ -453,6 +467,7 @@ def no_answer(solution: Solution) -> str:
     """Why a search has no answer, and what to try."""
     reasons = {
         "exhausted": ("search exhausted", "another --seed, or a wider search (--set width=N)"),
+        "cut": ("paths cut at a limit of paths", "a larger --path-tokens, or --max-depth"),
         "max_expansions": ("limit of expansions reached", "a larger --max-expansions"),
         "max_tokens": ("limit of tokens reached", "a larger --max-tokens"),
         "timeout": ("time up", "a larger --timeout"),

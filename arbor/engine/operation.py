@@ -38,7 +38,7 @@ class GivenBlock:
     @property
     def longest(self) -> int:
         """Tokens that it may have."""
-        return len(self.tokens) if self.whole else self.growth.stop.max_tokens
+        return len(self.tokens) if self.whole else self.growth.stop.longest(self.leaf.reasoned)
 
 
 class Operation:

@@ -44,7 +44,7 @@ from arbor.retention.token_kv import PairRotation
 from arbor.run.callbacks import Broadcast
 from arbor.run.component_checks import resolve_component
 from arbor.run.limits import Limits, check_granularity
-from arbor.run.session import Session
+from arbor.run.session import BY_ITSELF, Session
 from arbor.tasks.base import Problem, Task
 from arbor.trace.fold import Replay
 from arbor.trace.read import Trace
@@ -111,7 +111,7 @@ class Recording:
             )
         end = next((event for event in events if isinstance(event, Ended)), None)
         expansions: int | None = None
-        if end is None or end.status not in ("solved", "exhausted"):
+        if end is None or end.status not in BY_ITSELF:
             if asked:
                 raise TraceError(
                     "trace-replay",
@@ -180,7 +180,10 @@ def replay(
     config = record.header.config
     task: Task = components.build("task", config["task"])
     boundary = dataclasses.replace(
-        task.boundary, max_tokens=config["step_tokens"], max_depth=config["max_depth"]
+        task.boundary,
+        max_tokens=config["step_tokens"],
+        max_depth=config["max_depth"],
+        path_tokens=config.get("path_tokens"),
     )
     share = config.get("share", "exact")
     values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())

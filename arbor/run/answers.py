@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from arbor.aggregate.base import Aggregate, AnswerVotes, FinishedPath
 from arbor.aggregate.confidence import Confident
-from arbor.run.plugin_answers import Answers, CheckedTask, is_finite
+from arbor.run.plugin_answers import Answers, CheckedTask, is_finite, path_answer
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
@@ -33,7 +33,7 @@ def finished_paths(task: Task, problem: Problem, leaves: Sequence[Node]) -> list
 
     found = []
     for leaf in leaves:
-        answer = task.answer(problem, leaf.thoughts)
+        answer, _ = path_answer(task, problem, leaf)
         group = None if answer is None else group_of(answer)
         values = tuple(node.value if node.score is None else node.score for node in leaf.path[1:])
         found.append(FinishedPath(leaf.id, answer, group, values))

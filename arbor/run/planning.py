@@ -124,6 +124,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         0 if size is None else size.n,
         proposals,
         setup.lower.staging_tokens(info.kv_bytes_per_token),
+        boundary.path_tokens,
     )
     if shape.path_tokens > info.context:
         levers = ["Shorten the problem", *shape.levers(info.context)]

@@ -25,7 +25,7 @@ from arbor.run.callbacks import Broadcast
 from arbor.run.full_retention import FullRetention
 from arbor.run.limits import Limits, TokenLimit
 from arbor.run.planning import encode_prompt, parse_problem, plan_search, search_shape
-from arbor.run.plugin_answers import checked_task, is_guess, unchecked
+from arbor.run.plugin_answers import checked_task, path_answer, unchecked
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
 from arbor.run.request import Request
@@ -339,7 +339,9 @@ class Run:
     def _learn(self, outcome: Outcome, full: FullRetention) -> None:
         """Adds a search that ended by its own rules, or at `max_expansions`, to the measured
         sizes."""
-        whole = outcome.status in ("solved", "exhausted")
+        from arbor.run.session import BY_ITSELF
+
+        whole = outcome.status in BY_ITSELF
         cut = outcome.limit == "max_expansions"
         if self.setup.mode == "lossless" and self.setup.is_usual and (whole or cut):
             # questions for proposals are blocks, so the peak has them
@@ -409,14 +411,9 @@ class Run:
             path=tuple(node.id for node in path),
             steps=tuple(Step(n.id, n.text, n.value, len(n.tokens)) for n in path[1:]),
             candidates=tuple(
-                Candidate(
-                    leaf.id,
-                    task.answer(problem, leaf.thoughts),
-                    leaf.value,
-                    leaf.logprob,
-                    is_guess(task, problem, leaf),
-                )
+                Candidate(leaf.id, answer, leaf.value, leaf.logprob, guessed, leaf.cut)
                 for leaf in outcome.finished
+                for answer, guessed in [path_answer(task, problem, leaf)]
             ),
             votes=outcome.votes,
             metrics=metrics,

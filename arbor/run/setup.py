@@ -120,8 +120,8 @@ class Setup:
 
         A ratio as a budget has its expected peak, or is one of the worst case where there is none:
         the solver that is built again gives it the same slots. Named only where they are not the
-        default: `adapter`, `aggregate`, `host`, `host_bits`, `staging`, `disk`, `fetch`, `share`,
-        `kv_probe`, `cuda_graphs`, `kv_dtype`, `weights`, `step_format`,
+        default: `path_tokens`, `adapter`, `aggregate`, `host`, `host_bits`, `staging`, `disk`,
+        `fetch`, `share`, `kv_probe`, `cuda_graphs`, `kv_dtype`, `weights`, `step_format`,
         `branch_stop`.
         """
         source = self.checkpoint.source
@@ -138,6 +138,11 @@ class Setup:
             "msve": str(self.msve),
             "sampling": dataclasses.asdict(self.sampling),
             "max_depth": self.boundary.max_depth,
+            **(
+                {}
+                if self.boundary.path_tokens is None
+                else {"path_tokens": self.boundary.path_tokens}
+            ),
             "step_tokens": self.boundary.max_tokens,
             "max_expansions": self.max_expansions,
             "dtype": self.checkpoint.dtype,

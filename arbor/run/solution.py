@@ -56,6 +56,7 @@ class Candidate:
         value: of its last block, in [0, 1].
         logprob: sum of log probabilities of the last block's tokens.
         guessed: the text does not mark the answer.
+        cut: a limit of paths ended it; then it has only an answer that its text states.
     """
 
     node: int
@@ -63,6 +64,7 @@ class Candidate:
     value: float
     logprob: float
     guessed: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -76,7 +78,9 @@ class Solution:
         text: the answer's whole path as text, prompt excluded.
         score: the value of the answer's last block, in [0, 1].
         correct: the grade of the answer; None without an answer key.
-        finish_reason: how the run ended.
+        finish_reason: how the run ended: ``solved``; ``exhausted``, without an answer; ``cut``,
+            where a limit of paths ended the answer's path, or any path where there is no answer; or
+            by a limit of the search, a signal or an error.
         path: node ids, root first.
         steps: the thoughts on the path.
         candidates: every finished path, best first.

@@ -46,10 +46,11 @@ def search_changes(search: Search, setup: Setup, settings: ServerSettings) -> di
     task = _component("task", search.task, setup.task)
     controller = _component("controller", search.controller, setup.controller)
     depth = _within("max_depth", search.max_depth, settings.max_depth)
+    path = _within("path_tokens", search.path_tokens, settings.max_search_tokens)
     step = _within("step_tokens", search.step_tokens, settings.max_tokens)
     most = _within("max_expansions", search.max_expansions, settings.max_expansions)
     usual = setup.boundary if task is setup.task else check_boundary(task)
-    boundary = resolve_boundary(usual, depth, step)
+    boundary = resolve_boundary(usual, depth, step, path_tokens=path)
     blocks = most_blocks(controller, boundary.max_depth)
     if blocks > settings.max_blocks:
         raise Refusal(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,12 +39,24 @@ class BlockLimits:
         max_tokens: longest thought, in tokens; a longer one is cut.
         max_depth: longest path, in thoughts; the search gives up paths that reach it.
         form: what every thought has to match before its `stop`; None: anything.
+        path_tokens: longest path, in tokens after the prompt; a thought is cut there, and the path
+            ends. None: as many as `max_depth` thoughts hold.
+        ends: asked where a thought has come to one of `stop`: whether it ends there, by its text
+            and its number of tokens. None: always.
     """
 
     stop: tuple[str, ...]
     max_tokens: int
     max_depth: int
     form: StepFormat | None = None
+    path_tokens: int | None = None
+    ends: Callable[[str, int], bool] | None = None
+
+    @property
+    def longest_path(self) -> int:
+        """Most tokens of a path after the prompt."""
+        most = self.max_depth * self.max_tokens
+        return most if self.path_tokens is None else min(most, self.path_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from arbor.errors import ArborError, InputError
 from arbor.events import Answered, Ended, Event, Header
 from arbor.metrics import Metrics, MetricsFold
 from arbor.run.request import Options
+from arbor.run.solution import Candidate
 from arbor.tasks.base import Grade, Problem
 from arbor.trace import TraceWriter
 
@@ -38,6 +39,8 @@ class FakeSolution:
     grade: Grade | None = None
     limit: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
+
+    candidates: tuple[Candidate, ...] = ()
 
     votes: ClassVar[tuple[AnswerVotes, ...]] = ()
 
