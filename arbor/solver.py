@@ -40,6 +40,7 @@ from arbor.retention.base import Allocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.batch import Batch
+from arbor.run.breadth import with_breadth
 from arbor.run.component_checks import resolve_component
 from arbor.run.config import read_config, refuse_trust
 from arbor.run.each_solution import OnError, each_solution
@@ -265,7 +266,8 @@ class Solver:
     ) -> None:
         check_device_map(device_map)
         self.task: Task = resolve_component("task", task, Task)
-        self.controller: Controller = resolve_component("controller", controller, Controller)
+        chosen = with_breadth(controller, self.task)
+        self.controller: Controller = resolve_component("controller", chosen, Controller)
         self.verifier: Verifier = resolve_component("verifier", verifier, Verifier)
         self.aggregate: Aggregate = resolve_component("aggregate", aggregate, Aggregate)
         self.budget = Budget.parse(budget)

@@ -98,8 +98,8 @@ FORMS: dict[str, tuple[Callable[[str], list[Message] | str], tuple[str, ...]]] =
         ("Question:",),
     ),
     "boxed, four examples as text": (
-        lambda q: examples(q, ("Problem", "Solution"), "The answer is \\boxed{{answer}}."),
-        ("Problem:",),
+        lambda q: examples(q, ("Question", "Answer"), "The answer is \\boxed{{answer}}."),
+        ("Question:",),
     ),
 }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from arbor.budget import Budget, Plan
-from arbor.cli.build import build_solver, warn_of_guesses
+from arbor.cli.build import build_solver, warn_of_misfit
 from arbor.cli.command import Command, option, option_group
 from arbor.cli.configure import CONFIG_PATH
 from arbor.cli.encoding import decoded
@@ -165,7 +165,7 @@ def solve(output: Output, /, **values: Any) -> int:
             print_config(output, solver, problem, options)
             return 0
         assert problem is not None, "it was read above"
-        warn_of_guesses(output, options.solver)
+        warn_of_misfit(output, options.solver, solver)
         plan = solver.plan(problem)
         if options.dry_run:
             print_plan(output, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,16 @@ from arbor.run.plugin_answers import (
 )
 from arbor.run.setup import Setup
 from arbor.support.texts import one_line, refuse_surrogates
-from arbor.tasks.base import BlockLimits, BoundedQuestions, Converses, Problem, Proposes, Task
+from arbor.tasks.base import (
+    BlockLimits,
+    BoundedQuestions,
+    Converses,
+    GivesTurns,
+    Problem,
+    Proposes,
+    PutsInWords,
+    Task,
+)
 from arbor.verifiers.base import ChecksQuestions, Encoder, PlansQuestions, SearchShape, parts_of
 from arbor.verifiers.self_eval import common_start
 
@@ -46,26 +56,67 @@ def parse_problem(task: Task, problem: str | Problem) -> Problem:
     return task.parse(problem)
 
 
-def encode_prompt(tokenizer: Any, prompt: str, task: Task | None = None) -> list[int]:
+LEAST_WORDS = 2048  # entries of the vocabulary of a model that reads words
+
+
+def fitted(task: Task, tokenizer: Any) -> Task:
+    """The task with the prompts that a model reads best: its own for a model trained on it, which
+    knows few words, else those in words (`PutsInWords`)."""
+    own = unchecked(task)
+    return own.in_words() if isinstance(own, PutsInWords) and reads_words(tokenizer) else task
+
+
+def reads_words(tokenizer: Any) -> bool:
+    """Whether a model has the vocabulary of one that reads words."""
+    return len(tokenizer) >= LEAST_WORDS
+
+
+def prompt_of(task: Task, problem: Problem, tokenizer: Any) -> str:
+    """The text of a prompt, for readers: the whole, or the contents of its messages."""
+    own = unchecked(task)
+    if isinstance(own, GivesTurns) and _uses_chat(tokenizer, own):
+        return "\n\n".join(each["content"] for each in own.turns(problem))
+    return task.prompt(problem)
+
+
+def _uses_chat(tokenizer: Any, task: object) -> bool:
+    """Whether a prompt is messages."""
+    chats = not isinstance(task, Converses) or task.uses_chat
+    return bool(getattr(tokenizer, "chat_template", None)) and chats
+
+
+def encode_problem(tokenizer: Any, task: Task, problem: Problem) -> list[int]:
+    """Token ids of the prompt of a problem; see `encode_prompt`."""
+    own = unchecked(task)
+    if isinstance(own, GivesTurns) and _uses_chat(tokenizer, own):
+        return encode_prompt(tokenizer, own.turns(problem), task)
+    return encode_prompt(tokenizer, task.prompt(problem), task)
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], task: Task | None = None
+) -> list[int]:
     """Token ids of a prompt: one user message where the tokenizer has a chat template.
 
     Args:
         tokenizer: of the model.
-        prompt: the text.
+        prompt: the text, or messages for the chat template.
         task: a system message, and whether the chat template is used, are its own (`Converses`).
 
     Raises:
         InputError: the prompt has half of a character.
         UsageError: the chat template refuses the messages.
     """
-    refuse_surrogates(prompt, "the prompt")
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    for each in turns:
+        refuse_surrogates(each["content"], "the prompt")
     parts = None if task is None else unchecked(task)
     own = parts if isinstance(parts, Converses) else None
     system = "" if own is None else own.system_message
     refuse_surrogates(system, "the system message")
-    if getattr(tokenizer, "chat_template", None) and (own is None or own.uses_chat):
+    if not isinstance(prompt, str) or _uses_chat(tokenizer, own):
         messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
+        messages += turns
         try:
             return conversation_tokens(tokenizer, messages)
         except Exception as error:  # of a template that has no system messages

@@ -24,7 +24,14 @@ from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
 from arbor.run.full_retention import FullRetention
 from arbor.run.limits import Limits, TokenLimit
-from arbor.run.planning import encode_prompt, parse_problem, plan_search, search_shape
+from arbor.run.planning import (
+    encode_problem,
+    fitted,
+    parse_problem,
+    plan_search,
+    prompt_of,
+    search_shape,
+)
 from arbor.run.plugin_answers import checked_task, path_answer, unchecked
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
@@ -32,7 +39,7 @@ from arbor.run.request import Request
 from arbor.run.searches import Steps, completed
 from arbor.run.setup import Setup
 from arbor.run.solution import Candidate, Solution, Step
-from arbor.tasks.base import GivesTokens, Problem
+from arbor.tasks.base import GivesTokens, Problem, PutsInWords, Task
 from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
 from arbor.verifiers.base import SearchShape, Verifier, VerifierSearch
@@ -56,8 +63,9 @@ class Run:
     """
 
     def __init__(self, setup: Setup, problem: str | Problem, request: Request) -> None:
+        parsed = parse_problem(checked_task(setup.task), problem)
+        setup = dataclasses.replace(setup, task=_fitted(setup))
         self.task = checked_task(setup.task)
-        parsed = parse_problem(self.task, problem)
         if request.expected is not None:
             parsed = dataclasses.replace(parsed, expected=request.expected)
         self.setup = setup
@@ -190,8 +198,7 @@ class Run:
         own = unchecked(self.task)
         if isinstance(own, GivesTokens):
             return list(own.prompt_tokens(self.problem))
-        text = self.task.prompt(self.problem)
-        return encode_prompt(self.setup.checkpoint.read().tokenizer, text, self.task)
+        return encode_problem(self.setup.checkpoint.read().tokenizer, self.task, self.problem)
 
     @cached_property
     def plan(self) -> Plan:
@@ -287,7 +294,7 @@ class Run:
                 opened=self._open_verifiers(emit, verifiers),
                 most=self.plan.most_held,
             )
-            text = self.task.prompt(self.problem)
+            text = prompt_of(self.task, self.problem, words)
             self.session = session(emit=emit)
             if self._stopped is not None:  # while the search was being set up
                 self.session.stop(self._stopped, self._reached)
@@ -422,6 +429,14 @@ class Run:
             trace_path=None if writer is None else os.fspath(writer.path),
             recording=recording,
         )
+
+
+def _fitted(setup: Setup) -> Task:
+    """The task with the prompts for the model; only a task that has others asks for the model's
+    files."""
+    if not isinstance(unchecked(setup.task), PutsInWords):
+        return setup.task
+    return fitted(setup.task, setup.checkpoint.read().tokenizer)
 
 
 def _measured(engine: Engine) -> dict[str, str]:

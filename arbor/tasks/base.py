@@ -292,6 +292,26 @@ class ReadsRows(Protocol):
 
 
 @runtime_checkable
+class GivesTurns(Protocol):
+    """The part of a task whose prompt for a chat model is messages of its own."""
+
+    def turns(self, problem: Problem) -> Sequence[Mapping[str, str]]:
+        """The messages up to the user's last one, each with ``role`` and ``content``, without the
+        system message."""
+        ...
+
+
+@runtime_checkable
+class PutsInWords(Protocol):
+    """The part of a task whose own prompts are for models trained on it, and which has others, with
+    instructions and examples, for models that read words."""
+
+    def in_words(self) -> Task:
+        """The task with those prompts."""
+        ...
+
+
+@runtime_checkable
 class Converses(Protocol):
     """The part of a task that says how its prompt reaches a model for conversations."""
 

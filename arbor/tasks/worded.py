@@ -46,7 +46,8 @@ class Worded(ABC):
             (``length``).
         template: file of the prompt (`PromptTemplate`), or the name of a built-in one; empty for
             the task's own.
-        shots: solved examples in the prompt.
+        shots: solved examples in the prompt; None: those that the template is best with, all of
+            them as text and none in a chat.
         system: the system message; empty for the template's.
         chat: ``off`` for a base model: the prompt is plain text, whatever its tokenizer has.
     """
@@ -59,7 +60,7 @@ class Worded(ABC):
     no: tuple[str, ...] = (" no", " No")
     steps: Literal["paragraph", "stop", "line", "sentence", "length"] = "paragraph"
     template: str = ""
-    shots: int = 0
+    shots: int | None = None
     system: str = ""
     chat: Literal["auto", "off"] = "auto"
 
@@ -82,7 +83,7 @@ class Worded(ABC):
             )
         if not all(map(str.strip, self.yes)) or not all(map(str.strip, self.no)):
             raise UsageError("setting-range", "yes or no holds an empty verdict.")
-        if self.shots < 0:
+        if self.shots is not None and self.shots < 0:
             raise UsageError("setting-range", f"shots={self.shots}: it must be at least 0.")
         if not self.yes or not self.no or set(self.yes) & set(self.no):
             raise UsageError(
@@ -168,6 +169,10 @@ class Worded(ABC):
         """The template with the problem and `shots` examples."""
         return self.prompt_template().text(problem.text, self.shots)
 
+    def turns(self, problem: Problem) -> list[dict[str, str]]:
+        """See `GivesTurns`."""
+        return self.prompt_template().turns(problem.text, self.shots)
+
     @property
     def system_message(self) -> str:
         """See `arbor.tasks.base.Converses`."""
@@ -191,7 +196,7 @@ class Worded(ABC):
             UsageError: it is invalid, or has fewer examples than `shots`.
         """
         found = read_template(self.template or self.name)
-        if self.shots > len(found.examples):
+        if (self.shots or 0) > len(found.examples):
             raise UsageError(
                 "setting-range",
                 f"shots={self.shots}: the template has {len(found.examples)} examples.",
