@@ -34,6 +34,7 @@ from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import InputError, UsageError
 from arbor.metrics import Metrics
 from arbor.run.config import config_text
+from arbor.run.estimate import estimate_line
 from arbor.support.texts import clipped, one_line
 from arbor.support.units import human_bytes
 from arbor.trace.write import TraceWriter
@@ -169,8 +170,13 @@ def solve(output: Output, /, **values: Any) -> int:
         plan = solver.plan(problem)
         if options.dry_run:
             print_plan(output, plan)
+        else:
+            output.say(budget_line(options.solver.budget, plan))
+        device, limits = options.solver.device, solver.boundary
+        if expected := estimate_line(plan.blocks, limits, solver.describe(), device):
+            output.say(expected)
+        if options.dry_run:
             return 0
-        output.say(budget_line(options.solver.budget, plan))
         refuse_unwritable("--html", options.html)
         outputs = {"--trace": options.trace, "--html": options.html}
         config_path = click.get_current_context().meta.get(CONFIG_PATH)

@@ -20,7 +20,7 @@ from arbor.events import Answered, Ended, Event, Header
 from arbor.metrics import Metrics, MetricsFold
 from arbor.run.request import Options
 from arbor.run.solution import Candidate
-from arbor.tasks.base import Grade, Problem
+from arbor.tasks.base import BlockLimits, Grade, Problem
 from arbor.trace import TraceWriter
 
 SOLVERS: list[FakeSolver] = []  # every one that was built, for a test to look at
@@ -165,6 +165,7 @@ class FakeSolver:
     """A solver with the real one's arguments; words in ``--device`` choose its behaviour."""
 
     rounding = None
+    boundary = BlockLimits(("\n",), STEP_TOKENS, DEPTH)
 
     def __init__(self, model: Any = "builtin:sapling", **settings: Any) -> None:
         self.config = {"model": str(model), **{k: repr(v) for k, v in settings.items()}}
@@ -184,7 +185,7 @@ class FakeSolver:
         return None
 
     def describe(self) -> Any:
-        return types.SimpleNamespace(parameters=10**9)
+        return types.SimpleNamespace(parameters=10**8, dtype="bfloat16", weights="auto")
 
     def load(self) -> None:
         return None
