@@ -168,15 +168,16 @@ def solve(output: Output, /, **values: Any) -> int:
         assert problem is not None, "it was read above"
         warn_of_misfit(output, options.solver, solver)
         plan = solver.plan(problem)
+        device, limits = options.solver.device, solver.boundary
+        expected = estimate_line(plan.blocks, limits, solver.describe(), device)
         if options.dry_run:
             print_plan(output, plan)
-        else:
-            output.say(budget_line(options.solver.budget, plan))
-        device, limits = options.solver.device, solver.boundary
-        if expected := estimate_line(plan.blocks, limits, solver.describe(), device):
-            output.say(expected)
-        if options.dry_run:
+            if expected and not output.json:
+                output.print(f"{'time':<18}{expected}")
             return 0
+        output.say(budget_line(options.solver.budget, plan))
+        if expected:
+            output.say(expected)
         refuse_unwritable("--html", options.html)
         outputs = {"--trace": options.trace, "--html": options.html}
         config_path = click.get_current_context().meta.get(CONFIG_PATH)
