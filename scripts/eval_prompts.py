@@ -179,8 +179,8 @@ def accuracy(given: argparse.Namespace) -> None:
             _, key = task.entry({}, "", each["key"])
             problem = Problem("", task.name, "", expected=key)
             said = [each["text"]]
-            right = task.grade(problem, task.answer(problem, said)).correct
-            graded.append((right, task.is_guess(problem, said), each["stop"] == "length"))
+            is_right = task.grade(problem, task.answer(problem, said)).correct
+            graded.append((is_right, task.is_guess(problem, said), each["stop"] == "length"))
         right, guessed, cut = map(sum, zip(*graded, strict=True))
         low, high = clopper_pearson(right, len(found))
         row = {

@@ -115,8 +115,8 @@ def encode_prompt(
     system = "" if own is None else own.system_message
     refuse_surrogates(system, "the system message")
     if not isinstance(prompt, str) or _uses_chat(tokenizer, own):
-        messages = [{"role": "system", "content": system}] if system else []
-        messages += turns
+        first = [{"role": "system", "content": system}] if system else []
+        messages: list[Mapping[str, str]] = [*first, *turns]
         try:
             return conversation_tokens(tokenizer, messages)
         except Exception as error:  # of a template that has no system messages
