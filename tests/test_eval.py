@@ -945,7 +945,7 @@ def test_guesses_and_cut_paths_are_counted_and_marked() -> None:
     assert (found["cut_paths"], found["paths"]) == (5, 12)
     lines = result_lines(found)
     assert "guessed     1" in lines
-    assert any(line.startswith("cut         1 samples; 5 of 12 paths") for line in lines)
+    assert any(line.startswith("cut         1 of 3 samples; 5 of 12 paths") for line in lines)
     page = index_page("run", lines, rows)
     assert re.findall(r'data-outcome="([^"]+)"', page) == [
         "right|guessed",

@@ -183,7 +183,7 @@ def result_lines(found: Mapping[str, Any]) -> list[str]:
             facts[name] = f"{found[key]:,}"
     if found.get("cut_paths"):
         facts["cut"] = (
-            f"{found['cut']:,} samples; {found['cut_paths']:,} of {found['paths']:,} paths "
+            f"{found['cut']:,} of {n:,} samples; {found['cut_paths']:,} of {found['paths']:,} paths "
             "(--path-tokens, --max-depth)"
         )
     ended = {name: n for name, n in found["methods"].items() if name in ("timeout", "crashed")}
