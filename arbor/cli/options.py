@@ -181,7 +181,6 @@ judging_options = option_group(
         type=Integer(1),
         metavar="N",
         heading="Search",
-        common=True,
         help="Most thoughts on one path; default: the task's.",
     ),
     option(
@@ -190,7 +189,7 @@ judging_options = option_group(
         metavar="N",
         heading="Search",
         common=True,
-        help="Most tokens of one path; a path cut there ends as cut. Default: the task's.",
+        help="Most tokens of one path; default: the task's.",
     ),
     option(
         "--step-tokens",

@@ -165,6 +165,7 @@ class FakeSolver:
     """A solver with the real one's arguments; words in ``--device`` choose its behaviour."""
 
     rounding = None
+    checkpoint = types.SimpleNamespace(read=lambda: types.SimpleNamespace(tokenizer=()))
     boundary = BlockLimits(("\n",), STEP_TOKENS, DEPTH)
 
     def __init__(self, model: Any = "builtin:sapling", **settings: Any) -> None:
