@@ -46,6 +46,7 @@ class Footprint:
         proposals: most questions for proposals at a time; 0 where thoughts are sampled.
         staging_tokens: slots through which attention reads KV in host memory; with such a buffer a
             path may be longer than the budget. 0: none.
+        path_limit: most tokens of a path after the prompt; None: those of `max_depth` blocks.
     """
 
     prompt_tokens: int
@@ -56,6 +57,7 @@ class Footprint:
     protected_tokens: int | None = None
     proposals: int = 0
     staging_tokens: int = 0
+    path_limit: int | None = None
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens >= 0, f"prompt_tokens={self.prompt_tokens} is negative"
@@ -79,19 +81,27 @@ class Footprint:
 
     @property
     def path_tokens(self) -> int:
-        """Positions of the longest path and a question: prompt + depth x step + question."""
-        return self.prompt_tokens + self.path_blocks * self.step_tokens + self.question_tokens
+        """Positions of the longest path and a question: prompt + depth x step, or `path_limit`
+        where that is less, + question."""
+        steps = self.path_blocks * self.step_tokens
+        most = steps if self.path_limit is None else min(steps, self.path_limit)
+        return self.prompt_tokens + most + self.question_tokens
 
     def levers(self, context: int) -> list[str]:
         """Flags that each limit the longest path to `context` positions."""
         room = context - self.prompt_tokens - self.question_tokens
         flags = {"--max-depth": room // self.step_tokens, "--step-tokens": room // self.path_blocks}
+        if self.path_limit is not None:
+            flags = {"--path-tokens": room}
         return [f"{flag} {most}" for flag, most in flags.items() if most >= 1]
 
     @property
     def first_tokens(self) -> int:
         """Positions of the prompt, one thought and a question."""
-        return self.prompt_tokens + self.step_tokens + self.question_tokens
+        step = (
+            self.step_tokens if self.path_limit is None else min(self.step_tokens, self.path_limit)
+        )
+        return self.prompt_tokens + step + self.question_tokens
 
     @property
     def smallest_tokens(self) -> int:

@@ -499,12 +499,14 @@ class Terminal:
     Attributes:
         guessed: the text does not mark its answer; the task took, for example, its last number.
             Written only where it is true.
+        cut: a limit of paths ended it. Written only where it is true.
     """
 
     name: ClassVar[str] = "terminal"
     node: int
     answer: str | None
     guessed: bool = field(default=False, metadata=ONLY_IF_SET)
+    cut: bool = field(default=False, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,7 +540,7 @@ class Ended:
     """
 
     name: ClassVar[str] = "end"
-    status: Literal["solved", "exhausted", "limit", "timeout", "interrupted", "error"]
+    status: Literal["solved", "exhausted", "cut", "limit", "timeout", "interrupted", "error"]
     nodes: int
     metrics: dict[str, float] = field(default_factory=dict)
     limit: ReachedLimit | None = field(default=None, metadata=ONLY_IF_SET)

@@ -40,6 +40,7 @@ from arbor.retention.base import Allocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.batch import Batch
+from arbor.run.breadth import with_breadth
 from arbor.run.component_checks import resolve_component
 from arbor.run.config import read_config, refuse_trust
 from arbor.run.each_solution import OnError, each_solution
@@ -173,7 +174,8 @@ class Solver:
             values that ``arbor calibrate`` kept for this revision of a Hub model, or `MSVE()`.
         sampling: how tokens are chosen; a mapping changes some of the defaults, which are those of
             the model's `generation_config.json` if it samples, else those of `Sampling`.
-        max_depth, step_tokens: override the task's thoughts per path and tokens per thought.
+        max_depth, path_tokens, step_tokens: override the task's thoughts per path, tokens per path
+            (the prompt not counted) and tokens per thought.
         max_expansions: leaves grown in all.
         step_format: what every thought has to match: ``regex:PATTERN``, ``json:SCHEMA``,
             ``json:FILE`` or a JSON schema as a mapping; needs ``arbor-search[structured]``.
@@ -242,6 +244,7 @@ class Solver:
         msve: MSVE | str | os.PathLike[str] | None = None,
         sampling: Sampling | Mapping[str, float] | None = None,
         max_depth: int | None = None,
+        path_tokens: int | None = None,
         step_tokens: int | None = None,
         max_expansions: int | None = None,
         step_format: str | Mapping[str, Any] | None = None,
@@ -262,7 +265,8 @@ class Solver:
     ) -> None:
         check_device_map(device_map)
         self.task: Task = resolve_component("task", task, Task)
-        self.controller: Controller = resolve_component("controller", controller, Controller)
+        chosen = with_breadth(controller, self.task)
+        self.controller: Controller = resolve_component("controller", chosen, Controller)
         self.verifier: Verifier = resolve_component("verifier", verifier, Verifier)
         self.aggregate: Aggregate = resolve_component("aggregate", aggregate, Aggregate)
         self.budget = Budget.parse(budget)
@@ -301,7 +305,7 @@ class Solver:
             resolve_sampling(sampling)  # refuses invalid settings before anything loads
         self._sampling = sampling
         self.boundary = resolve_boundary(
-            check_boundary(self.task), max_depth, step_tokens, step_format
+            check_boundary(self.task), max_depth, step_tokens, step_format, path_tokens
         )
         check_proposals(self.task, self.controller, self.boundary)
         self.branch_stop = resolve_branch_stop(branch_stop, self.mode)
@@ -556,20 +560,21 @@ class Solver:
         *,
         budget: float | str | Budget | None = None,
         max_depth: int | None = None,
+        path_tokens: int | None = None,
         step_tokens: int | None = None,
     ) -> Plan:
         """Memory of a problem at a budget, as a plan; reads no weights.
 
         Args:
             problem: one of the task's own if there is none.
-            budget, max_depth, step_tokens: instead of the solver's.
+            budget, max_depth, path_tokens, step_tokens: instead of the solver's.
 
         Raises:
             InputError: an unreadable, empty or over-long problem.
             BudgetInfeasible: the budget is too small; names the smallest that works.
         """
         chosen = self.task.example if problem is None else problem
-        boundary = resolve_boundary(self.boundary, max_depth, step_tokens)
+        boundary = resolve_boundary(self.boundary, max_depth, step_tokens, path_tokens=path_tokens)
         return Run(replace(self._setup, boundary=boundary), chosen, Request(budget=budget)).plan
 
     @property

@@ -287,6 +287,7 @@ class Node:
         top1: mean top-1 probability of its tokens (CGEE's p), in [0, 1].
         given: how many of its first tokens were given rather than sampled; `logprob` and `top1`
             leave them out.
+        cut: whether a limit ended its path before the path came to an end.
         row: its place among the blocks of a forest; the id where the tree is in none.
         tree: its tree.
     """
@@ -308,6 +309,7 @@ class Node:
     confidence: float = 0.0
     top1: float = 0.0
     given: int = 0
+    cut: bool = False
     row: int = 0
     tree: ThoughtTree = field(default=cast("ThoughtTree", None), repr=False)
 
@@ -323,6 +325,11 @@ class Node:
     def end(self) -> int:
         """Position after its last token."""
         return self.start + len(self.tokens)
+
+    @property
+    def reasoned(self) -> int:
+        """Tokens of the path after the prompt, its own included."""
+        return self.end - self.tree.root.end
 
     @property
     def path(self) -> list[Node]:

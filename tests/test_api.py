@@ -396,7 +396,10 @@ def test_a_budget_that_changed_nothing_says_so(solver: Solver) -> None:
 
 
 class Counting(Reasoning):
-    """Problems in words whose model writes no answer but a number."""
+    """Problems in words whose model writes no answer but a number, and ends its text there."""
+
+    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        return bool(thoughts)
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
         return super().answer(problem, ["Then 3 and 4 make 7."] if thoughts else [])
@@ -420,6 +423,42 @@ def test_a_guess_is_marked_in_the_solution_and_its_trace(tmp_path: Path) -> None
     assert Solution.from_dict(json.loads(json.dumps(solution.to_dict()))) == solution
     ends = [e for e in read_trace(path).events if isinstance(e, Terminal | Answered)]
     assert ends and all(event.guessed for event in ends)
+
+
+class Endless(Counting):
+    """The same problems, where the text goes on for ever."""
+
+    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("limit", ["max_depth", "path_tokens"])
+def test_a_path_that_a_limit_cuts_has_no_guess_for_an_answer(limit: str, tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"max_depth": 1, "step_tokens": 4, "controller": "chain"}
+    limits |= {"path_tokens": 4, "max_depth": 64} if limit == "path_tokens" else {}
+    with Solver(task=Endless(), **limits) as solver:
+        solution = solver.solve("3+4?", trace=tmp_path / "run.arbor.jsonl")
+
+    assert solution.answer is None and solution.finish_reason == "cut"
+    assert sum(step.tokens for step in solution.steps) == 4
+    assert [(each.answer, each.cut) for each in solution.candidates] == [(None, True)]
+    (end,) = (e for e in read_trace(str(solution.trace_path)).events if isinstance(e, Terminal))
+    assert end.cut and end.answer is None and not end.guessed
+
+
+class Stated(Endless):
+    """Problems whose model states its answer and goes on."""
+
+    def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        return False
+
+
+def test_a_path_that_a_limit_cuts_keeps_an_answer_that_its_text_states() -> None:
+    with Solver(task=Stated(), max_depth=1, step_tokens=4, controller="chain") as solver:
+        solution = solver.solve("3+4?", expected="7")
+
+    assert solution.answer == "7" and solution.correct
+    assert solution.finish_reason == "cut"
 
 
 def test_an_answer_of_another_task_is_not_a_guess(solver: Solver) -> None:

@@ -15,16 +15,20 @@ from arbor.engine.decode_batch import DecodeBatch
 from arbor.engine.pieces import contexts_of
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import Row
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth
 from arbor.kernels.base import CascadeLayout
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.model.level_rule import LevelRule
 from arbor.model.plan import ForwardPlan, Segment, plan_forward, visibility
 from arbor.model.sampling_params import Sampling
+from arbor.tasks.base import BlockLimits
 from arbor.tree import Certainty, Node, NodeState, ThoughtTree
 
 SLOTS = 300
 WINDOWS = (None, 1, 3, 9)
+GROWTH = Growth(0, Sampling(), StopRule(None, BlockLimits((), 64, 64), ()))
 
 
 def segment_by_segment(rows: Sequence[Row], least: int) -> ForwardPlan:
@@ -53,7 +57,7 @@ def levels(layout: CascadeLayout) -> list[tuple[list[int], list[int], list[int],
 
 def row_of(child: Node, leaf: Node, code: ArithmeticCode, **more: Any) -> Row:
     """A row of no operation."""
-    return Row(cast(Any, None), 0, cast(Any, None), child, leaf, code, **more)
+    return Row(cast(Any, None), 0, GROWTH, child, leaf, code, **more)
 
 
 class Decoding(RuleBasedStateMachine):

@@ -29,6 +29,7 @@ from arbor.cli.evaluation.eval_report import result_lines
 from arbor.cli.progress import WINDOW, Progress
 from arbor.errors import UsageError
 from arbor.events import Ended
+from arbor.measure.evaluation.compare import ArmRuns, compare_arms
 from arbor.measure.evaluation.dataset import of_task, window
 from arbor.measure.evaluation.folder import RunFolder, digest
 from arbor.measure.evaluation.page import index_page
@@ -1004,6 +1005,33 @@ def test_invalid_answers_are_counted_apart_and_the_grader_is_named(command: Arbo
     assert [row["grade"]["extracted"] is None for row in rows()] == [False, False, True]
     shown = command("eval", "problems.jsonl", "--task", "reasoning", "--output", "out")
     assert "invalid     1" in shown.out
+
+
+def test_guesses_and_cut_paths_are_counted_and_marked() -> None:
+    ended = {"error": None, "expected": "7", "paths": 4, "metrics": {}}
+    rows = [
+        ended | {"id": "a", "answer": "7", "correct": True, "guessed": True, "cut_paths": 1},
+        ended | {"id": "b", "answer": "6", "correct": False, "cut_paths": 0},
+        ended | {"id": "c", "answer": None, "correct": False, "finish_reason": "cut"},
+    ]
+    rows[2]["cut_paths"] = 4
+
+    found = results(rows) | {"missing": 0, "folder": "out"}
+
+    assert (found["guessed"], found["cut"]) == (1, 1)
+    assert (found["cut_paths"], found["paths"]) == (5, 12)
+    lines = result_lines(found)
+    assert "guessed     1" in lines
+    assert any(line.startswith("cut         1 of 3 samples; 5 of 12 paths") for line in lines)
+    page = index_page("run", lines, rows)
+    assert re.findall(r'data-outcome="([^"]+)"', page) == [
+        "right|guessed",
+        "wrong",
+        "no answer|cut",
+    ]
+    assert "right (guessed)" in page and "no answer (cut)" in page
+    (row,) = compare_arms([ArmRuns("a", None, (0,), ("a",), ({r["id"]: r for r in rows},))])
+    assert (row["guessed"], row["cut"]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
 
 
 def test_timeouts_of_the_grader_are_shown() -> None:

@@ -237,3 +237,27 @@ def test_the_first_round_is_not_cut() -> None:
 
     assert solution.limit == "max_tokens"
     assert solution.metrics.rounds == 1 and solution.metrics.nodes == 13
+
+
+# The longest path
+
+
+@pytest.mark.parametrize("controller", ["chain", "beam", "tot", "mcts", "rebase"])
+@pytest.mark.parametrize("budget", ["full", "smallest"])
+def test_no_path_is_longer_than_its_tokens(controller: str, budget: str) -> None:
+    events: list[Event] = []
+    given = {"task": "reasoning", "path_tokens": 21, "step_tokens": 8, "max_depth": 64}
+    settings: dict[str, Any] = {"controller": controller, "verifier": "self", "seed": 3} | given
+    with Solver(**settings, max_expansions=40, listeners=[events.append]) as solver:
+        plan = solver.plan("3+4?")
+        assert plan.smallest_tokens == plan.prompt_tokens + 21 + plan.question_tokens
+        chosen = "full" if budget == "full" else f"{plan.smallest_tokens}tok"
+        solution = solver.solve("3+4?", budget=chosen)
+        tree = solver.engine.tree
+        lengths = {node.id: node.reasoned for node in tree}
+
+    assert max(lengths.values()) == 21, "8, 16, and a last thought of 5"
+    ended = [event for event in events if isinstance(event, Terminal)]
+    assert ended and any(event.cut for event in ended)
+    assert all(event.cut == (lengths[event.node] == 21) for event in ended)
+    assert {each.node for each in solution.candidates if each.cut} <= {e.node for e in ended}

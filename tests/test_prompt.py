@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.run_cli import Arbor
 
+from arbor.cli.build import warn_of_misfit
 from arbor.errors import InputError, UsageError
-from arbor.run.planning import encode_prompt
+from arbor.run.planning import encode_problem, encode_prompt, fitted
+from arbor.tasks.countdown import Countdown
+from arbor.tasks.crosswords import Crosswords
+from arbor.tasks.game24 import Game24
 from arbor.tasks.prompt_template import FOLDER, Example, PromptTemplate, read_template
 from arbor.tasks.reasoning import Reasoning
 
@@ -59,12 +64,77 @@ def test_the_built_in_templates_are_valid_and_show_their_examples(name: str) -> 
 
 
 def test_the_prompt_of_reasoning_is_as_before() -> None:
-    task = Reasoning()
+    task = Reasoning(shots=0)
 
     assert task.prompt(task.parse("How many?")) == (
         "Solve the problem. Reason step by step, in short steps with an empty line after each. "
         "Put the final answer in \\boxed{}.\n\nProblem: How many?\n\nSolution:\n"
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chat_model_is_asked_without_examples_and_a_base_model_is_shown_all(name: str) -> None:
+    template = read_template(name)
+    if not template.chat:
+        pytest.skip("one prompt for both")
+
+    (message,) = template.turns("What is it?", None)
+
+    assert message["role"] == "user" and message["content"].count("What is it?") == 1
+    assert all(each.solution in template.text("What is it?", None) for each in template.examples)
+    assert all(each.solution not in message["content"] for each in template.examples)
+
+
+def test_examples_of_a_chat_are_earlier_turns() -> None:
+    task = Reasoning(template=written(f'chat = "Solve: {{problem}}"\n{VALID}'), shots=1)
+
+    assert task.turns(task.parse("2+2?")) == [
+        {"role": "user", "content": "Solve: 1+1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "Solve: 2+2?"},
+    ]
+    with pytest.raises(UsageError, match=r"no \{problem\} in its chat"):
+        read_template(written(f'chat = "Solve."\n{VALID}', "other.toml"))
+
+
+class Vocabulary:
+    """A tokenizer of so many entries, a token for each character."""
+
+    def __init__(self, entries: int, chat: bool = False) -> None:
+        self._entries = entries
+        self.chat_template = "a template" if chat else None
+
+    def __len__(self) -> int:
+        return self._entries
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> dict[str, list[int]]:
+        text = "".join(f"<{each['role']}>{each['content']}" for each in messages)
+        return {"input_ids": self.encode(f"{text}<assistant>")}
+
+
+@pytest.mark.parametrize("task", [Game24(), Countdown(), Reasoning(), Crosswords()])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_model_that_reads_words_is_told_what_to_do(task: Any, chat: bool) -> None:
+    tokenizer, problem = Vocabulary(50_000, chat), task.parse(task.example)
+
+    fit = fitted(task, tokenizer)
+    text = "".join(map(chr, encode_problem(tokenizer, fit, problem)))
+
+    assert text.endswith("<assistant>") is chat
+    assert len(text) > len(problem.text) + 60 and problem.text.split()[-1] in text
+    assert text.count("<assistant>") == (1 + len(fit.turns(problem)) // 2 if chat else 0)
+
+
+def test_a_model_trained_on_lines_gets_its_own_prompt() -> None:
+    game, problem = Game24(), Game24().parse("4 5 6 10")
+    small = Vocabulary(640)
+
+    assert fitted(game, small) is game
+    text = "".join(map(chr, encode_problem(small, game, problem)))
+    assert text == "Target 24 (left: 4 5 6 10)\n"
 
 
 def test_a_template_of_a_users_own() -> None:
@@ -238,3 +308,19 @@ def test_an_error_of_the_command(
     assert ran.code == exit_code
     assert json.loads(ran.out)["error"]["code"] == code
     assert "Traceback" not in ran.err
+
+
+# Tasks and models that do not fit
+
+
+@pytest.mark.parametrize(("entries", "warned"), [(640, False), (50_000, True)])
+def test_a_model_of_words_and_a_task_of_lines_do_not_fit(entries: int, warned: bool) -> None:
+    said: list[str] = []
+    output: Any = SimpleNamespace(warn=said.append)
+    files = SimpleNamespace(tokenizer=Vocabulary(entries))
+    solver: Any = SimpleNamespace(checkpoint=SimpleNamespace(read=lambda: files))
+    for task in ("chains", "game24"):
+        options: Any = SimpleNamespace(task=task, model="m.gguf")
+        warn_of_misfit(output, options, solver)
+
+    assert [("'chains' has no instructions" in each) for each in said] == [True] * warned

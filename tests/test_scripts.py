@@ -86,6 +86,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_trace": ("--problems 1 --nodes 60 --starts 1",),
     "bench_view": ("--nodes 40 --loads 1 --seeks 2 --json FOLDER/out.json",),
     "eval_attention": ("--n 1 --tasks chains --thresholds 0.001 --csv FOLDER/out.csv",),
+    "eval_prompts": (),  # below
     "eval_chains": ("--n 1 --json FOLDER/out.json --svg FOLDER/out.svg",),
     "eval_policies": (
         "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
@@ -238,6 +239,19 @@ def checkpoint(folder: Path, family: str) -> str:
     save(folder / family, "AutoModelForCausalLM", family, tokenizer)
     (folder / "problems.jsonl").write_text(json.dumps(GSM8K_ROW) + "\n", encoding="utf-8")
     return f"--model FOLDER/{family} {SMALL}"
+
+
+def test_prompts_are_compared_on_the_chains_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "problems.jsonl").write_text(json.dumps(GSM8K_ROW) + "\n", encoding="utf-8")
+    model = "--model builtin:sapling"
+    given = f"{model} --dataset FOLDER/problems.jsonl --tokens 9 --dtype auto --out FOLDER/chains"
+
+    check("eval_prompts", f"chains {given} --forms boxed hashes", tmp_path)
+    chains = sorted((tmp_path / "chains").glob("*.jsonl"))
+    check("eval_prompts", f"accuracy {chains[0]} --csv FOLDER/prompts.csv", tmp_path)
+
+    assert [len(each.read_text("utf-8").splitlines()) for each in chains] == [1, 1]
+    assert "boxed,1 to 1,0.0" in (tmp_path / "prompts.csv").read_text("utf-8")
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -677,7 +677,7 @@ def test_verdicts_that_begin_alike_are_refused_before_the_weights_load() -> None
     model = sized("llama", tokenizer)
     settings: dict[str, Any] = {"tokenizer": tokenizer, "controller": "chain,samples=2"}
     settings |= {"step_tokens": 4, "max_depth": 1}
-    alike = {"name": "reasoning", "yes": " not"}
+    alike = {"name": "reasoning", "yes": " not", "shots": 0}
     solver = Solver(model, task=alike, **settings)
 
     for ask in (solver.plan, solver.solve):
@@ -686,7 +686,7 @@ def test_verdicts_that_begin_alike_are_refused_before_the_weights_load() -> None
         assert "--task reasoning,yes=right,no=wrong" in error.value.hint
     assert solver.checkpoint._weights is None
     Solver(model, task=alike, verifier=Saying(None), **settings).plan("1+1?")
-    for told_apart in ("reasoning", "reasoning,yes=right,no=wrong"):
+    for told_apart in ("reasoning,shots=0", "reasoning,shots=0,yes=right,no=wrong"):
         with Solver(model, task=told_apart, **settings) as other:
             assert other.solve("1+1?").metrics.asked > 0
 

@@ -31,7 +31,7 @@ def test_it_is_a_task_with_the_boundary_it_is_given() -> None:
         32,
         4,
     )
-    assert TASK.boundary.stop == ("\n\n",)
+    assert TASK.boundary.stop == ("\n",) and TASK.boundary.ends is not None
 
 
 def test_settings_are_checked() -> None:

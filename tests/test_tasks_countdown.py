@@ -54,6 +54,32 @@ def reachable_by_brute_force(numbers: tuple[int, ...]) -> set[Fraction]:
     return found
 
 
+@pytest.mark.parametrize("task", [GAME, COUNTDOWN])
+def test_the_examples_in_words_are_solved_by_legal_lines(task: Countdown) -> None:
+    assert len(task.solved) >= 3
+    for numbers, target in task.solved:
+        lines = solve(numbers, target)
+        assert lines is not None and correct_for(numbers, target, lines)
+        shown = task.in_words().prompt(task.parse(task.example))
+        assert "".join(lines) in shown
+
+
+def correct_for(numbers: tuple[int, ...], target: int, lines: list[str]) -> bool:
+    steps = replay(numbers, lines)
+    return steps is not None and steps[-1].left == (target,)
+
+
+def test_the_value_question_in_words_shows_what_is_left_and_has_three_labels() -> None:
+    task = GAME.in_words()
+
+    start, later = task.question(PROBLEM, []), task.question(PROBLEM, PATH[:2])
+
+    assert start.text.endswith("\n4 5 6 10 -> 24:") and later.text.endswith("\n6 30 -> 24:")
+    assert list(start.values) == [" sure", " likely", " impossible"]
+    assert task.question(PROBLEM, ["nonsense\n"]).text.endswith("\nno numbers -> 24:")
+    assert GAME.question(PROBLEM, []).text == "Reachable?"
+
+
 def test_both_are_tasks() -> None:
     assert isinstance(GAME, Task)
     assert isinstance(COUNTDOWN, Task)

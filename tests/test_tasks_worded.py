@@ -2,6 +2,7 @@ r"""Tasks in words: rows of well-known data files, the end of a path, its answer
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -237,14 +238,44 @@ def test_text_between_thinking_tags_is_not_an_answer(text: str, rest: str) -> No
 @pytest.mark.parametrize(
     ("settings", "stop"),
     [
-        ({}, ("\n\n",)),
+        ({}, ("\n",)),
         ({"stop": ("<step>",)}, ("<step>",)),
+        ({"steps": "stop"}, ("\n\n",)),
         ({"steps": "line"}, ("\n",)),
         ({"steps": "length"}, ()),
     ],
 )
 def test_where_a_thought_ends_is_a_setting(settings: Any, stop: tuple[str, ...]) -> None:
     assert Reasoning(**settings).boundary.stop == stop
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("Each tray has 12 rolls, so the four trays have 4 * 12 rolls.\n\n", True),
+        ("Each tray has 12 rolls, so the four trays have 4 * 12 rolls.\n", False),
+        ("**Step 1: How many rolls the four trays have in the morning:**\n\n", False),
+        ("The four trays of the baker hold together, in the morning, rolls:\n\n", False),
+        ("So they have\n\\[\n4 \\times 12 = 48 \\text{ rolls in the morning}\n\n", False),
+        ("So they have\n\\[\n4 \\times 12 = 48 \\text{ rolls in the morning}\n\\]\n\n", True),
+        ("```python\nrolls = 4 * 12\nprint(rolls)  # in the morning\n\n", False),
+        ("Therefore:\n\n", False),
+        ("\n\n", False),
+        ("The answer is \\boxed{18}.\n", True),
+        ("".join(f"{n}. Then {n} trays have {12 * n} rolls.\n" for n in range(1, 8)), True),
+    ],
+)
+def test_a_paragraph_is_a_thought(text: str, ends: bool) -> None:
+    rule = Reasoning().boundary.ends
+
+    assert rule is not None
+    tokens = len(re.findall(r"\w+|[^\w ]", text))  # about as a tokenizer counts
+    assert rule(text, tokens) is ends
+
+
+def test_strings_that_are_given_end_a_thought_wherever_they_are() -> None:
+    assert Reasoning(stop=("\n",)).boundary.ends is None
+    assert Reasoning(steps="line").boundary.ends is None
 
 
 def test_a_decimal_point_ends_no_sentence() -> None:

@@ -122,7 +122,7 @@ def test_a_space_that_the_tokenizer_separates_from_digits_is_asked_with_the_ques
     assert question.endswith("\nThe best choice is ")
 
 
-NUMBERED = {"name": "reasoning", "yes": " 1", "no": " 2"}
+NUMBERED = {"name": "reasoning", "yes": " 1", "no": " 2", "shots": 0}
 # how these cut a text before their merges: a space joins letters, and not digits
 QWEN_2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

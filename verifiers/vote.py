@@ -111,7 +111,7 @@ class Vote:
     ) -> int:
         """Tokens of the longest question: every choice is a path of the greatest length."""
         frame = asked_tokens(_question([()] * self.choices), encoder)
-        return frame + self.choices * boundary.max_depth * boundary.max_tokens
+        return frame + self.choices * boundary.longest_path
 
 
 def _divided(count: int, most: int) -> list[tuple[int, int]]:

@@ -19,9 +19,11 @@ from arbor.model.names import check_device, check_dtype, check_weights
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
+from arbor.run.breadth import with_breadth
 from arbor.run.component_checks import resolve_component
 from arbor.run.keep_kv import KeepKV
 from arbor.run.limits import check_sharing
+from arbor.run.planning import reads_words
 from arbor.run.plugin_answers import checked_task
 from arbor.run.settings import check_fetch, check_kv_probe, resolve_mode, resolve_tiers
 from arbor.tasks.base import Task
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 FLASHINFER = "flashinfer"
 WORDS = "reasoning"  # the task for any problem in words
+OF_LINES = ("chains", "recall")  # tasks whose prompts no other model than arbor's own can read
 OF_USERS = ("aime", "arc", "crosswords", "gsm8k", "math", WORDS)  # tasks without own problems
 ENGINE = ("arbor.engine.engine", "arbor.model.weights", "arbor.run.session")  # import torch
 
@@ -54,7 +57,9 @@ def build_solver(
     task = _component("task", options, settings, Task)
     if problem is not None:
         _check_problem(checked_task(task), problem)
-    controller = _component("controller", options, settings, Controller)
+    named = with_breadth(options.controller, task)
+    built = components.build("controller", named, **settings["controller"])
+    controller = resolve_component("controller", built, Controller)
     policy = _component("policy", options, settings, Policy)
     Sampling(**(settings["sampling"] | options.sampling))
     locate_model(options.model, options.revision, options.trust_remote_code, options.adapter)
@@ -90,6 +95,7 @@ def build_solver(
         msve=options.msve,
         sampling=settings["sampling"] | options.sampling,
         max_depth=options.max_depth,
+        path_tokens=options.path_tokens,
         step_tokens=options.step_tokens,
         step_format=options.step_format,
         branch_stop=options.branch_stop,
@@ -179,9 +185,16 @@ def _check_problem(task: Task, problem: str) -> None:
         raise InputError(error.code, error.message, hint, **error.data) from error
 
 
-def warn_of_guesses(output: Output, options: SolverOptions) -> None:
-    """Warns where the built-in model gets problems in words, which it was not trained on."""
+def warn_of_misfit(output: Output, options: SolverOptions, solver: Solver) -> None:
+    """Warns where a task and a model do not fit: problems in words for the built-in model, or lines
+    without instructions for a model that reads words."""
     task = components.split_spec(options.task)[0]
+    if task in OF_LINES and reads_words(solver.checkpoint.read().tokenizer):
+        output.warn(
+            f"warning: the task '{task}' has no instructions, only the lines that arbor's own models "
+            f"were trained on, and {options.model} is another model. Use --task game24, countdown "
+            "or one in words, such as gsm8k."
+        )
     if options.model.startswith("builtin:") and task in OF_USERS:
         output.warn(
             f"warning: {options.model} knows only game24, countdown, chains and recall; with "

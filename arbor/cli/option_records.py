@@ -45,6 +45,7 @@ class SolverOptions:
     controller: str
     verifier: str
     max_depth: int | None
+    path_tokens: int | None
     step_tokens: int | None
     set: tuple[str, ...]
     budget: str

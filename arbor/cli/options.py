@@ -181,8 +181,15 @@ judging_options = option_group(
         type=Integer(1),
         metavar="N",
         heading="Search",
-        common=True,
         help="Most thoughts on one path; default: the task's.",
+    ),
+    option(
+        "--path-tokens",
+        type=Integer(1),
+        metavar="N",
+        heading="Search",
+        common=True,
+        help="Most tokens of one path; default: the task's.",
     ),
     option(
         "--step-tokens",

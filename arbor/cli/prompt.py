@@ -19,7 +19,7 @@ from arbor.errors import InputError, UsageError
 from arbor.model.description_cache import light_tokenizer
 from arbor.model.loading import locate_model
 from arbor.run.component_checks import resolve_component
-from arbor.run.planning import encode_prompt, parse_problem
+from arbor.run.planning import encode_problem, fitted, parse_problem
 from arbor.run.plugin_answers import checked_task
 from arbor.tasks.base import Task
 from arbor.tasks.prompt_template import template_file
@@ -101,7 +101,8 @@ def prompt(output: Output, /, **values: Any) -> int:
     problem = parse_problem(checked_task(task), problem_text(options, task))
     source = locate_model(options.model, options.revision, options.trust_remote_code)
     tokenizer = light_tokenizer(source)
-    tokens = encode_prompt(tokenizer, checked_task(task).prompt(problem), task, problem.text)
+    task = fitted(task, tokenizer)
+    tokens = encode_problem(tokenizer, checked_task(task), problem)
     text = tokenizer.decode(tokens)
     if output.json:
         output.document(

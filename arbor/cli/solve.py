@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from arbor.budget import Plan
-from arbor.cli.build import build_solver, warn_of_guesses
+from arbor.cli.build import build_solver, warn_of_misfit
 from arbor.cli.command import Command, option, option_group
 from arbor.cli.configure import CONFIG_PATH
 from arbor.cli.encoding import decoded
@@ -39,6 +39,7 @@ from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import InputError, UsageError
 from arbor.metrics import Metrics
 from arbor.run.config import config_text
+from arbor.run.estimate import estimate_line
 from arbor.support.texts import clipped, one_line
 from arbor.support.units import human_bytes
 from arbor.trace.write import TraceWriter
@@ -173,14 +174,20 @@ def solve(output: Output, /, **values: Any) -> int:
             print_config(output, solver, problem, options)
             return 0
         assert problem is not None, "it was read above"
-        warn_of_guesses(output, options.solver)
+        warn_of_misfit(output, options.solver, solver)
         plan = solver.plan(problem)
+        device, limits = options.solver.device, solver.boundary
+        expected = estimate_line(plan.blocks, limits, solver.describe(), device)
         if options.dry_run:
             if not output.json:
                 output.print(f"{'weights':<18}{weights_text(solver.describe())}")
             print_plan(output, plan)
+            if expected and not output.json:
+                output.print(f"{'time':<18}{expected}")
             return 0
         output.say(budget_line(options.solver.budget, plan))
+        if expected:
+            output.say(expected)
         writer = open_trace(options.trace, options.trace_detail.trace_text)
         sizes = weights_text(solver.describe())
         output.say(f"loading {options.solver.model} · weights {sizes} · seed {options.solver.seed}")
@@ -206,6 +213,8 @@ def solve(output: Output, /, **values: Any) -> int:
     correct = None if solution.answer is None else solution.correct
     if solution.guessed:
         output.warn(GUESSED)
+    if cut := cut_line(solution):
+        output.say(cut)
     if output.verbose:
         for line in votes_table(solution.votes):
             output.say(line)
@@ -383,6 +392,7 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
     ended = {
         "solved": "solved in",
         "exhausted": "exhausted after",
+        "cut": "path cut at a limit after",
         "limit": "limit reached after",
         "max_expansions": "limit of expansions reached after",
         "max_tokens": "limit of tokens reached after",
@@ -461,6 +471,17 @@ def unreached_line(metrics: Metrics) -> str:
     return f"{line}; {smallest}tok to {peak - 1}tok would evict KV" if smallest < peak else line
 
 
+def cut_line(solution: Solution) -> str:
+    """How many finished paths a limit has cut, next to an answer; empty where none was."""
+    cut = sum(each.cut for each in solution.candidates)
+    if not cut or solution.answer is None:
+        return ""
+    return (
+        f"{cut:,} of {len(solution.candidates):,} paths cut at a limit; a larger --path-tokens or "
+        "--max-depth lets them end"
+    )
+
+
 def votes_table(votes: Sequence[AnswerVotes]) -> list[str]:
     """The answers with their votes, scores and paths, best first; the most common ones of many."""
     shown = votes[:MOST_ANSWERS]
@@ -486,6 +507,7 @@ def no_answer(solution: Solution) -> str:
     """Why a search has no answer, and what to try."""
     reasons = {
         "exhausted": ("search exhausted", "another --seed, or a wider search (--set width=N)"),
+        "cut": ("paths cut at a limit of paths", "a larger --path-tokens, or --max-depth"),
         "max_expansions": ("limit of expansions reached", "a larger --max-expansions"),
         "max_tokens": ("limit of tokens reached", "a larger --max-tokens"),
         "timeout": ("time up", "a larger --timeout"),

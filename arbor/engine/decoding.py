@@ -57,7 +57,7 @@ class Decoding:
         """Let rows begin or go on whose paths are complete: each is given its next token."""
         if not rows:
             return
-        longest = max(row.growth.stop.max_tokens for row in rows)
+        longest = max(row.longest for row in rows)
         starts = self._memory.starts(longest, len(rows))
         for row, start in zip(rows, starts, strict=True):
             slots = row.node.span.slot

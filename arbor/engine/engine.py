@@ -501,8 +501,8 @@ class Engine:
             leaves, growth: as for `grow`.
             counts: False: with the operation before it, one in the count that `FutureReads` uses.
         """
-        longest = self._parts.rules.decoded(growth.stop.max_tokens)
-        self._require([leaf for leaf, _ in leaves], [longest] * len(leaves))
+        parents = [leaf for leaf, _ in leaves]
+        self._require(parents, self._longest(parents, growth))
         children = self._fork([leaf for leaf, width in leaves for _ in range(width)])
         return self.begin_decode(children, growth, counts=counts)
 
@@ -564,8 +564,7 @@ class Engine:
     ) -> Growing:
         """`decode`, as an operation for `step`; at least one block. `counts` as in `begin_grow`."""
         parents = [child.parent for child in children if child.parent is not None]
-        longest = self._parts.rules.decoded(growth.stop.max_tokens)
-        self._require(parents, [longest] * len(parents))
+        self._require(parents, self._longest(parents, growth))
         return self._begin_rows(children, [growth] * len(children), (), counts)
 
     def _begin_rows(
@@ -587,7 +586,9 @@ class Engine:
             code = ArithmeticCode(growth.seed, child, growth.sampling)
             row = Row(operation, place, growth, child, child.parent, code)
             if child.id in ending:
-                row.stop = growth.stop.after(child.tokens, before(child)) or "step"
+                row.stop = (
+                    growth.stop.after(child.tokens, before(child), row.leaf.reasoned) or "step"
+                )
             if child.tokens:  # the last one is run like one that was sampled
                 row.pending = child.tokens[-1]
                 child.tree.take_back(child)
@@ -765,6 +766,11 @@ class Engine:
             yield
 
     # Planning
+
+    def _longest(self, parents: Sequence[Node], growth: Growth) -> list[int]:
+        """Slots that a new child of each block needs."""
+        stop, decoded = growth.stop, self._parts.rules.decoded
+        return [decoded(stop.longest(parent.reasoned)) for parent in parents]
 
     def _require(self, nodes: Sequence[Node], extra: Sequence[int]) -> None:
         """Raise `BudgetInfeasible` unless what is required of each node's path fits with its extra

@@ -45,6 +45,7 @@ class Row:
         growth: how it is decoded.
         node, leaf: the block, and the one it grows from.
         code: where its next token comes from.
+        longest: tokens that the block may have.
         pending: the token it goes on with when it (re)joins; None: it is still to be sampled.
         started: its last token is the next to be computed; False until its path is complete.
         joined: when it joined the batch; later rows have higher numbers.
@@ -78,6 +79,10 @@ class Row:
     branches: Branches | None = None
     logprob: float = 0.0
     top1: float = 0.0
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.longest = self.growth.stop.longest(self.leaf.reasoned)
 
     @property
     def begin(self) -> Node:
@@ -569,13 +574,13 @@ def _begin(work: Work) -> Node:
 def _longest(work: Work) -> int:
     """Tokens that a piece of work needs beyond its path at most."""
     if isinstance(work, Row):
-        return work.growth.stop.max_tokens
+        return work.longest
     return _question(work)
 
 
 def _end(row: Row) -> int:
     """Tokens that a row's block is assumed to have at its end: see `most_held`."""
-    expected = row.operation.opened.lengths.expected(row.growth.stop.max_tokens)
+    expected = row.operation.opened.lengths.expected(row.longest)
     return max(expected, len(row.node.tokens) + MARGIN)
 
 
@@ -595,11 +600,12 @@ def most_held(rows: Iterable[Row]) -> int:
     if not every:
         return 0
     length = np.array([len(row.node.tokens) for row in every], np.int64)
-    known: dict[Operation, int] = {}
+    known: dict[tuple[Operation, int], int] = {}
     for row in every:
-        if row.operation not in known:
-            known[row.operation] = row.operation.opened.lengths.expected(row.growth.stop.max_tokens)
-    expected = np.array([known[row.operation] for row in every], np.int64)
+        key = row.operation, row.longest
+        if key not in known:
+            known[key] = row.operation.opened.lengths.expected(row.longest)
+    expected = np.array([known[row.operation, row.longest] for row in every], np.int64)
     steps = np.maximum(expected - length, MARGIN)
     order = np.lexsort((length, steps))[::-1]
     # when a block ends, those before it in this order still run

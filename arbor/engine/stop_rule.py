@@ -28,7 +28,9 @@ class StopRule:
         self._last_characters = frozenset(stop[-1:] for stop in boundary.stop)
         self._pieces: dict[tuple[int, ...], str] = {}
         self._goes_on: dict[tuple[int, int], bool] = {}
+        self._ends = boundary.ends
         self.max_tokens = boundary.max_tokens
+        self.path_tokens = boundary.path_tokens
 
     def within(self, boundary: BlockLimits) -> StopRule:
         """The rule of the same model with other limits."""
@@ -38,7 +40,14 @@ class StopRule:
         """Whether the token ends a sequence."""
         return token in self._eos
 
-    def goes_on(self, tokens: list[int]) -> bool:
+    def longest(self, reasoned: int) -> int:
+        """Tokens that a block may have, after so many of its path that follow the prompt; at
+        least 1."""
+        if self.path_tokens is None:
+            return self.max_tokens
+        return max(1, min(self.max_tokens, self.path_tokens - reasoned))
+
+    def goes_on(self, tokens: list[int], reasoned: int = 0) -> bool:
         """Whether the block's last token surely does not end it, by a look at that token and the
         one before it only.
 
@@ -47,9 +56,10 @@ class StopRule:
 
         Args:
             tokens: the block's, all but the first of which were looked at as they came.
+            reasoned: tokens of the path before it that follow the prompt.
         """
         count = len(tokens)
-        if count < 3 or count >= self.max_tokens:
+        if count < 3 or count >= self.longest(reasoned):
             return False
         pair = (tokens[-2], tokens[-1])
         known = self._goes_on.get(pair)
@@ -64,21 +74,30 @@ class StopRule:
         text = self._piece((previous,), token) if self._stops else ""
         return BROKEN not in text and self._last_characters.isdisjoint(text)
 
-    def after(self, tokens: list[int], before: Sequence[int] = ()) -> StopReason | None:
+    def after(
+        self, tokens: list[int], before: Sequence[int] = (), reasoned: int = 0
+    ) -> StopReason | None:
         """Why the block ends with its last token; None if it goes on. A stop may span several
         tokens.
 
         Args:
             tokens: the block's.
             before: the end of the path before it; no stop is looked for there.
+            reasoned: tokens of the path before it that follow the prompt.
         """
         if tokens[-1] in self._eos:
             return "eos"
         if self._stops:
             text = self._end(tokens, before)
-            if any(stop in text for stop in self._stops):
+            if any(stop in text for stop in self._stops) and self._is_whole(tokens, before):
                 return "step"
-        return "length" if len(tokens) >= self.max_tokens else None
+        return "length" if len(tokens) >= self.longest(reasoned) else None
+
+    def _is_whole(self, tokens: list[int], before: Sequence[int]) -> bool:
+        """Whether a thought that has come to a stop ends there."""
+        if self._ends is None:
+            return True
+        return self._ends(added(self._decode, before, tokens), len(tokens))
 
     def _end(self, tokens: list[int], before: Sequence[int]) -> str:
         """The text of the block's end, long enough for any stop that the last token completes."""

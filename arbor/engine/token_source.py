@@ -108,9 +108,10 @@ class ModelSampler:
 
     def stop(self, node: Node, growth: Growth) -> StopReason | None:
         """By the rule of the operation."""
-        if growth.stop.goes_on(node.tokens):
+        reasoned = node.reasoned - len(node.tokens)
+        if growth.stop.goes_on(node.tokens, reasoned):
             return None
-        reason = growth.stop.after(node.tokens, before(node))
+        reason = growth.stop.after(node.tokens, before(node), reasoned)
         if reason is not None and growth.grammar is not None:
             growth.grammar.forget(node)
         return reason

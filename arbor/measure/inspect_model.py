@@ -89,6 +89,7 @@ class SearchSettings:
         budget: KV of the search, as in `arbor.Solver`.
         max_expansions: leaves grown in all.
         max_depth: steps of a path.
+        path_tokens: of a path; for a search without a task, the message's tokens.
         step_tokens: of a step.
         first, confidence, timeout: as in `arbor.Solver.solve`.
     """
@@ -100,6 +101,7 @@ class SearchSettings:
     budget: float | str = "full"
     max_expansions: int = MOST_EXPANSIONS
     max_depth: int | None = None
+    path_tokens: int | None = None
     step_tokens: int | None = None
     first: Any = None
     confidence: float | None = None
@@ -301,8 +303,9 @@ class ArborAPI(ModelAPI):
             step = search.step_tokens or STEP_TOKENS
             changes = self._parts(shared, search, sampling)
             changes |= stepped_search(asked.ends, most, step, sampling)
-            if search.max_depth is not None:
-                changes["boundary"] = resolve_boundary(changes["boundary"], search.max_depth, None)
+            changes["boundary"] = resolve_boundary(
+                changes["boundary"], search.max_depth, None, path_tokens=search.path_tokens
+            )
         cut = left < asked.max_tokens
         return _Planned(shared.prepare(text, options, **changes), asked, left if cut else None)
 
@@ -351,7 +354,9 @@ class ArborAPI(ModelAPI):
         usual_task = changes["task"] is setup.task
         boundary = setup.boundary if usual_task else check_boundary(changes["task"])
         return changes | {
-            "boundary": resolve_boundary(boundary, search.max_depth, search.step_tokens),
+            "boundary": resolve_boundary(
+                boundary, search.max_depth, search.step_tokens, path_tokens=search.path_tokens
+            ),
             "max_expansions": search.max_expansions,
             "given_sampling": sampling,
         }

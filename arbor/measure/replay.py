@@ -45,7 +45,7 @@ from arbor.run.callbacks import Broadcast
 from arbor.run.component_checks import resolve_component
 from arbor.run.limits import Limits, check_granularity
 from arbor.run.question_turn import QuestionTurn, question_turn
-from arbor.run.session import Session
+from arbor.run.session import BY_ITSELF, Session
 from arbor.tasks.base import Problem, Task
 from arbor.trace.fold import Replay
 from arbor.trace.read import Trace
@@ -91,7 +91,7 @@ class Recording:
         verified = [event for event in events if isinstance(event, Verified) and event.nodes]
         values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=False)}
         end = next((event for event in events if isinstance(event, Ended)), None)
-        whole = end is not None and end.status in ("solved", "exhausted")
+        whole = end is not None and end.status in BY_ITSELF
         closed = [event for event in events if isinstance(event, Boundary)]
         asked = {e.node for e in closed if 0 < e.given < len(e.ids)}  # questions have no value
         known = {e.node for e in closed} if whole else _reported(events) | asked | values.keys()
@@ -192,7 +192,10 @@ def replay(
     config = record.header.config
     task: Task = components.build("task", config["task"])
     boundary = dataclasses.replace(
-        task.boundary, max_tokens=config["step_tokens"], max_depth=config["max_depth"]
+        task.boundary,
+        max_tokens=config["step_tokens"],
+        max_depth=config["max_depth"],
+        path_tokens=config.get("path_tokens"),
     )
     share = config.get("share", "exact")
     values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from arbor.aggregate.base import Aggregate, AnswerVotes, FinishedPath
 from arbor.aggregate.confidence import Confident
-from arbor.run.plugin_answers import Answers, CheckedTask, is_finite
+from arbor.run.plugin_answers import Answers, CheckedTask, is_finite, path_answer
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
@@ -47,7 +47,7 @@ class AnswerGroups:
             leaves: terminal blocks, best first.
             seconds: until the end of the search; answers not compared by then are not equal.
         """
-        answers = [self._task.answer(self._problem, leaf.thoughts) for leaf in leaves]
+        answers = [path_answer(self._task, self._problem, leaf)[0] for leaf in leaves]
         forms = [None if each is None else self._canonical(each) for each in answers]
         texts: dict[str, str] = {}  # an answer of each form, the same in any order of paths
         for answer, form in zip(answers, forms, strict=True):

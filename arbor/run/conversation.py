@@ -15,6 +15,8 @@ from arbor.tasks.base import BlockLimits, Converses, Task
 from arbor.tasks.plain_text import PlainText, SteppedText
 from arbor.verifiers.exact import Exact
 
+STEPS = 64  # of a text at most, where its tokens are not used up before
+
 
 def conversation_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Token ids of a conversation, up to the beginning of the next message.
@@ -111,5 +113,6 @@ def stepped_search(
         sampling: how tokens are chosen.
     """
     step = min(step_tokens, max_tokens)
-    task = SteppedText(tuple(ends), max_tokens=step, max_depth=-(-max_tokens // step))
+    depth = max(STEPS, -(-max_tokens // step))
+    task = SteppedText(tuple(ends), max_tokens=step, max_depth=depth, path_tokens=max_tokens)
     return {"task": task, "boundary": task.boundary, "given_sampling": sampling}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,16 @@ from arbor.run.plugin_answers import (
 from arbor.run.question_turn import QuestionTurn, in_conversation, question_turn
 from arbor.run.setup import Setup
 from arbor.support.texts import one_line, refuse_surrogates
-from arbor.tasks.base import BlockLimits, BoundedQuestions, Converses, Problem, Proposes, Task
+from arbor.tasks.base import (
+    BlockLimits,
+    BoundedQuestions,
+    Converses,
+    GivesTurns,
+    Problem,
+    Proposes,
+    PutsInWords,
+    Task,
+)
 from arbor.verifiers.base import ChecksQuestions, Encoder, PlansQuestions, SearchShape, parts_of
 from arbor.verifiers.self_eval import asked_tokens
 
@@ -48,8 +58,42 @@ def parse_problem(task: Task, problem: str | Problem) -> Problem:
     return task.parse(problem)
 
 
+LEAST_WORDS = 2048  # entries of the vocabulary of a model that reads words
+
+
+def fitted(task: Task, tokenizer: Any) -> Task:
+    """The task with the prompts that a model reads best: its own for a model trained on it, which
+    knows few words, else those in words (`PutsInWords`)."""
+    own = unchecked(task)
+    return own.in_words() if isinstance(own, PutsInWords) and reads_words(tokenizer) else task
+
+
+def reads_words(tokenizer: Any) -> bool:
+    """Whether a model has the vocabulary of one that reads words."""
+    return len(tokenizer) >= LEAST_WORDS
+
+
+def prompt_of(task: Task, problem: Problem, tokenizer: Any) -> str:
+    """The text of a prompt, for readers: the whole, or the contents of its messages."""
+    own = unchecked(task)
+    if isinstance(own, GivesTurns) and in_conversation(tokenizer, own):
+        return "\n\n".join(each["content"] for each in own.turns(problem))
+    return task.prompt(problem)
+
+
+def encode_problem(tokenizer: Any, task: Task, problem: Problem) -> list[int]:
+    """Token ids of the prompt of a problem; see `encode_prompt`."""
+    own = unchecked(task)
+    if isinstance(own, GivesTurns) and in_conversation(tokenizer, own):
+        return encode_prompt(tokenizer, own.turns(problem), task)
+    return encode_prompt(tokenizer, task.prompt(problem), task, problem.text)
+
+
 def encode_prompt(
-    tokenizer: Any, prompt: str, task: Task | None = None, problem: str = ""
+    tokenizer: Any,
+    prompt: str | Sequence[Mapping[str, str]],
+    task: Task | None = None,
+    problem: str = "",
 ) -> list[int]:
     """Token ids of a prompt: one user message where the tokenizer has a chat template.
 
@@ -57,7 +101,7 @@ def encode_prompt(
 
     Args:
         tokenizer: of the model.
-        prompt: the text.
+        prompt: the text, or messages for the chat template.
         task: a system message, and whether the chat template is used, are its own (`Converses`).
         problem: the part of the prompt that a user wrote.
 
@@ -65,13 +109,15 @@ def encode_prompt(
         InputError: the prompt has half of a character.
         UsageError: the chat template refuses the messages.
     """
-    refuse_surrogates(prompt, "the prompt")
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    for each in turns:
+        refuse_surrogates(each["content"], "the prompt")
     own = None if task is None else unchecked(task)
     system = own.system_message if isinstance(own, Converses) else ""
     refuse_surrogates(system, "the system message")
-    if in_conversation(tokenizer, own):
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
+    if not isinstance(prompt, str) or in_conversation(tokenizer, own):
+        first = [{"role": "system", "content": system}] if system else []
+        messages: list[Mapping[str, str]] = [*first, *turns]
         try:
             return conversation_tokens(tokenizer, messages)
         except Exception as error:  # of a template that has no system messages
@@ -128,6 +174,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         protect.sinks + protect.recent if setup.mode == "lossy" else None,
         proposals,
         setup.lower.staging_tokens(info.kv_bytes_per_token),
+        boundary.path_tokens,
     )
     if shape.path_tokens > info.context:
         searched = shape.path_tokens - prompt_tokens

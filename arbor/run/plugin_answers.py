@@ -136,6 +136,16 @@ def is_guess(task: Task, problem: Problem, leaf: Node) -> bool:
     return isinstance(own, Guesses) and own.is_guess(problem, leaf.thoughts)
 
 
+def path_answer(task: Task, problem: Problem, leaf: Node) -> tuple[str | None, bool]:
+    """The answer of a finished path, and whether it is a guess.
+
+    A path that a limit has cut has no answer but one that its text states.
+    """
+    answer = task.answer(problem, leaf.thoughts)
+    guessed = answer is not None and is_guess(task, problem, leaf)
+    return (None, False) if leaf.cut and guessed else (answer, guessed)
+
+
 def checked_task(task: Task) -> Task:
     """A task whose answers are checked."""
     return task if _own(task) else cast(Task, CheckedTask(task))
@@ -253,6 +263,8 @@ def check_boundary(task: Task) -> BlockLimits:
     if (
         not isinstance(found, BlockLimits)
         or not (is_count(found.max_tokens) and is_count(found.max_depth))
+        or not (found.path_tokens is None or is_count(found.path_tokens))
+        or not (found.ends is None or callable(found.ends))
         or not isinstance(found.stop, tuple | list)
         or not all(isinstance(stop, str) and stop for stop in found.stop)
         or not isinstance(found.form, StepFormat | None)
@@ -263,6 +275,7 @@ def check_boundary(task: Task) -> BlockLimits:
         stop=tuple(found.stop),
         max_tokens=int(found.max_tokens),
         max_depth=int(found.max_depth),
+        path_tokens=None if found.path_tokens is None else int(found.path_tokens),
     )
 
 

@@ -78,7 +78,7 @@ class Proposals:
         text = sampled_text(self._decode, block)
         if growth.stop.after(block.tokens, before(block)) == "length":
             text = text[: text.rfind("\n") + 1]
-        most = self._growth.stop.max_tokens
+        most = self._growth.stop.longest(leaf.reasoned)
         found = self._task.proposals(self._problem, leaf.thoughts, text)
         thoughts = dict.fromkeys(tuple(self._engine.encode(each)[:most]) for each in found)
         return [

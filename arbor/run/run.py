@@ -25,8 +25,15 @@ from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
 from arbor.run.judged import Judged
 from arbor.run.limits import Limits, TokenLimit
-from arbor.run.planning import encode_prompt, parse_problem, plan_search, search_shape
-from arbor.run.plugin_answers import checked_task, is_guess, unchecked
+from arbor.run.planning import (
+    encode_problem,
+    fitted,
+    parse_problem,
+    plan_search,
+    prompt_of,
+    search_shape,
+)
+from arbor.run.plugin_answers import checked_task, path_answer, unchecked
 from arbor.run.question_turn import question_turn
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
@@ -34,7 +41,7 @@ from arbor.run.request import Request
 from arbor.run.searches import Steps, completed
 from arbor.run.setup import Setup
 from arbor.run.solution import Candidate, Solution, Step
-from arbor.tasks.base import GivesTokens, Problem
+from arbor.tasks.base import GivesTokens, Problem, PutsInWords, Task
 from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
 from arbor.verifiers.base import SearchShape, Verifier, VerifierSearch
@@ -58,8 +65,9 @@ class Run:
     """
 
     def __init__(self, setup: Setup, problem: str | Problem, request: Request) -> None:
+        parsed = parse_problem(checked_task(setup.task), problem)
+        setup = dataclasses.replace(setup, task=_fitted(setup))
         self.task = checked_task(setup.task)
-        parsed = parse_problem(self.task, problem)
         if request.expected is not None:
             parsed = dataclasses.replace(parsed, expected=request.expected)
         self.setup = setup
@@ -195,9 +203,7 @@ class Run:
         own = unchecked(self.task)
         if isinstance(own, GivesTokens):
             return list(own.prompt_tokens(self.problem))
-        text = self.task.prompt(self.problem)
-        tokenizer = self.setup.checkpoint.read().tokenizer
-        return encode_prompt(tokenizer, text, self.task, self.problem.text)
+        return encode_problem(self.setup.checkpoint.read().tokenizer, self.task, self.problem)
 
     @cached_property
     def plan(self) -> Plan:
@@ -312,7 +318,7 @@ class Run:
                 part=self._part,
                 least=self.plan.smallest_tokens,
             )
-            text = self.task.prompt(self.problem)
+            text = prompt_of(self.task, self.problem, words)
             self.session = session(emit=emit)
             if self._stopped is not None:  # while the search was being set up
                 self.session.stop(self._stopped, self._reached)
@@ -418,14 +424,9 @@ class Run:
             path=tuple(node.id for node in path),
             steps=tuple(Step(n.id, n.text, n.judged, len(n.tokens)) for n in path[1:]),
             candidates=tuple(
-                Candidate(
-                    leaf.id,
-                    task.answer(problem, leaf.thoughts),
-                    leaf.judged,
-                    leaf.logprob,
-                    is_guess(task, problem, leaf),
-                )
+                Candidate(leaf.id, answer, leaf.judged, leaf.logprob, guessed, leaf.cut)
                 for leaf in outcome.finished
+                for answer, guessed in [path_answer(task, problem, leaf)]
             ),
             votes=outcome.votes,
             metrics=metrics,
@@ -434,6 +435,14 @@ class Run:
             trace_path=None if writer is None else os.fspath(writer.path),
             recording=recording,
         )
+
+
+def _fitted(setup: Setup) -> Task:
+    """The task with the prompts for the model; only a task that has others asks for the model's
+    files."""
+    if not isinstance(unchecked(setup.task), PutsInWords):
+        return setup.task
+    return fitted(setup.task, setup.checkpoint.read().tokenizer)
 
 
 def _measured(engine: Engine) -> dict[str, str]:

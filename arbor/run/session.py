@@ -39,9 +39,9 @@ from arbor.run.plugin_answers import (
     Answers,
     checked_search,
     checked_task,
-    is_guess,
     most_blocks,
     most_proposals,
+    path_answer,
     proposing,
 )
 from arbor.run.proposals import Proposals
@@ -57,7 +57,8 @@ from arbor.verifiers.base import (
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["solved", "exhausted", "limit", "timeout", "interrupted"]
+Status = Literal["solved", "exhausted", "cut", "limit", "timeout", "interrupted"]
+BY_ITSELF: tuple[Status, ...] = ("solved", "exhausted", "cut")  # no limit of the search ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,12 +412,11 @@ class Session:
             return
         finished = search.best()
         for leaf in finished:
-            answered = (
-                leaf.id in ended and self.task.answer(self.problem, leaf.thoughts) is not None
-            )
-            if answered and limits.reached_by(leaf.value):
-                self.stop("limit", "first")
-                return
+            if leaf.id in ended and limits.reached_by(leaf.value):
+                answer, _ = path_answer(self.task, self.problem, leaf)
+                if answer is not None:
+                    self.stop("limit", "first")
+                    return
         if limits.confidence is not None:
             votes = ranked(self.aggregate, self._groups.paths(finished, self._seconds_left()))
             if votes and confidence(self.aggregate, votes) >= limits.confidence:
@@ -531,16 +531,19 @@ class Session:
         if len(children) < len(grown):  # the verification of the others needs their room
             self._prune(tree)
         for child in children:
-            thoughts = child.thoughts
-            if (
-                child.depth >= self.limits.max_depth
-                or self.growth.stop.is_eos(child.tokens[-1])
-                or self.task.is_terminal(self.problem, thoughts)
-            ):
+            ended = self.growth.stop.is_eos(child.tokens[-1])
+            ended = ended or self.task.is_terminal(self.problem, child.thoughts)
+            if ended or self._is_longest(child):
                 child.state = NodeState.TERMINAL
-                answer = self.task.answer(self.problem, thoughts)
-                self.emit(Terminal(child.id, answer, is_guess(self.task, self.problem, child)))
+                child.cut = not ended
+                answer, guessed = path_answer(self.task, self.problem, child)
+                self.emit(Terminal(child.id, answer, guessed, child.cut))
         return children
+
+    def _is_longest(self, node: Node) -> bool:
+        """Whether a path has reached a limit of paths."""
+        most = self.growth.stop.path_tokens
+        return node.depth >= self.limits.max_depth or (most is not None and node.reasoned >= most)
 
     def _prune(self, tree: ThoughtTree) -> None:
         """Free the blocks that the search has given up."""
@@ -580,16 +583,16 @@ class Session:
     def _finish(self, tree: ThoughtTree, finished: Sequence[Node]) -> Outcome:
         paths = self._groups.paths(finished, self._seconds_left())
         votes = ranked(self.aggregate, paths)
-        best, answer = (finished[0] if finished else None), None
+        best, answer, guessed = (finished[0] if finished else None), None, False
         if votes:
             best = tree[votes[0].paths[0]]
-            answer = self.task.answer(self.problem, best.thoughts)
+            answer, guessed = path_answer(self.task, self.problem, best)
         grade = self._grade(answer)
         correct = None if grade is None else grade.correct
-        guessed = (
-            answer is not None and best is not None and is_guess(self.task, self.problem, best)
-        )
-        status: Status = self._stopped or ("solved" if answer is not None else "exhausted")
+        # without an answer, the paths that were cut may have been on their way to one
+        cut = [path.cut for path in ([best] if best is not None and votes else finished)]
+        found: Status = "cut" if any(cut) else "exhausted" if answer is None else "solved"
+        status: Status = self._stopped or found
         self.emit(
             Answered(
                 node=None if best is None else best.id,

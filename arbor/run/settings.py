@@ -256,6 +256,7 @@ def resolve_boundary(
     max_depth: int | None,
     step_tokens: int | None,
     step_format: StepFormat | str | Mapping[str, Any] | None = None,
+    path_tokens: int | None = None,
 ) -> BlockLimits:
     """A task's boundary with other limits; None keeps the task's.
 
@@ -272,5 +273,6 @@ def resolve_boundary(
         boundary,
         max_depth=check_count("max_depth", max_depth) or boundary.max_depth,
         max_tokens=check_count("step_tokens", step_tokens) or boundary.max_tokens,
+        path_tokens=check_count("path_tokens", path_tokens) or boundary.path_tokens,
         form=form,
     )

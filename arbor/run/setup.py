@@ -91,9 +91,9 @@ class Setup:
     def config(self) -> dict[str, Any]:
         """Every setting, resolved; enough to build the solver again.
 
-        Named only where they are not the default: `adapter`, `aggregate`, `host`, `host_bits`,
-        `staging`, `disk`, `fetch`, `share`, `kv_probe`, `cuda_graphs`, `kv_dtype`, `weights`,
-        `step_format`, `branch_stop`.
+        Named only where they are not the default: `path_tokens`, `adapter`, `aggregate`, `host`,
+        `host_bits`, `staging`, `disk`, `fetch`, `share`, `kv_probe`, `cuda_graphs`, `kv_dtype`,
+        `weights`, `step_format`, `branch_stop`.
         """
         source = self.checkpoint.source
         return {
@@ -109,6 +109,11 @@ class Setup:
             "msve": str(self.msve),
             "sampling": dataclasses.asdict(self.sampling),
             "max_depth": self.boundary.max_depth,
+            **(
+                {}
+                if self.boundary.path_tokens is None
+                else {"path_tokens": self.boundary.path_tokens}
+            ),
             "step_tokens": self.boundary.max_tokens,
             "max_expansions": self.max_expansions,
             "dtype": self.checkpoint.dtype,

@@ -59,6 +59,7 @@ class Candidate:
         value: of its last block, in [0, 1]; None where it was not judged.
         logprob: sum of log probabilities of the last block's tokens.
         guessed: the text does not mark the answer.
+        cut: a limit of paths ended it; then it has only an answer that its text states.
     """
 
     node: int
@@ -66,6 +67,7 @@ class Candidate:
     value: float | None
     logprob: float
     guessed: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -79,7 +81,9 @@ class Solution:
         text: the answer's whole path as text, prompt excluded.
         score: the value of the answer's last block, in [0, 1]; None where it was not judged.
         correct: the grade of the answer; None without an answer key.
-        finish_reason: how the run ended.
+        finish_reason: how the run ended: ``solved``; ``exhausted``, without an answer; ``cut``,
+            where a limit of paths ended the answer's path, or any path where there is no answer; or
+            by a limit of the search, a signal or an error.
         path: node ids, root first.
         steps: the thoughts on the path.
         candidates: every finished path, best first.

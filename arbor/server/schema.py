@@ -35,7 +35,7 @@ class Search(Body):
         controller, verifier, aggregate: a name, or an object with a ``name`` and settings that are
             numbers, truth values or words of a fixed set; by default the server's.
         budget: as in `Solver`; by default all KV of the server.
-        max_expansions, max_depth, step_tokens, first, confidence: as in `Solver.solve`.
+        max_expansions, max_depth, path_tokens, step_tokens, first, confidence: as in `Solver`.
         timeout: seconds for the request, its wait included.
     """
 
@@ -46,6 +46,7 @@ class Search(Body):
     budget: Words | float | None = None
     max_expansions: Count | None = None
     max_depth: Count | None = None
+    path_tokens: Count | None = None
     step_tokens: Count | None = None
     first: Literal["answer", "verified"] | None = None
     confidence: Share | None = None

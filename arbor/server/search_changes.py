@@ -11,6 +11,7 @@ from typing import Any, Literal
 from arbor import components, registry
 from arbor.aggregate.base import Aggregate
 from arbor.controllers.base import Controller
+from arbor.run.breadth import with_breadth
 from arbor.run.component_checks import resolve_component
 from arbor.run.plugin_answers import check_boundary, most_blocks
 from arbor.run.request import Options
@@ -44,12 +45,15 @@ def search_changes(search: Search, setup: Setup, settings: ServerSettings) -> di
         ArborError: an unknown name or an invalid setting.
     """
     task = _component("task", search.task, setup.task)
-    controller = _component("controller", search.controller, setup.controller)
+    named, own = search.controller, components.spec_of(setup.controller)["name"]
+    broad = named if named in (None, own) else with_breadth(named, task)
+    controller = _component("controller", broad, setup.controller)
     depth = _within("max_depth", search.max_depth, settings.max_depth)
+    path = _within("path_tokens", search.path_tokens, settings.max_search_tokens)
     step = _within("step_tokens", search.step_tokens, settings.max_tokens)
     most = _within("max_expansions", search.max_expansions, settings.max_expansions)
     usual = setup.boundary if task is setup.task else check_boundary(task)
-    boundary = resolve_boundary(usual, depth, step)
+    boundary = resolve_boundary(usual, depth, step, path_tokens=path)
     blocks = most_blocks(controller, boundary.max_depth)
     if blocks > settings.max_blocks:
         raise Refusal(

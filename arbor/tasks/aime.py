@@ -19,7 +19,6 @@ class AIME(Worded):
     r"""Problems of the AIME; the answer is an integer from 0 to 999 in \boxed{}."""
 
     max_tokens: int = 256
-    max_depth: int = 24
 
     example = "Find the remainder when $3^{100}$ is divided by $1000$."
     columns = Columns(

@@ -30,9 +30,8 @@ _OPTION = re.compile(r"\s*\(?([A-Z]|[1-9])[).:]\s*(\S.*)")
 class ARC(Worded):
     """Questions with options (ARC); the answer is a letter."""
 
-    stop: tuple[str, ...] = ("\n",)
-    max_tokens: int = 96
-    max_depth: int = 8
+    max_depth: int = 64
+    path_tokens: int = 1024
 
     example = "Which of these attracts iron?\nA. a magnet\nB. a mirror\nC. a candle"
     columns = Columns(("question", "problem"), ("answerKey", "answer"))

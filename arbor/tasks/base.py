@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,12 +39,24 @@ class BlockLimits:
         max_tokens: longest thought, in tokens; a longer one is cut.
         max_depth: longest path, in thoughts; the search gives up paths that reach it.
         form: what every thought has to match before its `stop`; None: anything.
+        path_tokens: longest path, in tokens after the prompt; a thought is cut there, and the path
+            ends. None: as many as `max_depth` thoughts hold.
+        ends: asked where a thought has come to one of `stop`: whether it ends there, by its text
+            and its number of tokens. None: always.
     """
 
     stop: tuple[str, ...]
     max_tokens: int
     max_depth: int
     form: StepFormat | None = None
+    path_tokens: int | None = None
+    ends: Callable[[str, int], bool] | None = None
+
+    @property
+    def longest_path(self) -> int:
+        """Most tokens of a path after the prompt."""
+        most = self.max_depth * self.max_tokens
+        return most if self.path_tokens is None else min(most, self.path_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +292,26 @@ class ReadsRows(Protocol):
         Raises:
             InputError: the row lacks something; without the name of the file.
         """
+        ...
+
+
+@runtime_checkable
+class GivesTurns(Protocol):
+    """The part of a task whose prompt for a chat model is messages of its own."""
+
+    def turns(self, problem: Problem) -> Sequence[Mapping[str, str]]:
+        """The messages up to the user's last one, each with ``role`` and ``content``, without the
+        system message."""
+        ...
+
+
+@runtime_checkable
+class PutsInWords(Protocol):
+    """The part of a task whose own prompts are for models trained on it, and which has others, with
+    instructions and examples, for models that read words."""
+
+    def in_words(self) -> Task:
+        """The task with those prompts."""
         ...
 
 

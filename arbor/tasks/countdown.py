@@ -11,16 +11,19 @@ Source: Game of 24 as a search problem is Yao et al., Tree of Thoughts (arXiv 23
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from arbor.components import ONLY_IF_SET
 from arbor.support.texts import clipped
+from arbor.tasks import countdown_words
 from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
@@ -382,12 +385,14 @@ class Countdown(Generated):
         fewest, most: how many numbers a problem has.
         largest: the largest number in generated problems.
         targets: smallest and largest target in generated problems.
+        words: prompts with instructions and examples; a model that reads words gets them anyway.
     """
 
     fewest: int = 4
     most: int = 6
     largest: int = 25
     targets: tuple[int, int] = (10, 99)
+    words: bool = field(default=False, metadata=ONLY_IF_SET)
 
     @property
     def name(self) -> str:
@@ -447,9 +452,36 @@ class Countdown(Generated):
                 seen[problem.id] = None
                 yield problem
 
+    def in_words(self) -> Countdown:
+        """See `PutsInWords`."""
+        return dataclasses.replace(self, words=True)
+
+    @property
+    def solved(self) -> Sequence[tuple[tuple[int, ...], int]]:
+        """Numbers and targets of the examples in words."""
+        return countdown_words.OTHER_EXAMPLES
+
     def prompt(self, problem: Problem) -> str:
-        numbers = " ".join(map(str, sorted(problem.data["numbers"])))
-        return f"Target {problem.data['target']} (left: {numbers})\n"
+        numbers, target = sorted(problem.data["numbers"]), problem.data["target"]
+        if self.words:
+            asked = countdown_words.numbers_line(numbers, target)
+            return countdown_words.text_prompt(self._examples(), asked, target)
+        return f"Target {target} (left: {' '.join(map(str, numbers))})\n"
+
+    def turns(self, problem: Problem) -> list[dict[str, str]]:
+        """See `GivesTurns`."""
+        if not self.words:
+            return [{"role": "user", "content": self.prompt(problem)}]
+        numbers, target = sorted(problem.data["numbers"]), problem.data["target"]
+        asked = countdown_words.numbers_line(numbers, target)
+        return countdown_words.turns(self._examples(), asked, target)
+
+    def _examples(self) -> list[tuple[str, str]]:
+        """Problems and their steps."""
+        return [
+            (countdown_words.numbers_line(numbers, target), "".join(solve(numbers, target) or ()))
+            for numbers, target in self.solved
+        ]
 
     def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
         """True when one number is left, a line is illegal, or all pairs should have been joined."""
@@ -492,7 +524,13 @@ class Countdown(Generated):
         return float(can_reach(state, problem.data["target"]))
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        return Question("Reachable?", {" yes": 1.0, " no": 0.0})
+        if not self.words:
+            return Question("Reachable?", {" yes": 1.0, " no": 0.0})
+        numbers = problem.data["numbers"]
+        steps = replay(numbers, thoughts)
+        left = "no numbers" if steps is None else _shown(steps[-1].left if steps else numbers)
+        text = countdown_words.value_question(left, problem.data["target"])
+        return Question(text, countdown_words.LABELS)
 
     def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
         """See `Proposes`: one example and the numbers that are left, as in the released prompt."""
@@ -506,6 +544,11 @@ class Countdown(Generated):
         found = (_LISTED.search(line) for line in text.translate(_SIGNS).splitlines())
         steps = (parse_step(match[0].strip("\n")) for match in found if match)
         return [step.text for step in steps if step is not None]
+
+
+def _shown(numbers: Sequence[Number]) -> str:
+    """Numbers in order, with spaces between."""
+    return " ".join(map(str, sorted(numbers)))
 
 
 def _steps_of(state: State) -> str:

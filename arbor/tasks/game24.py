@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from arbor.tasks import countdown_words
 from arbor.tasks.base import BlockLimits, Problem
 from arbor.tasks.countdown import Countdown, can_reach
 from arbor.tasks.game24_hands import HARDEST, UNSOLVABLE, hands
@@ -57,6 +58,7 @@ class Game24(Countdown):
 
     example = "4 5 6 10"
     splits = (*Countdown.splits, "hard")
+    solved = tuple((numbers, 24) for numbers in countdown_words.EXAMPLES)
 
     @property
     def name(self) -> str:

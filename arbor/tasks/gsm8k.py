@@ -24,9 +24,8 @@ from arbor.tasks.worded import Worded
 class GSM8K(Worded):
     """Word problems of primary school (GSM8K); the answer is a number after ``####``."""
 
-    stop: tuple[str, ...] = ("\n",)
-    max_tokens: int = 96
-    max_depth: int = 12
+    max_depth: int = 64
+    path_tokens: int = 1024
 
     example = "A baker makes 4 trays of 12 rolls and sells 30. How many rolls are left?"
     columns = Columns(("question", "problem"), ("answer",))

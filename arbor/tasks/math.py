@@ -21,7 +21,6 @@ from arbor.tasks.reasoning import Reasoning
 class Math(Reasoning):
     r"""Competition problems (MATH, MATH-500); the answer is an expression in \boxed{}."""
 
-    max_tokens: int = 192
     grader: Literal["exact", "math"] = "math"
 
     example = "What is the sum of the solutions of $x^2 - 7x + 10 = 0$?"

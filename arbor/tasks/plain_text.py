@@ -71,6 +71,7 @@ class SteppedText(PlainText):
         steps: strings that end a step.
         max_tokens: of a step.
         max_depth: steps of a text.
+        path_tokens: of a text; None: as many as its steps hold.
     """
 
     name = "stepped-text"
@@ -79,12 +80,13 @@ class SteppedText(PlainText):
     steps: tuple[str, ...] = ("\n",)
     max_tokens: int = 128
     max_depth: int = 32
+    path_tokens: int | None = None
 
     @property
     def boundary(self) -> BlockLimits:
         """A step ends at one of `steps` or `ends`."""
         stops = tuple(dict.fromkeys((*self.ends, *self.steps)))
-        return BlockLimits(stops, self.max_tokens, self.max_depth)
+        return BlockLimits(stops, self.max_tokens, self.max_depth, path_tokens=self.path_tokens)
 
     def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
         """Whether one of `ends` has come."""

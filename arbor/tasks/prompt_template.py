@@ -4,6 +4,7 @@
     system = ""                                  # for models with a chat template
     prompt = "{examples}Problem: {problem}\\n"    # what the model reads
     example = "Problem: {problem}\\n{solution}\\n\\n"
+    chat = "{problem}\\nReason step by step."      # the message to a model with a chat template
     propose = "List next steps, one a line:\\n"   # asks for several thoughts at once
 
     [[examples]]
@@ -30,7 +31,7 @@ SCHEMA = "arbor.template/1"
 FOLDER = Path(__file__).with_name("prompts")
 
 _FIELD = re.compile(r"\{(problem|solution|examples)\}")
-_KEYS = ("schema", "system", "prompt", "example", "examples", "propose")
+_KEYS = ("schema", "system", "prompt", "example", "examples", "chat", "propose")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class PromptTemplate:
         system: the system message; empty for none.
         propose: the question for several next steps, with ``{problem}`` if it repeats it; empty
             for the task's own.
+        chat: the message to a model with a chat template, with ``{problem}``; examples are earlier
+            turns then. Empty: `prompt`, with the examples in it.
     """
 
     prompt: str
@@ -59,9 +62,29 @@ class PromptTemplate:
     examples: tuple[Example, ...] = ()
     system: str = ""
     propose: str = ""
+    chat: str = ""
 
-    def text(self, problem: str, shots: int) -> str:
-        """The prompt of a problem, after so many of the examples."""
+    def turns(self, problem: str, shots: int | None) -> list[dict[str, str]]:
+        """The messages to a model with a chat template, up to the user's last one.
+
+        Args:
+            problem: the text.
+            shots: examples; None: none.
+        """
+        if not self.chat:
+            return [{"role": "user", "content": self.text(problem, shots or 0)}]
+        messages = []
+        for each in self.examples[: shots or 0]:
+            asked = _filled(self.chat, problem=each.problem)
+            messages.append({"role": "user", "content": asked})
+            messages.append({"role": "assistant", "content": each.solution.strip()})
+        return [*messages, {"role": "user", "content": _filled(self.chat, problem=problem)}]
+
+    def text(self, problem: str, shots: int | None) -> str:
+        """The prompt of a problem as one text, after so many of the examples; None: after all that
+        the template has, or none where it has no `chat`."""
+        if shots is None:
+            shots = len(self.examples) if self.chat else 0
         shown = "".join(
             _filled(self.example, problem=each.problem, solution=each.solution)
             for each in self.examples[:shots]
@@ -72,9 +95,11 @@ class PromptTemplate:
         """The question for several next steps of a problem; empty for the task's own."""
         return _filled(self.propose, problem=problem)
 
-    def digest(self, shots: int) -> str:
+    def digest(self, shots: int | None) -> str:
         """Digest of everything except the problem."""
         text = f"{self.system}\0{self.text('', shots)}\0{self.prompt}"
+        if self.chat:
+            text += f"\0{self.turns('', shots)}\0{self.chat}"
         if self.propose:
             text += f"\0{self.propose}"
         return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=6).hexdigest()
@@ -111,11 +136,13 @@ def _template(file: Path, path: str, changed: int) -> PromptTemplate:
             raise unknown_setting(f"{path}: there is", key, _KEYS, path=path)
     if data.get("schema") != SCHEMA:
         raise _invalid(path, f"has the schema {data.get('schema')!r}", f'schema = "{SCHEMA}"')
-    prompt, example, system, propose = (
-        _text(data, key, path) for key in ("prompt", "example", "system", "propose")
+    prompt, example, system, propose, chat = (
+        _text(data, key, path) for key in ("prompt", "example", "system", "propose", "chat")
     )
     if "{problem}" not in prompt:
         raise _invalid(path, "has no {problem} in its prompt", 'prompt = "Problem: {problem}\\n"')
+    if chat and "{problem}" not in chat:
+        raise _invalid(path, "has no {problem} in its chat", 'chat = "{problem}\\nThink."')
     shown = "Problem: {problem}\\n{solution}\\n\\n"
     listed = data.get("examples", [])
     rows = listed if isinstance(listed, list) else [listed]
@@ -132,7 +159,7 @@ def _template(file: Path, path: str, changed: int) -> PromptTemplate:
             "has examples, but no place for them",
             f'{{examples}} in prompt, example = "{shown}"',
         )
-    return PromptTemplate(prompt, example, tuple(examples), system, propose)
+    return PromptTemplate(prompt, example, tuple(examples), system, propose, chat)
 
 
 def template_file(path: str) -> Path:

@@ -13,12 +13,15 @@ from arbor.errors import InputError, UsageError
 from arbor.support.texts import clipped, refuse_surrogates, surrogate_of
 from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
 from arbor.tasks.grading.base import Equates, Grader
-from arbor.tasks.grading.extraction import first_problem
+from arbor.tasks.grading.extraction import first_problem, marked
+from arbor.tasks.paragraphs import ends_paragraph
 from arbor.tasks.prompt_template import PromptTemplate, read_template
 from arbor.tasks.splits import content_id
 from arbor.tasks.sureness import sureness
 
 STOPS: Mapping[str, tuple[str, ...]] = {
+    "paragraph": ("\n",),  # and `ends_thought`
+    "stop": ("\n\n",),
     "line": ("\n",),
     "sentence": (". ", "! ", "? ", ".\n", "!\n", "?\n", "\n\n"),
     "length": (),
@@ -34,29 +37,33 @@ class Worded(ABC):
     Text of the prompt is never searched for the answer, nor text between thinking tags.
 
     Attributes:
-        stop: what ends a thought; an empty line by default.
+        stop: strings that end a thought, instead of `steps`.
         max_tokens: a thought is cut after so many tokens.
-        max_depth: thoughts on one path.
+        max_depth: thoughts on one path; with paragraphs `path_tokens` is reached first.
+        path_tokens: a path is cut after so many tokens of thoughts.
         yes, no: verdicts of a model that judges its own thoughts, as written after the question,
             which names the first of each; for models whose verdicts begin with the same token.
             A model for conversations is asked for them only where they are changed (`sureness`).
-        steps: where a thought ends: at one of `stop`; at the end of a ``line`` or of a
-            ``sentence``; or after `max_tokens` alone (``length``).
+        steps: where a thought ends: at the end of a ``paragraph`` (`ends_paragraph`), of a
+            ``line`` or of a ``sentence``; at an empty line (``stop``); or after `max_tokens` alone
+            (``length``).
         template: file of the prompt (`PromptTemplate`), or the name of a built-in one; empty for
             the task's own.
-        shots: solved examples in the prompt.
+        shots: solved examples in the prompt; None: those that the template is best with, all of
+            them as text and none in a chat.
         system: the system message; empty for the template's.
         chat: ``off`` for a base model: the prompt is plain text, whatever its tokenizer has.
     """
 
-    stop: tuple[str, ...] = ("\n\n",)
-    max_tokens: int = 128
-    max_depth: int = 16
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 192
+    max_depth: int = 128
+    path_tokens: int = 2048
     yes: tuple[str, ...] = (" yes", " Yes")
     no: tuple[str, ...] = (" no", " No")
-    steps: Literal["stop", "line", "sentence", "length"] = "stop"
+    steps: Literal["paragraph", "stop", "line", "sentence", "length"] = "paragraph"
     template: str = ""
-    shots: int = 0
+    shots: int | None = None
     system: str = ""
     chat: Literal["auto", "off"] = "auto"
 
@@ -64,7 +71,7 @@ class Worded(ABC):
     listed: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_depth"):
+        for name in ("max_tokens", "max_depth", "path_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(
                     "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
@@ -79,7 +86,7 @@ class Worded(ABC):
             )
         if not all(map(str.strip, self.yes)) or not all(map(str.strip, self.no)):
             raise UsageError("setting-range", "yes or no holds an empty verdict.")
-        if self.shots < 0:
+        if self.shots is not None and self.shots < 0:
             raise UsageError("setting-range", f"shots={self.shots}: it must be at least 0.")
         if not self.yes or not self.no or set(self.yes) & set(self.no):
             raise UsageError(
@@ -121,8 +128,14 @@ class Worded(ABC):
 
     @property
     def boundary(self) -> BlockLimits:
-        stop = self.stop if self.steps == "stop" else STOPS[self.steps]
-        return BlockLimits(stop=stop, max_tokens=self.max_tokens, max_depth=self.max_depth)
+        paragraphs = self.steps == "paragraph" and not self.stop
+        return BlockLimits(
+            stop=self.stop or STOPS[self.steps],
+            max_tokens=self.max_tokens,
+            max_depth=self.max_depth,
+            path_tokens=self.path_tokens,
+            ends=ends_thought if paragraphs else None,
+        )
 
     @property
     def grading(self) -> str:
@@ -159,6 +172,10 @@ class Worded(ABC):
         """The template with the problem and `shots` examples."""
         return self.prompt_template().text(problem.text, self.shots)
 
+    def turns(self, problem: Problem) -> list[dict[str, str]]:
+        """See `GivesTurns`."""
+        return self.prompt_template().turns(problem.text, self.shots)
+
     @property
     def system_message(self) -> str:
         """See `arbor.tasks.base.Converses`."""
@@ -182,7 +199,7 @@ class Worded(ABC):
             UsageError: it is invalid, or has fewer examples than `shots`.
         """
         found = read_template(self.template or self.name)
-        if self.shots > len(found.examples):
+        if (self.shots or 0) > len(found.examples):
             raise UsageError(
                 "setting-range",
                 f"shots={self.shots}: the template has {len(found.examples)} examples.",
@@ -258,9 +275,17 @@ class Worded(ABC):
 
     def _ended(self, line: str) -> str:
         """A line with the end of a thought, see `boundary`."""
-        stops = self.boundary.stop
-        ends = ("\n", "\n\n", *stops)
-        return next((line + end for end in ends if (line + end).endswith(stops)), f"{line}\n")
+        boundary = self.boundary
+        if boundary.ends is not None:
+            return f"{line}\n\n"
+        ends = ("\n", "\n\n", *boundary.stop)
+        whole = (line + end for end in ends if (line + end).endswith(boundary.stop))
+        return next(whole, f"{line}\n")
+
+
+def ends_thought(text: str, tokens: int) -> bool:
+    """Whether a thought ends at a line break: a paragraph does, or one that marks an answer."""
+    return ends_paragraph(text, tokens) or marked(text) is not None
 
 
 def spoken(text: str) -> str:

@@ -19,7 +19,8 @@ from arbor.errors import ArborError, InputError
 from arbor.events import Answered, Ended, Event, Header
 from arbor.metrics import Metrics, MetricsFold
 from arbor.run.request import Options
-from arbor.tasks.base import Grade, Problem
+from arbor.run.solution import Candidate
+from arbor.tasks.base import BlockLimits, Grade, Problem
 from arbor.trace import TraceWriter
 
 SOLVERS: list[FakeSolver] = []  # every one that was built, for a test to look at
@@ -38,6 +39,8 @@ class FakeSolution:
     grade: Grade | None = None
     limit: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
+
+    candidates: tuple[Candidate, ...] = ()
 
     votes: ClassVar[tuple[AnswerVotes, ...]] = ()
 
@@ -162,6 +165,8 @@ class FakeSolver:
     """A solver with the real one's arguments; words in ``--device`` choose its behaviour."""
 
     rounding = None
+    checkpoint = types.SimpleNamespace(read=lambda: types.SimpleNamespace(tokenizer=()))
+    boundary = BlockLimits(("\n",), STEP_TOKENS, DEPTH)
 
     def __init__(self, model: Any = "builtin:sapling", **settings: Any) -> None:
         self.config = {"model": str(model), **{k: repr(v) for k, v in settings.items()}}

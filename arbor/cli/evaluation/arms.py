@@ -25,6 +25,7 @@ OF_SOLVER = (
     "disk",
     "fetch",
     "max_depth",
+    "path_tokens",
     "step_tokens",
     "max_expansions",
     "temperature",

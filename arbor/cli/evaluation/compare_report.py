@@ -115,7 +115,7 @@ def table_lines(found: Mapping[str, Any]) -> list[str]:
     """The table as lines of text, then how to read it."""
     heads = (
         *("arm", "tokens", "n", "success, %", "any right", "generated", "reused"),
-        *("recomputed", "peak KV", "CPU s", "against the first, points"),
+        *("recomputed", "peak KV", "CPU s", "guessed, %", "cut, %", "against the first, points"),
     )
     cells = [heads, *(_cells(row) for row in found["table"])]
     widths = [max(len(row[place]) for row in cells) for place in range(len(heads))]
@@ -141,5 +141,6 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         *(f"{row[name]:,.0f}" for name in ("tokens_generated", "tokens_reused")),
         *(f"{row[name]:,.0f}" for name in ("tokens_recomputed", "peak_tokens")),
         f"{row['cpu_s']:.2f}",
+        *(f"{100 * row[name]:.1f}" for name in ("guessed", "cut")),
         difference_text(row["difference"]),
     )

@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 
 from arbor import registry
 from arbor._version import __version__
-from arbor.cli.build import build_solver, build_task, import_engine, warn_of_guesses
+from arbor.cli.build import build_solver, build_task, import_engine, warn_of_misfit
 from arbor.cli.command import Command
 from arbor.cli.evaluation.eval_dataset import STDIN, is_task, name_of, read_samples
 from arbor.cli.evaluation.eval_options import EvalOptions, eval_options
@@ -135,7 +135,7 @@ def evaluate(
             found = write_results(finished, options.samples.dataset, samples, other)
         return Evaluated(finished.path, found, finished.rows)
     with build_solver(described(options), searches=False) as solver:
-        warn_of_guesses(output, options.solver)
+        warn_of_misfit(output, options.solver, solver)
         config = run_config(options, solver, task)
         path = options.output or new_folder(options.samples.dataset, config)
         if options.on_error == "stop" and samples[0].problem is not None:

@@ -173,9 +173,19 @@ def result_lines(found: Mapping[str, Any]) -> list[str]:
     if found["scores"]:
         shares = (f"{name} {100 * mean:.1f} %" for name, mean in found["scores"].items())
         facts["scores"] = f"mean per sample: {', '.join(shares)}"
-    for key, name in (("missing", "not run"), ("no_answer", "no answer"), ("invalid", "invalid")):
-        if found[key]:
+    for key, name in (
+        ("missing", "not run"),
+        ("no_answer", "no answer"),
+        ("invalid", "invalid"),
+        ("guessed", "guessed"),
+    ):
+        if found.get(key):
             facts[name] = f"{found[key]:,}"
+    if found.get("cut_paths"):
+        facts["cut"] = (
+            f"{found['cut']:,} of {n:,} samples; {found['cut_paths']:,} of {found['paths']:,} paths "
+            "(--path-tokens, --max-depth)"
+        )
     ended = {name: n for name, n in found["methods"].items() if name in ("timeout", "crashed")}
     if ended:
         facts["grading"] = ", ".join(f"{n:,} {name}" for name, n in ended.items())

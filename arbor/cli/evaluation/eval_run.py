@@ -168,12 +168,15 @@ def _row(
             result.data["sample"] = sample.id
             raise result
         outcome: dict[str, Any] = {"answer": None, "correct": None, "finish_reason": "error"}
+        outcome |= {"guessed": False, "paths": 0, "cut_paths": 0}
         outcome |= {"score": None, "grade": None, "metrics": {}, "error": result.to_dict()}
     else:
         outcome = {
             name: getattr(result, name)
-            for name in ("answer", "correct", "finish_reason", "limit", "score")
+            for name in ("answer", "correct", "guessed", "finish_reason", "limit", "score")
         }
+        outcome["paths"] = len(result.candidates)
+        outcome["cut_paths"] = sum(each.cut for each in result.candidates)
         grade = None if result.grade is None else dataclasses.asdict(result.grade)
         outcome |= {"grade": grade, "metrics": result.metrics.to_dict(), "error": None}
     return {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arbor.measure.evaluation.results import Row, cost, is_right
+from arbor.measure.evaluation.results import Row, cost, is_cut, is_guessed, is_right
 from arbor.measure.statistics import bootstrap, clopper_pearson, paired
 
 COMPARE_SCHEMA = "arbor.compare/1"
@@ -103,6 +103,8 @@ def _row(arm: ArmRuns) -> dict[str, Any]:
         "success": _share(arm, samples, is_right),
         "any_correct": _share(arm, samples, any_right),
         "reached_tokens": _mean([arm.share(each, reached_tokens) for each in samples]),
+        "guessed": _mean([arm.share(each, is_guessed) for each in samples]),
+        "cut": _mean([arm.share(each, is_cut) for each in samples]),
         "errors": sum(rows[each].get("error") is not None for rows in arm.rows for each in samples),
     }
     for name in COSTS:
@@ -171,7 +173,8 @@ def csv_rows(table: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """The table as rows of plain values, the columns' names first."""
     names = [
         *("arm", "tokens", "seeds", "n", "success", "success_low", "success_high"),
-        *("any_correct", "any_correct_low", "any_correct_high", "reached_tokens", "errors"),
+        *("any_correct", "any_correct_low", "any_correct_high", "reached_tokens"),
+        *("guessed", "cut", "errors"),
         *COSTS,
         *("largest_peak_tokens", "difference", "difference_low", "difference_high", "p"),
     ]

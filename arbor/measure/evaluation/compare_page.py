@@ -16,7 +16,7 @@ from arbor.measure.evaluation.list_page import (
     share_bar,
     words_cell,
 )
-from arbor.measure.evaluation.page import outcome_of, search_link
+from arbor.measure.evaluation.page import marked_outcome, search_link
 from arbor.measure.evaluation.plot import Point, Series, plot
 from arbor.measure.evaluation.results import is_right
 from arbor.measure.evaluation.sample_pages import linked_pages
@@ -34,6 +34,8 @@ _COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("CPU s", "cpu_s", "{:.2f}".format),
     ("wall s", "wall_s", "{:.2f}".format),
     ("ended by the tokens", "reached_tokens", "{:.0%}".format),
+    ("guessed", "guessed", "{:.0%}".format),
+    ("cut", "cut", "{:.0%}".format),
 )
 _NOTES = (
     "Costs are means of a search. Intervals cover 95 %: exact (Clopper and Pearson) with one seed, "
@@ -180,7 +182,7 @@ def _row(
     shares = []
     for arm, linked in zip(shown, pages, strict=True):
         links = [
-            search_link(rows[sample], known, folder, outcome_of(rows[sample]))
+            search_link(rows[sample], known, folder, marked_outcome(rows[sample]))
             for rows, known, folder in zip(arm.rows, linked, arm.folders, strict=True)
         ]
         shares.append(arm.share(sample, is_right))

@@ -23,7 +23,7 @@ from arbor.measure.evaluation.list_page import (
     words_cell,
 )
 from arbor.measure.evaluation.plot import binned, plot
-from arbor.measure.evaluation.results import Row, cost, is_right
+from arbor.measure.evaluation.results import Row, cost, is_cut, is_guessed, is_right
 from arbor.measure.evaluation.run_timeline import RunTimeline, as_attributes
 
 COLUMNS = (
@@ -42,6 +42,7 @@ NUMBERS = COLUMNS[5:9]
 OTHER_COLUMNS = ("outcome there", "tokens there", "peak KV there")
 
 OUTCOMES = ("right", "wrong", "no answer", "error")
+MARKS = ("guessed", "cut")  # next to an outcome
 COMPARED = ("only here right", "only there right")  # where there is another run
 
 _TIMELINE = """<section id="run" aria-label="The run over time" {attributes}>
@@ -113,7 +114,7 @@ def index_page(
         + _over_time(rows, timeline, key),
         [(name, name in NUMBERS or name in OTHER_COLUMNS[1:]) for name in names],
         [_row(row, pages, other) for row in rows],
-        OUTCOMES if other is None else (*OUTCOMES, *COMPARED),
+        (*OUTCOMES, *MARKS) if other is None else (*OUTCOMES, *MARKS, *COMPARED),
     )
 
 
@@ -175,6 +176,17 @@ def outcome_of(row: Row) -> str:
     return "no answer" if row.get("answer") is None else "wrong"
 
 
+def marks_of(row: Row) -> list[str]:
+    """Those of `MARKS` that a sample has."""
+    return [mark for mark, of in zip(MARKS, (is_guessed, is_cut), strict=True) if of(row)]
+
+
+def marked_outcome(row: Row) -> str:
+    """The outcome with its marks: ``right (guessed)``."""
+    marks = marks_of(row)
+    return f"{outcome_of(row)} ({', '.join(marks)})" if marks else outcome_of(row)
+
+
 def search_link(row: Row, pages: Mapping[str, str], folder: str = "", text: str = "") -> str:
     """A link to a sample's search: its page, or else its trace; the plain text without a trace.
 
@@ -194,7 +206,11 @@ def search_link(row: Row, pages: Mapping[str, str], folder: str = "", text: str 
 def _row(row: Row, pages: Mapping[str, str], other: ComparedRun | None) -> str:
     outcome = outcome_of(row)
     error: Mapping[str, Any] | None = row.get("error")
-    says = outcome if error is None else f"error: [{error.get('code')}] {error.get('message')}"
+    says = (
+        marked_outcome(row)
+        if error is None
+        else f"error: [{error.get('code')}] {error.get('message')}"
+    )
     words = [row.get("id"), row.get("problem"), row.get("answer"), row.get("expected"), says]
     names = ("tokens_generated", "tokens_recomputed", "peak_tokens")
     numbers = [f"{cost(row, name):,.0f}" for name in names] + [f"{row.get('cpu_s', 0):.2f}"]
@@ -204,8 +220,9 @@ def _row(row: Row, pages: Mapping[str, str], other: ComparedRun | None) -> str:
         there = other.rows.get(str(row.get("id")))
         cells += _cells_there(there, other)
         if there is not None and is_right(row) != is_right(there):
-            return list_row(cells, is_right(row), outcome, COMPARED[is_right(there)])
-    return list_row(cells, is_right(row), outcome)
+            which = COMPARED[is_right(there)]
+            return list_row(cells, is_right(row), outcome, *marks_of(row), which)
+    return list_row(cells, is_right(row), outcome, *marks_of(row))
 
 
 def _cells_there(row: Row | None, other: ComparedRun) -> list[str]:
@@ -213,5 +230,5 @@ def _cells_there(row: Row | None, other: ComparedRun) -> list[str]:
     if row is None:
         return ["<td></td>", number_cell(""), number_cell("")]
     numbers = [f"{cost(row, name):,.0f}" for name in ("tokens_generated", "peak_tokens")]
-    link = search_link(row, other.pages, other.folder, outcome_of(row))
+    link = search_link(row, other.pages, other.folder, marked_outcome(row))
     return [f"<td>{link}</td>", *map(number_cell, numbers)]

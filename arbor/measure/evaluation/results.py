@@ -26,6 +26,16 @@ def is_invalid(row: Row) -> bool:
     return row.get("answer") is not None and "extracted" in grade and grade["extracted"] is None
 
 
+def is_guessed(row: Row) -> bool:
+    """Whether a sample's answer is a guess: its text marks none."""
+    return row.get("guessed") is True
+
+
+def is_cut(row: Row) -> bool:
+    """Whether a sample ended with a path that a limit had cut."""
+    return row.get("finish_reason") == "cut"
+
+
 def method(row: Row) -> str:
     """How a sample was graded, as in ``number`` or ``timeout``; empty if not recorded."""
     return str((row.get("grade") or {}).get("method") or "")
@@ -60,6 +70,10 @@ def results(rows: Sequence[Row]) -> dict[str, Any]:
         "interval": list(clopper_pearson(right, len(rows))),
         "no_answer": sum(row.get("answer") is None for row in solved),
         "invalid": sum(map(is_invalid, solved)),
+        "guessed": sum(map(is_guessed, solved)),
+        "cut": sum(map(is_cut, solved)),
+        "cut_paths": sum(int(row.get("cut_paths") or 0) for row in solved),
+        "paths": sum(int(row.get("paths") or 0) for row in solved),
         "methods": dict(sorted(Counter(filter(None, map(method, solved))).items())),
         "scores": scores(rows),
         "errors": len(failed),

@@ -96,7 +96,7 @@ const SENTENCES = {
       .map((id, i) => `#${id} ${fixed(list(record.values)[i])}`)
       .join(", ")}${list(record.nodes).length > 4 ? " …" : ""}${audit(record)}`,
   prune: (record) => `${some(list(record.nodes))} pruned`,
-  terminal: (record) => `#${record.node} ends its path: ${wordsOr(record.answer, "no answer")}${record.guessed ? " (guessed)" : ""}`,
+  terminal: (record) => `#${record.node} ends its path: ${wordsOr(record.answer, "no answer")}${record.guessed ? " (guessed)" : ""}${record.cut ? " (cut at a limit)" : ""}`,
   answer: (record) =>
     `${wordsOr(record.node === null ? null : record.text, "no answer")}${record.guessed ? " (guessed)" : ""}${scored(record.score)}${verdict(record.correct)}`,
   end: (record) =>

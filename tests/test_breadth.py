@@ -1,0 +1,56 @@
+"""Searches of problems in words are narrow unless they are given a breadth, and say how long they
+may take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from arbor import Solver
+from arbor.controllers.beam import Beam
+from arbor.controllers.tot import ToT
+from arbor.run import estimate
+from arbor.run.breadth import NARROW, with_breadth
+from arbor.run.component_checks import resolve_component
+from arbor.tasks.game24 import Game24
+from arbor.tasks.reasoning import Reasoning
+
+
+@pytest.mark.parametrize("name", sorted(NARROW))
+def test_a_search_in_words_is_narrower_by_default(name: str) -> None:
+    narrow: Any = resolve_component("controller", with_breadth(name, Reasoning()), object)
+    usual: Any = resolve_component("controller", with_breadth(name, Game24()), object)
+
+    assert narrow.max_blocks(8) < usual.max_blocks(8)
+
+
+@pytest.mark.parametrize("given", ["tot,width=10", {"name": "tot", "width": 10}])
+def test_a_breadth_that_is_given_stays(given: Any) -> None:
+    solver = Solver(task="reasoning", controller=given)
+
+    assert solver.controller == ToT(beam=2, width=10, max_visited=24)
+    assert Solver.from_config(solver.config).controller == solver.controller
+
+
+def test_a_ready_controller_and_a_task_of_lines_are_left_as_they_are() -> None:
+    assert Solver(task="reasoning", controller=Beam()).controller == Beam()
+    assert Solver(task="game24").controller == ToT()
+
+
+def test_the_estimate_is_the_time_in_which_the_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    info, boundary = Solver().describe(), Reasoning().boundary
+    monkeypatch.setattr(estimate, "_seconds_of_a_read", lambda memory: len(memory) / 10e9)
+    large = replace(info, parameters=1_500_000_000, dtype="bfloat16")
+
+    assert estimate.step_seconds(large) == pytest.approx(0.3)
+    assert estimate.step_seconds(replace(large, weights="int8")) == pytest.approx(0.15)
+    line = estimate.estimate_line(765, boundary, large, "auto")
+    assert line.startswith(
+        "at most 765 thoughts, 2,048 tokens a path · estimate: 0.3 s a token, 10 min"
+    )
+    assert estimate.estimate_line(765, boundary, info, "auto") == "", "a moment"
+    assert estimate.estimate_line(765, boundary, large, "cuda:0") == ""
