@@ -35,6 +35,7 @@ def ties(
             # a block that would not fit into the limit is left out
             assert own[-1] == theirs.end or len(own) > TOKENS - BLOCK, f"chain {number} is cut"
             continue
+        assert same < len(other), f"chain {number} goes on after its end token"
         gap = theirs.gap([*prompt, *own[:same]], own[same])
         place = f"chain {number}, token {same}: {own[same]}, not {other[same]}, {gap:.1e} below"
         assert gap < NEAR, place

@@ -107,4 +107,4 @@ def greedy(solver: Solver, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     for _, solution in solver.as_completed(jobs, concurrency=len(jobs), listen=listen):
         if isinstance(solution, Exception):
             raise solution
-    return found
+    return [chain[:TOKENS] for chain in found]  # the limit counts on blocks of their mean length
