@@ -169,6 +169,7 @@ def test_a_plan_holds_every_number_a_user_is_shown() -> None:
         "budget_tokens": 24808,
         "full_tokens": 24808,
         "smallest_tokens": 360,
+        "enough_tokens": 1000,
         "bytes_per_token": BYTES,
         "prompt_tokens": 220,
         "step_tokens": 128,

@@ -344,6 +344,7 @@ def test_a_ratio_means_the_same_in_the_first_run_and_the_second(
     monkeypatch.chdir(tmp_path)
     real = in_process(capsys)
     search = ("eval", "game24", "--set", "beam=4", "--set", "width=6", "--output", "out", "--json")
+    search = (*search, "--concurrency", "1")  # together they share one ratio
 
     first = real(*search, "--limit", "1", "--budget", "0.25")
     second = real(*search, "--limit", "2", "--budget", "0.25")

@@ -38,7 +38,14 @@ SEARCHES = (
 def counters(metrics: Metrics) -> dict[str, float]:
     """What does not depend on the clock or on the recorded header's budget."""
     kept = dataclasses.asdict(metrics)
-    for name in (*TIMES, "budget_tokens", "bytes_per_token", "full_tokens", "smallest_tokens"):
+    for name in (
+        *TIMES,
+        "budget_tokens",
+        "bytes_per_token",
+        "full_tokens",
+        "smallest_tokens",
+        "part",
+    ):
         del kept[name]
     return kept
 
