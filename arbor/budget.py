@@ -84,14 +84,19 @@ class Footprint:
         """Positions of the longest path and a question: prompt + depth x step, or `path_limit`
         where that is less, + question."""
         steps = self.path_blocks * self.step_tokens
-        most = steps if self.path_limit is None else min(steps, self.path_limit)
+        most = self.path_limit if self.is_limited and self.path_limit else steps
         return self.prompt_tokens + most + self.question_tokens
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether `path_limit` ends a path before its blocks do."""
+        return self.path_limit is not None and self.path_limit < self.path_blocks * self.step_tokens
 
     def levers(self, context: int) -> list[str]:
         """Flags that each limit the longest path to `context` positions."""
         room = context - self.prompt_tokens - self.question_tokens
         flags = {"--max-depth": room // self.step_tokens, "--step-tokens": room // self.path_blocks}
-        if self.path_limit is not None:
+        if self.is_limited:
             flags = {"--path-tokens": room}
         return [f"{flag} {most}" for flag, most in flags.items() if most >= 1]
 

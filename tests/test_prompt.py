@@ -116,7 +116,8 @@ class Vocabulary:
         return list(map(ord, text))
 
     def apply_chat_template(self, messages: Any, **_: Any) -> str:
-        return "".join(f"<{each['role']}>{each['content']}" for each in messages)
+        turns = (f"<{each['role']}>{each['content']}" for each in messages)
+        return f"{''.join(turns)}<assistant>"
 
 
 @pytest.mark.parametrize("task", [Game24(), Countdown(), Reasoning(), Crosswords()])

@@ -36,6 +36,7 @@ SHALLOW = ToT(beam=2, width=3, threshold=-1.0, generate="propose")
 class Lists(Reasoning):
     """Problems in words with short lists."""
 
+    shots: int | None = 0
     max_tokens: int = 8
     max_depth: int = 3
     listed = 3
@@ -245,7 +246,7 @@ def counters(metrics: Metrics) -> dict[str, float]:
 def recorded(**options: Any) -> tuple[Any, Metrics, list[Event]]:
     """A tokenizer, the cost of a search, and its events."""
     events: list[Event] = []
-    settings = {"task": "reasoning", "step_tokens": 8, "max_depth": 2}
+    settings = {"task": "reasoning,shots=0", "step_tokens": 8, "max_depth": 2}
     with proposing(listeners=(events.append,), policy="lru", **settings) as solver:
         metrics = solver.solve(PROBLEM, **options).metrics
         return solver.tokenizer, metrics, events

@@ -41,7 +41,7 @@ PHRASINGS = (
     "Tom has 3 apples, then buys 4 more apples. How many apples does he have now?",
 )
 SMALL: dict[str, Any] = {
-    "task": "reasoning",
+    "task": "reasoning,shots=0",
     "controller": "chain",
     "max_depth": 2,
     "step_tokens": 12,
