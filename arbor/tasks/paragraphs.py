@@ -9,7 +9,7 @@ from __future__ import annotations
 
 LEAST = 16  # tokens of a paragraph that stands alone; a shorter one goes on with the next
 LONG = 64  # tokens from which a line's end is enough
-_PAIRS = (("\\[", "\\]"), ("\\begin{", "\\end{"), ("[asy]", "[/asy]"))
+_PAIRS = (("\\[", "\\]"), ("\\begin{", "\\end{"))
 _FENCES = ("$$", "```")
 
 
