@@ -445,19 +445,19 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
 
 def _peak(metrics: Metrics) -> str:
     """The most KV that was held, of what the budget and full retention hold."""
-    peak, size = metrics.peak_tokens, human_bytes(metrics.peak_bytes)
-    if metrics.retained_tokens:
-        share = metrics.retained_share
-        line = (
-            f"held {peak:,} of the {metrics.retained_tokens:,} tokens that full retention holds "
-            f"({100 * share:.0f} %, {size}"
-        )
-        if metrics.part < share <= metrics.expansion_tokens / metrics.retained_tokens:
-            line += "; one expansion is that much"
+    peak, size, notes = metrics.peak_tokens, human_bytes(metrics.peak_bytes), []
+    if whole := metrics.retained_tokens:
+        line = f"held {peak:,} of the {whole:,} tokens that full retention holds"
+        notes.append(f"{100 * metrics.retained_share:.0f} %, {size}")
+        if metrics.part < metrics.retained_share <= metrics.expansion_tokens / whole:
+            notes.append("one expansion is that much")
     else:
-        line = f"peak KV {peak:,} tokens, {size} ({100 * metrics.budget_share:.0f} % of budget"
-    unshared = metrics.peak_unshared_tokens  # every leaf with its own path
-    return f"{line}{f'; {unshared:,} without prefix sharing' if unshared > peak else ''})"
+        line = f"peak KV {peak:,} tokens, {size}"
+        if metrics.part < 1:
+            notes.append(f"{100 * metrics.budget_share:.0f} % of budget")
+    if (unshared := metrics.peak_unshared_tokens) > peak:  # every leaf with its own path
+        notes.append(f"{unshared:,} without prefix sharing")
+    return f"{line} ({'; '.join(notes)})" if notes else line
 
 
 def unreached_line(metrics: Metrics) -> str:
