@@ -70,6 +70,33 @@ def test_its_commands_run(number: int, shell: tuple[Path, dict[str, str]]) -> No
     assert done.stdout.strip()
 
 
+@pytest.mark.timeout(300)
+def test_its_real_model_keeps_within_the_budget_it_names(
+    smollm2: Path, shell: tuple[Path, dict[str, str]]
+) -> None:
+    folder, settings = shell
+    block = next(text for _, text in BLOCKS if "SmolLM2" in text).replace("\\\n", " ")
+    named = f"~/.cache/arbor-test-models/{smollm2.name}"
+    _, solve, check = (line.replace(named, str(smollm2)) for line in block.splitlines())
+    assert str(smollm2) in solve
+
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{solve} -v --threads 1 && {check}"],
+        cwd=folder,
+        env=settings,
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "consistent" in done.stdout
+    held = re.search(r"held ([\d,]+) of the ([\d,]+) tokens that full retention", done.stderr)
+    assert held is not None, done.stderr
+    kept, whole = (int(each.replace(",", "")) for each in held.groups())
+    # a wave is given room for the mean thought, and its own may be shorter
+    assert kept <= 0.3 * whole or "one expansion is that much" in done.stderr
+
+
 def without_times(text: str) -> str:
     """The text with ``0`` for seconds and tokens per second."""
     return re.sub(r"[\d.]+(?= s\b| tok/s)", "0", text)
