@@ -10,7 +10,8 @@
     ├── InputError (ValueError)     unreadable, empty or over-long problem               exit 4
     ├── TraceError (ValueError)     unreadable or newer trace                            exit 4
     ├── OutOfMemory (MemoryError)   the machine, not the budget, ran out                exit 6
-    └── WorkerError (RuntimeError)  a process of a run died as often as it was begun    exit 8
+    ├── WorkerError (RuntimeError)  a process of a run died as often as it was begun    exit 8
+    └── SearchBug (RuntimeError)    an error of arbor's own in one search of several    exit 1
 
 `code` is stable and greppable (``budget-infeasible``); `message` is what is wrong, with numbers;
 `hint` is a value that would work; `data` holds the same facts for programs.
@@ -19,6 +20,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -52,6 +54,23 @@ class ArborError(Exception):
     def to_dict(self) -> dict[str, Any]:
         """The error as the ``error`` object of ``--json``."""
         return {"code": self.code, "message": self.message, "hint": self.hint, "data": self.data}
+
+
+class SearchBug(ArborError, RuntimeError):
+    """An error of arbor's own, or of a plug-in, that ended one search of several.
+
+    Args:
+        error: what was raised; its traceback is in `data`.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        lines = traceback.format_exception(error)
+        super().__init__(
+            "bug",
+            f"{type(error).__name__}: {error}",
+            "Please attach the sample's traceback and the output of 'arbor doctor --json' to a report.",
+            traceback="".join(lines),
+        )
 
 
 def _restored(kind: type[ArborError], args: tuple[Any, ...], state: dict[str, Any]) -> ArborError:

@@ -28,7 +28,7 @@ from arbor.budget import Budget, Plan
 from arbor.controllers.base import Controller
 from arbor.engine.branch_stop import BranchStop
 from arbor.engine.mode_names import SHARE_THRESHOLD, Mode, Rehydrate, Share, default_policy
-from arbor.errors import ArborError, UsageError
+from arbor.errors import ArborError, SearchBug, UsageError
 from arbor.events import Event, Listener
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.fetch_costs import FetchCosts
@@ -727,6 +727,7 @@ class Solver:
         *,
         concurrency: int | None = None,
         listen: Callable[[int, Event], None] | None = None,
+        bugs: Literal["raise", "return"] = "raise",
     ) -> Generator[tuple[int, Solution | ArborError], None, None]:
         """Solve many problems, several at a time in one engine, each with options of its own.
 
@@ -737,6 +738,8 @@ class Solver:
             concurrency: as in `imap`; None: 8, or 1 where a search depends on what is searched next
                 to it: in lossy mode with `staging` or similar prompts.
             listen: called with the job's place, 0-based, and every event of its search.
+            bugs: ``return`` makes an internal error in one search that search's `SearchBug`, and
+                the others go on.
 
         Yields:
             the job's place, and its solution or the error that ended it, as they are found. Closing
@@ -752,6 +755,8 @@ class Solver:
                 batch.over(search.place)
                 if isinstance(search.error, ArborError):
                     yield search.place, search.error
+                elif isinstance(search.error, Exception) and bugs == "return":
+                    yield search.place, SearchBug(search.error)
                 elif search.error is not None:
                     raise search.error
                 else:

@@ -27,6 +27,7 @@ from support.run_cli import REAL, Arbor, await_line, in_process, spawn
 from arbor import Solver
 from arbor.cli.evaluation.eval_report import result_lines
 from arbor.cli.progress import WINDOW, Progress
+from arbor.engine.rehydration import Rehydration
 from arbor.errors import UsageError
 from arbor.events import Ended
 from arbor.measure.evaluation.compare import ArmRuns, compare_arms
@@ -393,6 +394,32 @@ def test_a_folder_of_an_earlier_version_is_resumed(command: Arbor) -> None:
 
     assert (ran.code, ran.document["n"]) == (0, 3)
     assert "model_content" in config.read_text()
+
+
+def test_an_internal_error_ends_its_own_sample_and_no_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place, calls = Rehydration.place, 0
+
+    def fails_once(self: Rehydration, *leaves: Any, **settings: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        assert calls != 9, "more was planned than fits"
+        return place(self, *leaves, **settings)
+
+    monkeypatch.setattr(Rehydration, "place", fails_once)
+    real = in_process(capsys)
+    ran = real("eval", "game24", "--limit", "3", "--concurrency", "1", "--output", "out", "--json")
+
+    rows = [json.loads(line) for line in Path("out/samples.jsonl").read_text().splitlines()]
+    (bad,) = [row for row in rows if row.get("error")]
+    assert ran.code == 1 and len(rows) == 3
+    assert bad["id"] in ran.err and "1 sample(s)" in ran.err
+    assert bad["error"]["code"] == "bug" and "more was planned" in bad["error"]["message"]
+    assert "fails_once" in bad["error"]["data"]["traceback"]
+    assert sum(row["finish_reason"] != "error" for row in rows) == 2
+    assert Path("out", bad["trace"]).is_file()
 
 
 def test_a_folder_with_something_else_is_left_alone(command: Arbor) -> None:

@@ -218,6 +218,7 @@ class FakeSolver:
         *,
         concurrency: int,
         listen: Callable[[int, Event], None],
+        bugs: str = "raise",
     ) -> Iterator[tuple[int, FakeSolution | ArborError]]:
         """In turns, an event each; as many jobs as run at a time are read before any begins.
 

@@ -29,7 +29,7 @@ from arbor.cli.option_records import SolverOptions, read_options
 from arbor.cli.options import EXIT_GATE
 from arbor.cli.output import Output
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
-from arbor.errors import ArborError, UsageError
+from arbor.errors import ArborError, SearchBug, UsageError
 from arbor.measure.evaluation.folder import (
     CONFIG,
     WEIGHTS,
@@ -82,6 +82,14 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
     with StopSignals() as signals:
         run = evaluate(output, options, task, samples, signals, other)
     code = _show(output, options, run.results)
+    bugs = [name for name, row in run.rows.items() if (row.get("error") or {}).get("code") == "bug"]
+    if bugs:
+        named = ", ".join(bugs[:3]) + (" …" if len(bugs) > 3 else "")
+        output.warn(
+            f"[bug] an internal error ended {len(bugs):,} sample(s): {named}; "
+            "samples.jsonl has the tracebacks."
+        )
+        code = SearchBug.exit_code
     if signals.received is not None:
         output.warn(f"interrupted; to resume: {resume_command(options, run.folder)}")
         return EXIT_SIGNAL + signals.received

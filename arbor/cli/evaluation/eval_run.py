@@ -14,7 +14,7 @@ from arbor.cli.output import Output
 from arbor.cli.progress import Progress
 from arbor.cli.signals import StopSignals
 from arbor.engine.mode_names import have_own_budgets
-from arbor.errors import ArborError, ModelError
+from arbor.errors import ArborError, ModelError, SearchBug
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.measure.evaluation.results import is_right
@@ -89,7 +89,7 @@ def _rows(
 
     Raises:
         ArborError: a sample cannot be solved, with ``--on-error stop``; or a ModelError, which
-            every other sample would raise too.
+            every other sample would raise too. An internal error ends its own sample only.
     """
     for sample in waiting:
         if sample.problem is None:
@@ -164,7 +164,8 @@ def _row(
         ArborError: see `_rows`.
     """
     if isinstance(result, ArborError):
-        if options.on_error == "stop" or isinstance(result, ModelError):
+        stops = options.on_error == "stop" and not isinstance(result, SearchBug)
+        if stops or isinstance(result, ModelError):
             result.data["sample"] = sample.id
             raise result
         outcome: dict[str, Any] = {"answer": None, "correct": None, "finish_reason": "error"}
