@@ -203,6 +203,8 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
             "samples=100000000",
             "--max-depth",
             "20",
+            "--budget",
+            "100TiB",
         ],
         6,
         "oom",
