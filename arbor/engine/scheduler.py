@@ -251,6 +251,7 @@ class Scheduler:
         self._ends: int | None = None  # tokens of the rows' blocks at their ends, while work joins
         self._asked = 0  # tokens of the questions that join the next forward
         self._missing = 0  # tokens that are computed before what joined for the next forward runs
+        self._slots = 0  # of the account, as work began to join
         self._focus: Node | None = None  # whose expansion is in progress, or was the last one
         self._question_tokens = 0  # of the longest question about it that joined
         if account.part is not None and self._expands:
@@ -290,6 +291,7 @@ class Scheduler:
         self._asked = self._missing = self._begun = 0
         self._ends = None  # rows have grown
         self._look()
+        self._slots = self.account.slots  # a part takes long to count, and moves with the tree
         keeps = self.keeps
         for operation in self.operations:
             while operation.waiting:
@@ -440,7 +442,7 @@ class Scheduler:
         """
         if self.account.part is not None and self._is_expansion(work, joined):
             return True
-        room = self.account.slots - self._paths - self._asked
+        room = self._slots - self._paths - self._asked
         room -= sum(len(node.tokens) for node in fresh)
         if isinstance(work, Row):
             if self._ends is None:
