@@ -108,17 +108,6 @@ def test_variants_of_a_policy_are_timed_with_it(command: Arbor) -> None:
     assert [policy.protect.tail for policy in policies] == [8, 16]
 
 
-def test_a_default_budget_that_does_not_work_is_left_out(
-    command: Arbor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fake_solver, "BLOCKS", fake_solver.DEPTH)  # a path is all there is
-
-    ran = command("bench", "4 5 6 10", "--repeat", "3", "--json")
-
-    assert [row["budget"] for row in ran.document["rows"]] == ["full"]
-    assert "--budget 0.25 is left out" in ran.err
-
-
 def test_a_gate_fails_with_seven_and_everything_is_written(command: Arbor) -> None:
     shape = ("bench", "--budget", "full", "--repeat", "3")
     assert command(*shape, "--output-json", "before.json").code == 0
@@ -150,7 +139,7 @@ ROWS = [
     (["--policy", "lru,tail"], 2, "setting", "As in lru,tail=16"),
     (["--policy", "lru,tail=3,tail=4"], 2, "setting", "names a setting twice"),
     (["--policy", "lru,tial=3"], 2, "unknown-setting", "'tail'"),
-    (["--budget", "full", "--budget", "1tok"], 6, "budget-infeasible", "44tok"),
+    (["--budget", "full", "--budget", "1tok"], 6, "budget-infeasible", "28tok"),
     (["--policy", "lur"], 2, "unknown-policy", "'lru'"),
     (["4 5"], 4, "problem-invalid", "four are needed"),
 ]

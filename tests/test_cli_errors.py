@@ -144,7 +144,12 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         ["solve", PUZZLE, "--budget", "20tok"],
         6,
         "budget-infeasible",
-        ("the budget is 20 tokens", "one path (", "Smallest workable: ", "Or: a shorter prompt"),
+        (
+            "the budget is 20 tokens",
+            "the first thought (",
+            "Smallest workable: ",
+            "Or: a shorter prompt",
+        ),
     ),
     (
         ["solve", PUZZLE, "--controller", "bem"],

@@ -368,7 +368,7 @@ def test_a_verdict_that_is_not_a_number_is_named(value: float) -> None:
     }
     for values, message in wrong.items():
         with (
-            Solver(verifier=Fixed(values), controller="chain") as solver,
+            Solver(verifier=Fixed(values), controller="tot,strategy=dfs,width=1") as solver,
             pytest.raises(UsageError, match=message),
         ):
             solver.solve("4 5 6 10")

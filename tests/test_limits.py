@@ -250,8 +250,8 @@ def test_no_path_is_longer_than_its_tokens(controller: str, budget: str) -> None
     settings: dict[str, Any] = {"controller": controller, "verifier": "self", "seed": 3} | given
     with Solver(**settings, max_expansions=40, listeners=[events.append]) as solver:
         plan = solver.plan("3+4?")
-        assert plan.smallest_tokens == plan.prompt_tokens + 21 + plan.question_tokens
-        chosen = "full" if budget == "full" else f"{plan.smallest_tokens}tok"
+        assert plan.enough_tokens == plan.prompt_tokens + 21 + plan.question_tokens
+        chosen = "full" if budget == "full" else f"{plan.enough_tokens}tok"
         solution = solver.solve("3+4?", budget=chosen)
         tree = solver.engine.tree
         lengths = {node.id: node.reasoned for node in tree}

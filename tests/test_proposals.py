@@ -280,9 +280,9 @@ def test_an_interruption_leaves_nothing_open(slots: int) -> None:
 
 def test_a_budget_below_the_smallest_is_refused_and_leaves_nothing() -> None:
     with pytest.raises(BudgetInfeasible) as caught:
-        proposed("v9\n.", depth=1, slots=PROMPT + ASKED + 24 - 1)
+        proposed("v9\n.", depth=1, slots=PROMPT + ASKED)
 
-    assert caught.value.needed == PROMPT + ASKED + 24
+    assert caught.value.needed == PROMPT + ASKED + 1
     assert [node.id for node in desk().tree] == [0]
 
 

@@ -593,7 +593,9 @@ def test_a_budget_below_one_path_names_the_smallest_and_it_works(tmp_path: Path)
 def test_a_longer_step_than_planned_is_explained(tmp_path: Path) -> None:
     path = case("orm-llama", tmp_path / "model").verifier.model
     search = shape(depth=1, tokens=8, blocks=1)
-    opened = Opened(OutcomeRewardModel(path), search)
+    engine = RewardEngine(OutcomeRewardModel(path), Placement(device="cpu"))
+    enough = f"{engine.plan(search).enough_tokens}tok"
+    opened = Opened(OutcomeRewardModel(path, budget=enough), search)
     [node, _] = levels(depth=1)[0]
     node.text = "x" * 60
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 from test_batch import PROBLEMS, approximately, solver_of
 from test_worker import until
@@ -174,16 +171,6 @@ def test_the_solvers_own_searches_take_turns_with_it(solver: Solver) -> None:
 
     assert approximately(job.solution()) == approximately(own)
     assert solver.engine.tree is not None  # a solver's own tree stays
-
-
-def test_nothing_is_learned_from_its_searches(solver: Solver) -> None:
-    shared = solver.shared(at_once=2, tokens=4096)
-    shared.begin(shared.prepare(PROBLEMS[0])).solution()
-    folder = Path(os.environ["ARBOR_CACHE"])
-
-    assert not list(folder.rglob("*sizes*"))
-    solver.solve(PROBLEMS[0])
-    assert list(folder.rglob("*sizes*"))
 
 
 def test_a_prompt_may_be_token_ids(solver: Solver) -> None:

@@ -864,8 +864,9 @@ def test_weights_that_nothing_identifies_are_searched_without_files(
 
 def test_the_smallest_budget_suffices(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"deterministic": True}
-    first, cold, _ = solved(tmp_path, **settings)
-    smallest = first.metrics.smallest_tokens
+    _, cold, _ = solved(tmp_path, **settings)
+    with solver_with(None) as solver:
+        smallest = solver.plan(PROBLEM.format(7)).enough_tokens
     warm, tree, _ = solved(tmp_path, budget=f"{smallest}tok", **settings)
     assert tree == cold
     assert warm.metrics.tokens_loaded > 0 and warm.metrics.peak_tokens <= smallest

@@ -114,6 +114,11 @@ class KVMemory:
         """Slots that are free once no prompt of a dropped tree is kept."""
         return self.prefixes.slots_alone(self.table)
 
+    @property
+    def available(self) -> int:
+        """Slots that are free, or are once no prompt of a dropped tree is kept."""
+        return self.free + self.kept_slots
+
     def _grow_for(self, count: int) -> None:
         """Have so many free slots, if the pool grows."""
         if not self.grows or count <= self.table.free:

@@ -154,7 +154,7 @@ class Session:
         self.part = part
         self.least = least
         self.aggregate = aggregate or Best()
-        self._groups = AnswerGroups(task, problem, compares=compares_answers(self.aggregate))
+        self._groups = AnswerGroups(self.task, problem, compares=compares_answers(self.aggregate))
         self.judged = judged or Judged(verifier, self.aggregate, limits).of
         self.verification = Verification(
             engine, self.task, problem, verifier, questions, opened or {}, emit
