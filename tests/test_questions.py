@@ -40,10 +40,10 @@ class Growing(Game24):
 
 
 SEARCHES: dict[str, dict[str, Any]] = {
-    "chain": {"controller": "chain"},
+    "chain": {"controller": "chain,samples=2"},
     "bfs": {"controller": {"name": "tot", "beam": 2, "width": 3}},
     "full": {"controller": {"name": "tot", "beam": 2, "width": 3}, "policy": "full"},
-    "lossy": {"controller": "chain", "mode": "lossy", "policy": "streaming"},
+    "lossy": {"controller": "chain,samples=2", "mode": "lossy", "policy": "streaming"},
 }
 PLAIN = Solver(task=Game24())
 LONGEST = len(PLAIN.tokenizer.encode(" 4" * EACH * 3 + "Reachable?", add_special_tokens=False))

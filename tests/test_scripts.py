@@ -119,6 +119,7 @@ SLOW: dict[str, tuple[str, ...]] = {
 # The same scripts with another model and other problems: SmolLM2, and a file of word problems.
 PRETRAINED: dict[str, tuple[str, ...]] = {
     "bench_budget": ("--n 1 --searches tot-bfs --budgets 0.5",),
+    "bench_ratio": ("--n 1 --searches chain --together 1",),
     "bench_concurrency": (
         "--only lossy --problems 1 --rounds 1 --at-a-time 1 2",
         "--only trees --problems 1 --deterministic no",
@@ -205,7 +206,7 @@ def test_every_script_that_searches_takes_a_model_and_a_data_set() -> None:
         for path in SCRIPTS.glob("*.py")
         if re.search(r'\bSolver\(|"serve"', path.read_text(encoding="utf-8"))
     }
-    own = {"evidence"}  # its options are its own, and a test of its own runs it
+    own = {"evidence", "eval_judges", "eval_prompts"}  # tests of their own run them
     left_out = searching - PRETRAINED.keys() - OF_NO_PROBLEMS - own
     assert not left_out, "add the options of model_and_problems.py, and a run"
 

@@ -94,8 +94,10 @@ class Recording:
         whole = end is not None and end.status in BY_ITSELF
         closed = [event for event in events if isinstance(event, Boundary)]
         asked = {e.node for e in closed if 0 < e.given < len(e.ids)}  # questions have no value
-        known = {e.node for e in closed} if whole else _reported(events) | asked | values.keys()
-        blocks = {e.node: e for e in closed if e.node in known and e.stop not in GIVEN_UP}
+        known = {e.node for e in closed} if whole else _reported(events) | asked
+        known = {e.node for e in closed if e.node in known and e.stop not in GIVEN_UP}
+        known |= values.keys()
+        blocks = {e.node: e for e in closed if e.node in known}
         missing = "no header" if header is None else "no prompt" if root is None else ""
         if any(NO_TOKEN in block.ids for block in blocks.values()):
             missing = "no words (--trace-text none)"
