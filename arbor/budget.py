@@ -467,7 +467,9 @@ def _unreadable(text: str, guess: str = "") -> BudgetRange:
 
 
 def _nearest_unit(number: str, unit: str) -> str:
-    """A guess for an unknown unit: 6G is 6GiB, 8t and 8tk are 8tok."""
+    """A guess for an unknown unit: 6G is 6GiB, 8t and 8tk are 8tok; earlier 0.25max was a ratio."""
+    if unit == "max":
+        return f"Did you mean {number}?"
     if unit in ("t", "to", "tk", "toks", "slots"):
         return f"Did you mean {number}tok?"
     if unit[0] in "kmg":

@@ -87,7 +87,7 @@ def test_a_budget_is_read_from_each_form(written: float | str, unit: str, amount
         (10**400, "a ratio lies in (0, 1]"),
         (True, "neither a ratio"),
         (None, "neither a ratio"),
-        ("0.25max", "neither a ratio"),
+        ("0.25max", "Did you mean 0.25?"),
         ("0.5 of prompt+5", "neither a ratio"),
     ],
 )
