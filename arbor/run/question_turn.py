@@ -80,7 +80,12 @@ class QuestionTurn:
 
     def _words(self, text: str) -> str:
         """A text whose control tokens are words: what a model wrote may hold some."""
-        for control in (*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()):
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            controls = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
+        else:  # all that a `PlainTokenizer` has
+            controls = [token.content for token in backend.get_added_tokens_decoder().values()]
+        for control in controls:
             if control in text:
                 text = text.replace(control, f"{control[:1]} {control[1:]}")
         return text
