@@ -279,7 +279,7 @@ def _whole(solver: Solver, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     if not kept:
         options = DatasetOptions(
             dataset=args.dataset,
-            split="test",
+            split=None,
             input_key=None,
             target_key=None,
             encoding="utf-8",

@@ -118,7 +118,8 @@ def test_the_clairvoyant_is_the_bound_up_to_the_order_of_waves(
     record = Recording.of(events)
     smallest = tight(record, tokenizer)
     worse = 0
-    for slots in {smallest, max(smallest, (smallest + metrics.peak_tokens) // 2)}:
+    half = max(smallest, (smallest + metrics.peak_tokens) // 2)
+    for slots in {smallest, smallest + 15, half}:
         cost = {
             policy: replay(record, tokenizer, policy=policy, slots=slots).tokens_recomputed
             for policy in ("belady", "reentry", "lru", "uniform", "random")

@@ -667,11 +667,13 @@ class Engine:
         *,
         audit: bool = False,
         counts: bool = True,
+        ahead_of: Operation | None = None,
     ) -> Asking:
         """`ask`, or with a rule `ask_early`, as an operation for `step`; at least one question.
-        `counts` as in `begin_grow`."""
+        `counts` as in `begin_grow`; `ahead_of`: in progress, whose waiting work lets the questions
+        go first."""
         self._require(nodes, [len(question) for question in questions])
-        operation = Asking(self.state.of(nodes[0]), len(nodes))
+        operation = Asking(self.state.of(nodes[0]), len(nodes), ahead_of)
         if exit_rule is not None:
             known = verdicts or [()] * len(nodes)
             if exit_rule.measure == "margin" and not all(known):
@@ -690,6 +692,10 @@ class Engine:
             operation.opened.begin_operation()
         self._begin(operation)
         return operation
+
+    def count_operation(self, tree: ThoughtTree) -> None:
+        """Count an operation of which nothing is left to do, see `begin_grow`."""
+        self.state.trees[tree].begin_operation()
 
     def begin_read(self, nodes: Sequence[Node]) -> Reading:
         """Make the paths of blocks complete and read the model's next-token logits after them, as

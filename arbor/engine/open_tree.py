@@ -78,6 +78,8 @@ class OpenTree:
         turn: order in which the trees of the engine were opened.
         failure: the first exception of a listener that has not been raised yet.
         operation: number of the operation in progress.
+        read_early: ids of blocks that the next operation would read at their ends, and that were
+            read during this one.
         upcoming: blocks at whose end each later wave of the operation begins, the next wave first.
         lengths: of its finished blocks.
         retained: what full retention of the search holds.
@@ -106,6 +108,7 @@ class OpenTree:
         self.turn = 0
         self.failure: Exception | None = None
         self.operation = 0
+        self.read_early: set[int] = set()
         self.upcoming: list[list[Node]] = []
         self.lengths = Lengths()
         self.retained = Retained(memory.forest, self.lengths, shares=shares)
@@ -177,6 +180,7 @@ class OpenTree:
     def begin_operation(self) -> None:
         """Count one more operation."""
         self.operation += 1
+        self.read_early.clear()
 
     def expect(self, waves: Sequence[Sequence[Node]]) -> None:
         """Replace `upcoming`."""

@@ -46,6 +46,7 @@ class Operation:
 
     Args:
         opened: the tree it concerns.
+        ahead_of: an older one that it is ahead of in the order; None: it comes last.
 
     Attributes:
         order: its place among the operations of an engine: those of the tree that was opened first
@@ -56,9 +57,10 @@ class Operation:
         counts: whether a search's clock counts it; not an audit, which changes nothing.
     """
 
-    def __init__(self, opened: OpenTree) -> None:
+    def __init__(self, opened: OpenTree, ahead_of: Operation | None = None) -> None:
         self.opened = opened
-        self.order = (opened.turn, next(_serials))
+        serial = next(_serials) if ahead_of is None else ahead_of.order[1] - 0.5
+        self.order: tuple[int, float] = (opened.turn, serial)
         self.waiting: deque[Work] = deque()
         self.left = 0
         self.error: BaseException | None = None
@@ -101,12 +103,14 @@ class Growing(Operation):
 
     Attributes:
         held: rows that wait for their siblings, to be compared with them; see `BranchStop`.
+        divided: some of its blocks have waited while others decoded.
     """
 
     def __init__(self, opened: OpenTree, children: Sequence[Node]) -> None:
         super().__init__(opened)
         self.children = list(children)
         self.held: list[Row] = []
+        self.divided = False
 
     def result(self) -> list[Node]:
         """The blocks: closed ones, and those that an interruption gave up.
@@ -124,13 +128,14 @@ class Reading(Operation):
     Args:
         opened: the tree.
         count: number of paths.
+        ahead_of: see `Operation`.
 
     Attributes:
         answers: of each path, [V] float32, once it has run.
     """
 
-    def __init__(self, opened: OpenTree, count: int) -> None:
-        super().__init__(opened)
+    def __init__(self, opened: OpenTree, count: int, ahead_of: Operation | None = None) -> None:
+        super().__init__(opened, ahead_of)
         self.answers: list[Tensor] = [torch.empty(0)] * count
 
     def result(self) -> Tensor:
@@ -149,16 +154,19 @@ class Asking(Reading):
     Args:
         opened: the tree.
         count: number of questions.
+        ahead_of: see `Operation`.
 
     Attributes:
+        is_early: it counts to the operation after the one in progress, see `FutureReads`.
         exits: each question's way through the layers, where they may leave early; else empty.
         full: of each question, [V] float32 after the last layer, where exits are audited.
     """
 
     waiting: deque[Question]  # type: ignore[assignment]
 
-    def __init__(self, opened: OpenTree, count: int) -> None:
-        super().__init__(opened, count)
+    def __init__(self, opened: OpenTree, count: int, ahead_of: Operation | None = None) -> None:
+        super().__init__(opened, count, ahead_of)
+        self.is_early = ahead_of is not None
         self.exits: list[Exiting] = []
         self.full: dict[int, Tensor] = {}
 

@@ -190,8 +190,10 @@ class PolicyView:
         for opened in self._state.trees.values():
             if opened.reads is not None:
                 mine = np.flatnonzero(numbers == opened.tree.number)
-                own = [node.id for node in self._state.forest.nodes(ids[mine].tolist())]
-                result[mine] = opened.reads.after(opened.operation, np.array(own, np.int64))
+                nodes = self._state.forest.nodes(ids[mine].tolist())
+                own = np.array([node.id for node in nodes], np.int64)
+                now = opened.operation + np.isin(own, list(opened.read_early))
+                result[mine] = opened.reads.after(now, own)
         return result
 
     def _turn(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:

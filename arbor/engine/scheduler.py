@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -346,13 +347,19 @@ class Scheduler:
 
     def _look(self) -> None:
         """Set whose expansion is in progress: that of the work which never has to wait again."""
-        if self.rows:
-            self._focus = min(self.rows, key=_age).leaf
-            self._question_tokens = 0
-        else:
-            first = next((each.waiting[0] for each in self.operations if each.waiting), None)
-            if first is not None:
-                self._focus, self._question_tokens = _parent(first), _question(first)
+        waiting = [each.waiting[0] for each in self.operations if each.waiting]
+        first = waiting[0] if waiting else None
+        oldest = min(self.rows, key=_age) if self.rows else None
+        if oldest is not None and not self._asks_first(first, oldest):
+            self._focus = oldest.leaf
+        elif first is not None:
+            self._focus = _parent(first)
+        if oldest is not None or first is not None:
+            self._question_tokens = max(map(_question, waiting), default=0)
+
+    def _asks_first(self, work: Work | None, oldest: Row) -> bool:
+        """Whether a question is older than all rows: what it is about is still there."""
+        return isinstance(work, Question) and work.operation.order < oldest.operation.order
 
     def forget(self, tree: ThoughtTree, others: Sequence[ThoughtTree]) -> None:
         """Expand nothing of a tree that was dropped.
@@ -452,7 +459,19 @@ class Scheduler:
                 return True
             return most_held((*self.rows, work)) <= room + self._shared(fresh)
         grown = sum(len(row.node.tokens) + 1 for row in self.rows)
+        if self.account.part is not None and joined.questions:
+            room -= self._asked_next(work)
         return _question(work) + grown <= room + self._shared(fresh)
+
+    def _asked_next(self, work: Work) -> int:
+        """Tokens of the blocks of the expansion in progress that the next questions are about: they
+        would be computed again if they left now."""
+        total = 0
+        for after in itertools.islice(work.operation.waiting, 1, None):
+            if _parent(after) is not self._focus:
+                break
+            total += 0 if after.node.row in self._users else len(after.node.tokens)
+        return total
 
     def _take(self, work: Work, fresh: Sequence[Node]) -> None:
         self._paths += sum(len(node.tokens) for node in fresh)
@@ -563,7 +582,7 @@ def _parent(work: Work) -> Node:
     return work.node if work.node.parent is None else work.node.parent
 
 
-def _age(row: Row) -> tuple[tuple[int, int], int]:
+def _age(row: Row) -> tuple[tuple[int, float], int]:
     """Orders rows by their operations, then by when they joined."""
     return row.operation.order, row.joined
 

@@ -147,6 +147,9 @@ class Stepper:
         joined = self._joined = Joined.of([mine for _, _, mine in admitted])
         if not joined:
             return
+        for operation in self._schedulers.operations:
+            if isinstance(operation, Growing) and operation.waiting:
+                operation.divided = True
         for opened in dict.fromkeys(work.operation.opened for work in joined):
             upcoming = [self._upcoming(each) for each in self.operations_of(opened)]
             opened.expect([wave for waves in upcoming for wave in waves])
@@ -316,6 +319,8 @@ class Stepper:
                 if question.node.tree is part.tree:
                     assert isinstance(question.operation, Asking)
                     question.operation.settle(question, logits[at])
+                    if question.operation.is_early:
+                        question.operation.opened.read_early.add(question.node.id)
                     at += 1
         for visit in joined.visits:
             if isinstance(visit.operation, Reading) and not is_part(visit):

@@ -51,7 +51,16 @@ from arbor.trace.fold import Replay
 from arbor.trace.read import Trace
 from arbor.trace.records import NO_TOKEN
 from arbor.tree import Node, NodeState
-from arbor.verifiers.base import Asker, Verdict, Verifier, parts_of
+from arbor.verifiers.base import (
+    Asker,
+    Compares,
+    Encoder,
+    Inquires,
+    Inquiry,
+    Verdict,
+    Verifier,
+    parts_of,
+)
 
 # ends of blocks that are not reported to the search
 GIVEN_UP: tuple[StopReason, ...] = ("limit", "gate")
@@ -323,9 +332,18 @@ class _Recorded(ModelSampler):
 class _InTurns:
     """The engine as a verifier of the recorded search saw it."""
 
-    def __init__(self, engine: Asker, turn: QuestionTurn | None) -> None:
-        self.encode, self.ask = engine.encode, engine.ask
+    def __init__(self, engine: Encoder, turn: QuestionTurn | None) -> None:
+        self._engine = engine
         self._turn = turn
+
+    def encode(self, text: str) -> list[int]:
+        """See `Encoder`."""
+        return self._engine.encode(text)
+
+    def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
+        """See `Asker`."""
+        assert isinstance(self._engine, Asker)
+        return self._engine.ask(nodes, questions)
 
     def turn(self, message: str, answer: str = "") -> list[int] | None:
         """See `TakesTurns`."""
@@ -333,29 +351,63 @@ class _InTurns:
 
 
 class _Judge:
-    """The recorded verdicts; asks the verifier's questions."""
+    """The recorded verdicts; the verifier's parts ask their questions as they did."""
+
+    needs_model = True
 
     def __init__(self, verifier: Verifier, record: Recording, turn: QuestionTurn | None) -> None:
-        self.verifier = verifier
-        self.values = record.values
-        self.turn = turn
-
-    @property
-    def needs_model(self) -> bool:
-        return self.verifier.needs_model
+        self.parts = [_Part(part, record.values, turn) for part in parts_of(verifier)]
 
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
-        """The recorded values of the candidates; a gate decides as it did, by their confidences."""
-        asker = _InTurns(engine, self.turn)
-        found = [
-            part.verify(task, problem, candidates, asker)
-            for part in parts_of(self.verifier)
-            if part.needs_model
-        ]
-        values = tuple(self.values[node.id] for node in candidates)
-        gate = next((each.gate for each in found if each.gate), None)
+        """See `combined`."""
+        parts = self.parts
+        return self.combined([part.verify(task, problem, candidates, engine) for part in parts])
+
+    def combined(self, verdicts: Sequence[Verdict]) -> Verdict:
+        """The recorded values; a gate decides as it did, by the candidates' confidences."""
+        gate = next((each.gate for each in verdicts if each.gate), None)
         if gate is not None:
             gate = dataclasses.replace(gate, audited=())
-        return Verdict(values, sum(each.asked for each in found), gate=gate)
+        return Verdict(verdicts[0].values, sum(each.asked for each in verdicts), gate=gate)
+
+
+class _Part:
+    """One part of a verifier, with the recorded values for verdicts."""
+
+    def __init__(
+        self, verifier: Verifier, values: Mapping[int, float], turn: QuestionTurn | None
+    ) -> None:
+        self.verifier = verifier
+        self.needs_model = verifier.needs_model
+        self.compares = isinstance(verifier, Compares) and verifier.compares
+        self._values = values
+        self._turn = turn
+
+    def verify(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
+    ) -> Verdict:
+        """The questions are asked where the verifier asks this model."""
+        if not self.needs_model:
+            return self._recorded(candidates, Verdict((), 0))
+        asker = _InTurns(engine, self._turn)
+        return self._recorded(candidates, self.verifier.verify(task, problem, candidates, asker))
+
+    def inquire(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], encoder: Encoder
+    ) -> Inquiry | None:
+        """The verifier's questions; those that may leave the model early are asked in full."""
+        if not (self.needs_model and isinstance(self.verifier, Inquires)):
+            return None
+        asker = _InTurns(encoder, self._turn)
+        found = self.verifier.inquire(task, problem, candidates, asker)
+        if found is None or found.exit_rule is not None:
+            return None
+        return dataclasses.replace(
+            found, verdict=lambda logits: self._recorded(candidates, found.verdict(logits))
+        )
+
+    def _recorded(self, candidates: Sequence[Node], verdict: Verdict) -> Verdict:
+        values = tuple(self._values[node.id] for node in candidates)
+        return dataclasses.replace(verdict, values=values, scores=())

@@ -49,11 +49,13 @@ class FutureReads:
                 reads.append(_paths(event.nodes, parent))
         return cls(reads)
 
-    def after(self, operation: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def after(
+        self, operation: int | NDArray[np.int64], ids: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """The next operation after this one that reads each block; `NEVER` if none does.
 
         Args:
-            operation: the operation in progress.
+            operation: the operation in progress, one for all or int64 [M].
             ids: int64 [M], node ids.
 
         Returns:
@@ -62,7 +64,7 @@ class FutureReads:
         if len(self._keys) == 0:
             return np.full(len(ids), NEVER)
         ranks = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
-        operation = min(operation, self._stride - 1)
+        operation = np.minimum(operation, self._stride - 1)
         at = np.searchsorted(self._keys, ranks * self._stride + operation, side="right")
         found = self._keys[np.minimum(at, len(self._keys) - 1)]
         known = (at < len(self._keys)) & (found // self._stride == ranks)

@@ -32,6 +32,7 @@ from arbor.events import (
 )
 from arbor.retention.future_reads import FutureReads
 from arbor.run.answers import AnswerGroups, compares_answers, confidence, ranked
+from arbor.run.early_questions import SomeEnded
 from arbor.run.judged import Judged
 from arbor.run.limits import Limits
 from arbor.run.overlap import AnyEnded, Grown, Overlapping, due
@@ -454,12 +455,18 @@ class Session:
             The finished ones.
         """
         self._announce(tree, expansions)
-        grown, questions = yield from self._new_blocks(tree, expansions)
+        grown, questions = yield from self._new_blocks(
+            tree, expansions, meanwhile=self._asking_early
+        )
         self._count(questions)
         return self._ended(tree, grown)
 
     def _new_blocks(
-        self, tree: ThoughtTree, expansions: Sequence[Expansion], counts: bool = True
+        self,
+        tree: ThoughtTree,
+        expansions: Sequence[Expansion],
+        counts: bool = True,
+        meanwhile: Callable[[ThoughtTree, Growing], Steps[None]] | None = None,
     ) -> Steps[tuple[list[Node], list[Node]]]:
         """The children of leaves, sampled or proposed; the questions for proposals are given up
         when their thoughts grow.
@@ -468,6 +475,7 @@ class Session:
             tree: of the search.
             expansions: at least one.
             counts: as for `Engine.begin_grow`.
+            meanwhile: what is done while sampled children grow.
 
         Returns:
             the children, those that an interruption gave up included; and the questions.
@@ -480,6 +488,8 @@ class Session:
         if asking:
             leaves = [each.leaf for each in asking]
             operations.append(self._able.begin(leaves, counts=counts and not sampled))
+        if sampled and meanwhile is not None:
+            yield from meanwhile(tree, operations[0])
         yield from operations
         grown = operations[0].result() if sampled else []
         questions = operations[-1].result() if asking else []
@@ -495,6 +505,17 @@ class Session:
             yield growing
             grown = [*grown, *growing.result()]
         return grown, questions
+
+    def _asking_early(self, tree: ThoughtTree, growing: Growing) -> Steps[None]:
+        """Wait for blocks that grow; where they do not all fit at once, ask about each as soon as
+        it has ended, while its KV is there."""
+        assert self._search is not None, "a search has asked for them"
+        some = SomeEnded(growing)
+        while self.verification.foresees and not growing.done:
+            yield some
+            if not growing.done and not self._over():
+                children = self._ended(tree, some.take())
+                self.verification.foresee(self.judged(self._search, tree, children), growing)
 
     @property
     def _able(self) -> Proposals:
@@ -527,10 +548,13 @@ class Session:
 
     def _ended(self, tree: ThoughtTree, grown: Sequence[Node]) -> list[Node]:
         """The blocks that reached their boundary, those that end a path marked as such."""
-        children = [child for child in grown if child.state is NodeState.CLOSED]
+        over = (NodeState.CLOSED, NodeState.TERMINAL)
+        children = [child for child in grown if child.state in over]
         if len(children) < len(grown):  # the verification of the others needs their room
             self._prune(tree)
         for child in children:
+            if child.state is NodeState.TERMINAL:  # was among the first that ended
+                continue
             ended = self.growth.stop.is_eos(child.tokens[-1])
             ended = ended or self.task.is_terminal(self.problem, child.thoughts)
             if ended or self._is_longest(child):
@@ -574,9 +598,11 @@ class Session:
         return likely
 
     def _is_candidate(self, node: Node) -> bool:
-        """Whether a block of the round will be verified: not a question, nor given up."""
+        """Whether a block of the round is still to be verified: not a question, nor given up, nor
+        asked about before."""
         asks = self.proposals is not None and self.proposals.is_question(node)
-        return node.state is not NodeState.PRUNED and not asks
+        foreseen = self.verification.is_foreseen(node)
+        return node.state is not NodeState.PRUNED and not asks and not foreseen
 
     # The end
 

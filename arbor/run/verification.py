@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from arbor.engine.early_exit import Exiting
 from arbor.engine.engine import Engine
+from arbor.engine.operation import Growing
 from arbor.engine.step import NO_LOGITS
 from arbor.errors import UsageError
 from arbor.events import Event, Verified
 from arbor.registry import name_of
+from arbor.run.early_questions import EarlyQuestions
 from arbor.run.plugin_answers import inquiry_of, is_finite, verdict_of
 from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps
@@ -22,6 +27,7 @@ from arbor.tree import Node
 from arbor.verifiers.base import (
     Asker,
     Combines,
+    Compares,
     Exits,
     Gate,
     Inquires,
@@ -30,6 +36,7 @@ from arbor.verifiers.base import (
     Verdict,
     Verifier,
     VerifierSearch,
+    parts_of,
 )
 
 NO_GATE, NO_EXITS = Gate(False, ()), Exits()  # of a verifier that asks everything in full
@@ -64,6 +71,36 @@ class Verification:
         self._questions = questions
         self._opened = opened
         self._emit = emit
+        self._early = EarlyQuestions(engine)
+        self._foreseen = [
+            part
+            for part in parts_of(verifier)
+            if isinstance(part, Inquires)
+            and not isinstance(part, OwnsModel)
+            and not (isinstance(part, Compares) and part.compares)
+        ]
+
+    @property
+    def foresees(self) -> bool:
+        """Whether questions about a block depend on no other, so that they may be asked early."""
+        return bool(self._foreseen) and self._engine.mode == "lossless"
+
+    def foresee(self, children: Sequence[Node], growing: Growing) -> None:
+        """Ask early about children that are to be valued with others, which still grow.
+
+        Args:
+            children: that have ended.
+            growing: the operation of the others.
+        """
+        for part in self._foreseen if children else ():
+            inquiry = self._inquiry(part, children)
+            if inquiry is not None and inquiry.nodes and inquiry.exit_rule is None:
+                with self._explaining(inquiry):
+                    self._early.ask(inquiry.nodes, inquiry.questions, growing)
+
+    def is_foreseen(self, child: Node) -> bool:
+        """Whether a block needs its KV no longer to be valued, because it was asked about."""
+        return self._early.answered(child)
 
     def steps(self, children: Sequence[Node]) -> Steps[bool]:
         """Value the children.
@@ -74,6 +111,7 @@ class Verification:
         if not children:
             return False
         began = time.perf_counter()
+        yield from self._early.waiting
         found = yield from self._verdict(self._verifier, children)
         verdict = _checked(self._verifier, children, found)
         for child, value in zip(children, verdict.values, strict=True):
@@ -81,6 +119,7 @@ class Verification:
         if verdict.scores:
             for child, score in zip(children, verdict.scores, strict=True):
                 child.score = score
+        self._early.clear()
         self._engine.changed(children)
         gate, exits = verdict.gate or NO_GATE, verdict.exits or NO_EXITS
         self._emit(
@@ -125,19 +164,14 @@ class Verification:
             judging = self._opened[verifier].begin(children)
             yield judging
             return judging.verdict()
-        asker: Asker = engine if self._questions is None else self._questions
-        inquiry = None
-        if isinstance(verifier, Inquires):
-            inquiry = inquiry_of(verifier, self._task, self._problem, children, asker)
+        inquiry = self._inquiry(verifier, children) if isinstance(verifier, Inquires) else None
         if inquiry is None:
-            return verdict_of(verifier, self._task, self._problem, children, asker)
+            return verdict_of(verifier, self._task, self._problem, children, self._asker)
         if not inquiry.nodes:
             return inquiry.verdict(NO_LOGITS)
-        with ExitStack() as within:
-            if self._questions is not None:
-                within.enter_context(self._questions.explaining(inquiry.nodes, inquiry.questions))
+        with self._explaining(inquiry):
             if inquiry.exit_rule is None:
-                asking = engine.begin_ask(inquiry.nodes, inquiry.questions, counts=counts)
+                logits = yield from self._answers(inquiry, counts)
             else:
                 asking = engine.begin_ask(
                     inquiry.nodes,
@@ -147,9 +181,9 @@ class Verification:
                     audit=inquiry.audit_exits,
                     counts=counts,
                 )
-            asking.counts = not inquiry.audits
-            yield asking
-            logits = asking.result()
+                asking.counts = not inquiry.audits
+                yield asking
+                logits = asking.result()
         verdict = inquiry.verdict(logits)
         if inquiry.exit_rule is None:
             return verdict
@@ -158,6 +192,40 @@ class Verification:
         return replace(
             verdict, exits=_exits_of(inquiry, asking.exits, engine.runner.layer_count, audited)
         )
+
+    def _answers(self, inquiry: Inquiry, counts: bool) -> Steps[Tensor]:
+        """The logits after the questions of an inquiry, [n, V] float32: those that were asked
+        early, and the others."""
+        engine, nodes, questions = self._engine, inquiry.nodes, inquiry.questions
+        known = self._early.take(nodes, questions)
+        missing = [at for at in range(len(nodes)) if at not in known]
+        if not missing:
+            if counts:
+                engine.count_operation(nodes[0].tree)
+            return torch.stack([known[at] for at in range(len(nodes))])
+        asking = engine.begin_ask(
+            [nodes[at] for at in missing], [questions[at] for at in missing], counts=counts
+        )
+        asking.counts = not inquiry.audits
+        yield asking
+        logits = asking.result()
+        if not known:
+            return logits
+        known |= dict(zip(missing, logits, strict=True))
+        return torch.stack([known[at] for at in range(len(nodes))])
+
+    def _inquiry(self, verifier: Inquires, children: Sequence[Node]) -> Inquiry | None:
+        return inquiry_of(verifier, self._task, self._problem, children, self._asker)
+
+    @property
+    def _asker(self) -> Asker:
+        return self._engine if self._questions is None else self._questions
+
+    def _explaining(self, inquiry: Inquiry) -> AbstractContextManager[None]:
+        """Within, the questions of an inquiry are asked."""
+        if self._questions is None:
+            return nullcontext()
+        return self._questions.explaining(inquiry.nodes, inquiry.questions)
 
     def forget(self, nodes: Sequence[Node]) -> None:
         """Free what the models of verifiers hold for blocks that the search has given up."""
