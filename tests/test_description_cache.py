@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.run_cli import environment, in_process
+from support.run_cli import environment, in_process, spawn
 
-from arbor.model import description_cache
+from arbor.model import chat_rendering, description_cache
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.description_cache import (
     SHIPPED,
@@ -285,6 +286,57 @@ def test_a_chat_template_is_rendered_as_transformers_does(folder: Path) -> None:
     ids = conversation_tokens(found.tokenizer, messages)
     own = load_tokenizer(source).apply_chat_template(messages, add_generation_prompt=True)
     assert ids == own["input_ids"]
+
+
+def test_a_kept_chat_model_is_planned_without_transformers(folder: Path) -> None:
+    template = "{% for m in messages %}<bos>{{ m.role }} {{ m.content }}<eos>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    read_files(locate_model(folder), None, None, "auto", keep=True)
+    code = (
+        "import sys; from arbor.cli import main; ended = main(sys.argv[1:])\n"
+        "sys.exit(99 if 'transformers' in sys.modules else ended)"
+    )
+
+    own = environment(ARBOR_CACHE=os.environ["ARBOR_CACHE"])
+    with spawn("info", str(folder), "--json", code=code, env=own) as process:
+        out, err = process.communicate(timeout=60)
+
+    assert (process.returncode, err) == (0, b"")
+    assert json.loads(out)["plan"]["prompt_tokens"] > 0
+
+
+def test_another_version_that_renders_elsewhere_is_imported_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_rendering, "PACKAGE", "json")  # has no such file
+    assert chat_rendering._alone() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(chat_rendering, "_alone", lambda: None)
+    from transformers.utils import chat_template_utils
+
+    found = chat_rendering.chat_renderer.__wrapped__()
+
+    assert found is chat_template_utils.render_jinja_template
+
+
+def test_the_renderer_alone_gives_what_that_of_the_package_gives() -> None:
+    template = (
+        "{%- for m in messages %}{{ m | tojson }}{% if loop.last %}{% break %}{% endif %}"
+        "{%- endfor %}{{ bos_token }}{% if add_generation_prompt %}>{% endif %}"
+    )
+    given: dict[str, Any] = {
+        "conversations": [[{"role": "user", "content": 'é <b> "4"'}]],
+        "chat_template": template,
+        "add_generation_prompt": True,
+        "bos_token": "<s>",
+    }
+    alone = chat_rendering._alone()
+    from transformers.utils import chat_template_utils
+
+    assert alone is not None and alone is not chat_template_utils
+    assert alone.render_jinja_template(**given) == chat_template_utils.render_jinja_template(
+        **given
+    )
 
 
 def test_settings_that_change_a_tokenizer_are_in_the_kept_one(folder: Path) -> None:

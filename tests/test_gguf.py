@@ -325,6 +325,8 @@ def test_a_real_model_is_described_as_transformers_reads_it(
     assert load_config(source).to_dict() == (
         AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
     )
+    own = files.tokenizer.backend_tokenizer
+    assert own.to_str() == theirs.backend_tokenizer.to_str()
     for text in ("Target 24 (left: 4 5 6 10)\n", "  été — 東京\t\n\n#### 72 <b>", "<|im_end|>"):
         assert kept.tokenizer.encode(text) == theirs.encode(text)
     if theirs.chat_template:

@@ -14,6 +14,7 @@ from arbor.cli.build import known_policy
 from arbor.cli.command import Command, option
 from arbor.cli.options import TRACE_PATH, names_of, output_options, trust_option
 from arbor.cli.output import Output
+from arbor.support.garbage import no_collection
 
 if TYPE_CHECKING:
     from arbor.measure.replay import Recording
@@ -80,7 +81,8 @@ def replay(
         components.build("policy", name)  # checks the settings
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
-    from arbor.measure.replay import Recording
+    with no_collection():  # torch comes with it
+        from arbor.measure.replay import Recording
     from arbor.model.description_cache import light_tokenizer
     from arbor.model.loading import locate_model
     from arbor.trace.read import read_trace

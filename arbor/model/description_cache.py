@@ -34,6 +34,7 @@ from arbor.model.plain_tokenizer import PlainTokenizer, plain_parts
 from arbor.model.sampling_params import Sampling
 from arbor.support.atomic_write import write_atomically
 from arbor.support.cache_dir import description_file, tokenizer_file
+from arbor.support.garbage import no_collection
 
 SCHEMA = "arbor.description/1"
 SHIPPED = "description.json"
@@ -102,8 +103,9 @@ def light_tokenizer(source: ModelLocation) -> Any:
     known = kept_tokenizer(source)
     if known is not None:
         return known
-    tokenizer = load_tokenizer(source)
-    keep_tokenizer(source, tokenizer)
+    with no_collection():
+        tokenizer = load_tokenizer(source)
+        keep_tokenizer(source, tokenizer)
     return tokenizer
 
 

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from arbor.model.gguf_header import ARRAY, NUMBERS, TENSOR_TYPES, TEXT, GGUFHeader
+from arbor.model.merges import derived_merges
 
 CONVERSION = "transformers.modeling_gguf_pytorch_utils"
 READER = "transformers.integrations.gguf"
@@ -63,6 +64,8 @@ def header_given(
         # transformers asks for the same names once a module, 10 ms each
         _replace(restored, gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
         _replace(restored, importlib.import_module(CONVERSION), "tqdm", counted)
+        tokenizers = _module(f"{READER}.gguf_tokenizer_mapping")
+        _replace(restored, tokenizers, "generate_merges", derived_merges)
         own = _module(f"{READER}.reader")
         read_metadata: Any = getattr(own, "read_gguf_metadata", None)
         for each in TAKERS if read_metadata else ():

@@ -342,7 +342,8 @@ def load_tokenizer(source: ModelLocation) -> Any:
             raise _no_tokenizer(source, _first_line(error)) from error
         raise _unreadable(source, error) from error
     tokenizer.name_or_path = source.path
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    special = set(tokenizer.all_special_tokens)
+    if len(tokenizer) <= len(special) and set(tokenizer.get_vocab()) <= special:
         # what transformers builds without files, for some architectures
         raise _no_tokenizer(source, "its vocabulary is empty")
     longest = tokenizer.model_max_length  # compared with every text's length

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from arbor.model.chat_rendering import chat_renderer
+
 # what a tokenizer's class may change between text and ids
 STEPS = (
     *("encode", "_encode_plus", "_convert_encoding", "set_truncation_and_padding"),
@@ -66,12 +68,8 @@ class PlainTokenizer:
             add_generation_prompt: whether the answer's beginning follows.
             tokenize: False; the text is encoded elsewhere.
         """
-        from transformers.utils import chat_template_utils
-
-        render: Any = chat_template_utils.render_jinja_template
-
         assert not tokenize, "only the text is rendered here"
-        (text,), _ = render(
+        (text,), _ = chat_renderer()(
             conversations=[list(messages)],
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
