@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.real_models import model_file
 from support.run_cli import in_process
 
 from arbor.model.control_tokens import MARK, control_tokens, encode_marked, encode_raw
@@ -107,6 +108,88 @@ def test_the_longest_of_overlapping_names_is_text(plain: PlainTokenizer) -> None
     ids = said("<eos>!<bos> <eos>!", tokenizer)
 
     assert [each for each in ids if each in (BOS, EOS, 640, 641)] == [BOS, EOS, BOS]
+
+
+def with_added(tokenizer: PlainTokenizer, template: str, *names: str) -> PlainTokenizer:
+    """The tokenizer with more added tokens, which are not special, from id 640 on."""
+    settings = json.loads(tokenizer.serialized())
+    kinds = {**settings["added_tokens"][0], "special": False}
+    settings["added_tokens"] += [
+        {**kinds, "id": 640 + number, "content": name} for number, name in enumerate(names)
+    ]
+    return PlainTokenizer(json.dumps(settings).encode(), template, tokenizer.special_tokens_map)
+
+
+def test_tokens_that_only_the_template_makes_control_tokens_are_guarded(
+    plain: PlainTokenizer,
+) -> None:
+    template = (
+        "{% for m in messages %}{{ '[' ~ m.role }}<turn>{{ m.content + \"</turn>\" }}{% endfor %}"
+    )
+    tokenizer = with_added(plain, template, "<turn>", "</turn>", "<other>")
+
+    ids = said("4</turn><turn>5<other>", tokenizer)
+
+    assert [each for each in ids if each >= 640] == [640, 642, 641]
+    assert tokenizer.decode(ids) == "[user<turn>4</turn><turn>5<other></turn>"
+
+
+def test_words_and_runs_that_a_template_writes_are_text(plain: PlainTokenizer) -> None:
+    names = ("user", "\n\n", "  ", "----", "it's", "{%", "<said>")
+    template = (
+        "{% for m in messages %}it's user\n\n  ----{% if m.said == '<said>' %}{% endif %}"
+        "{{ m.content }}{# <eos> #}{% endfor %}"
+    )
+    tokenizer = with_added(plain, template, *names)
+    text = "user 4\n\n5  ----\n\n\nit's {% if"
+
+    assert control_tokens(tokenizer).mark(text) == text
+    assert control_tokens(tokenizer).mark("<said>") != "<said>"
+    assert {640, 641, 642, 643, 644, 645} <= set(said(text, tokenizer))
+
+
+def test_another_template_has_other_control_tokens(plain: PlainTokenizer) -> None:
+    tokenizer = with_added(plain, "{{ messages[0].content }}", "<turn>")
+    before = control_tokens(tokenizer).mark("<turn>")
+
+    tokenizer.chat_template = "<turn>{{ messages[0].content }}"
+
+    assert (before, control_tokens(tokenizer).mark("<turn>") == before) == ("<turn>", False)
+
+
+def test_without_a_backend_a_name_is_taken_apart() -> None:
+    class Slow:
+        all_special_tokens = ("<s>", "<s>s>")
+
+        def encode(self, text: str) -> list[int]:
+            return [ord(each) for each in text]
+
+    tokenizer = Slow()
+    marked = control_tokens(tokenizer).mark("a <s>s><s>")
+
+    assert marked == "a < s>s>< s>"
+    assert encode_marked(tokenizer, marked) == tokenizer.encode(marked)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["smollm2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen-small", "gemma"))],
+)
+def test_ordinary_text_of_a_real_model_is_encoded_as_ever(name: str) -> None:
+    pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+    pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")
+    tokenizer = load_tokenizer(locate_model(model_file(name)))
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = "{% for m in messages %}<bos>{{ m.content }}\n\n{% endfor %}"
+    text = (
+        "the user's\n\n\n table:  <table>\n\n| a |\n| --- |\n\n\n\t system   assistant </td> é 東"
+    )
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+    )
+
+    assert control_tokens(tokenizer).mark(text) == text
+    assert said(text, tokenizer) == tokenizer.encode(rendered, add_special_tokens=False)
 
 
 def test_hugging_face_tokenizers_are_guarded_alike(chat: PlainTokenizer) -> None:

@@ -103,7 +103,9 @@ def test_control_tokens_that_a_choice_holds_end_no_turn() -> None:
 
     assert turn is not None
     end = turn.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert turn.encode("so <|im_end|> it is").count(end) == turn.encode("so it is").count(end)
+    asked = turn.encode("so <|im_end|> it is")
+    assert asked.count(end) == turn.encode("so it is").count(end)
+    assert "so <|im_end|> it is" in turn.tokenizer.decode(asked)
 
 
 def test_a_path_that_ended_its_turn_is_not_ended_twice() -> None:

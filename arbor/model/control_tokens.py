@@ -14,6 +14,10 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+# the parts of a template that are no text, and the texts in quotes within them
+STATEMENT = re.compile(r"\{%.*?%\}|\{\{.*?\}\}|\{#.*?#\}", re.DOTALL)
+QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
+
 PRIVATE = range(0xE000, 0xF900)  # characters that mean nothing by agreement
 MARK_LENGTH = 8
 
@@ -27,23 +31,42 @@ MARK, STAND_IN = _unguessable(), _unguessable()
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: the added tokens that it calls special.
+    """Control tokens of a tokenizer: added tokens that are special, or that its template writes.
+
+    Of those that are not special, only a name between signs, as in ``<|im_end|>``, is a control
+    token. Words and runs of spaces, lines or signs are text, even where the template writes them.
 
     Args:
-        tokenizer: a Hugging Face tokenizer, or a `PlainTokenizer`; one without a backend of the
-            package tokenizers has no control tokens here.
+        tokenizer: a Hugging Face tokenizer, or a `PlainTokenizer`; in texts for one without a
+            backend of the package tokenizers, a name is taken apart by a space.
+
+    Attributes:
+        template: the chat template that they were looked for in.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        self.template = getattr(tokenizer, "chat_template", None)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        added = {} if self._backend is None else self._backend.get_added_tokens_decoder()
-        self._ids = {each.content: number for number, each in added.items() if each.special}
+        self._between = " " if self._backend is None else MARK
+        written = _written(self.template) if isinstance(self.template, str) else ""
+        if self._backend is None:
+            special = set(getattr(tokenizer, "all_special_tokens", ()))
+            added = getattr(tokenizer, "get_added_vocab", dict)() | dict.fromkeys(special, 0)
+        else:
+            found = self._backend.get_added_tokens_decoder()
+            special = {each.content for each in found.values() if each.special}
+            added = {each.content: number for number, each in found.items()}
+        self._ids: dict[str, int] = {
+            name: number
+            for name, number in added.items()
+            if name in special or (name in written and _is_a_tag(name))
+        }
         self._literal: Any = None  # reads no name as a control token
         self._stand_ins: dict[int, int] = {}  # their ids there -> ids of control tokens
 
     def mark(self, text: str) -> str:
         """The text with the names of control tokens in it marked."""
-        return self._replaced(text, lambda name: f"{name[:1]}{MARK}{self.mark(name[1:])}")
+        return self._replaced(text, lambda name: f"{name[:1]}{self._between}{self.mark(name[1:])}")
 
     def mark_in(self, text: str, part: str) -> str:
         """The text with the names in a part of it marked; in all of it, if the part is not there as
@@ -80,12 +103,14 @@ class ControlTokens:
         from tokenizers import AddedToken, Tokenizer
 
         assert self._backend is not None, "only a backend has control tokens"
-        serialized = self._backend.to_str()
-        literal: Any = Tokenizer.from_str(serialized)
+        serialized = json.loads(self._backend.to_str())
+        settings = {each["id"]: each for each in serialized["added_tokens"]}
+        for number in self._ids.values():
+            settings[number]["special"] = True
+        literal: Any = Tokenizer.from_str(json.dumps(serialized))
         literal.no_truncation()
         literal.no_padding()
         literal.encode_special_tokens = True
-        settings = {each["id"]: each for each in json.loads(serialized)["added_tokens"]}
         kept = ("single_word", "lstrip", "rstrip", "normalized")
         numbers = list(self._ids.values())
         own = [{name: settings[number][name] for name in kept} for number in numbers]
@@ -98,6 +123,21 @@ class ControlTokens:
         return literal
 
 
+def _written(template: str) -> str:
+    """The texts that a chat template may write of its own, apart from each other."""
+    quoted = (
+        "".join(texts) for part in STATEMENT.findall(template) for texts in QUOTED.findall(part)
+    )
+    return "\0".join([*STATEMENT.split(template), *quoted])
+
+
+def _is_a_tag(name: str) -> bool:
+    """Whether a name has a letter, and signs around it."""
+    ends = name[:1] + name[-1:]
+    between = not any(each.isalnum() or each.isspace() for each in ends)
+    return between and any(each.isalpha() for each in name)
+
+
 def _stand_in(number: int) -> str:
     """A text in the place of the control token with this id."""
     digits = (chr(PRIVATE.start + int(each, 16)) for each in f"{number:06x}")
@@ -108,9 +148,9 @@ _of: WeakKeyDictionary[Any, ControlTokens] = WeakKeyDictionary()
 
 
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Those of a tokenizer; found once."""
+    """Those of a tokenizer; found once for each chat template."""
     found = _of.get(tokenizer)
-    if found is None:
+    if found is None or found.template != getattr(tokenizer, "chat_template", None):
         found = _of[tokenizer] = ControlTokens(tokenizer)
     return found
 

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from arbor.model.control_tokens import control_tokens, encode_marked
 from arbor.support.texts import one_line
 from arbor.tasks.base import Converses, GivesTokens, Problem, Task
 from arbor.tasks.worded import THINKING
@@ -69,29 +70,19 @@ class QuestionTurn:
         """Token ids of the turn, after a path that is not at its end token yet.
 
         Args:
-            message: of the user, outer spaces apart.
+            message: of the user, outer spaces apart; control tokens named in it are text, and what
+                a model wrote may name some.
             answer: the beginning of the assistant's answer.
         """
         head = self._ids(self.so_far)
-        turn = f"{self.before}{self._words(message.strip())}{self.after}{answer}"
+        words = control_tokens(self.tokenizer).mark(message.strip())
+        turn = f"{self.before}{words}{self.after}{answer}"
         whole = self._ids(self.so_far + turn)
         # a tokenizer may join the turn's first characters to the text before
         return whole[len(head) :] if whole[: len(head)] == head else self._ids(turn)
 
-    def _words(self, text: str) -> str:
-        """A text whose control tokens are words: what a model wrote may hold some."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            controls = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
-        else:  # all that a `PlainTokenizer` has
-            controls = [token.content for token in backend.get_added_tokens_decoder().values()]
-        for control in controls:
-            if control in text:
-                text = text.replace(control, f"{control[:1]} {control[1:]}")
-        return text
-
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return encode_marked(self.tokenizer, text, add_special_tokens=False)
 
 
 def _derived(tokenizer: Any) -> QuestionTurn:
