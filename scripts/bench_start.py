@@ -67,6 +67,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
 def run(arguments: list[str], folder: Path) -> tuple[int, float]:
     """Exit code and CPU seconds of a command in a process of its own."""
     settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    settings.pop("PYTHONDONTWRITEBYTECODE", None)  # no command would find any
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     module = [] if arguments[0] == "-c" else ["-m", "arbor"]
     command = [sys.executable, *module, *arguments]
