@@ -119,9 +119,15 @@ class UnknownName(UsageError):
         )
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The closest known name as a question and a space; empty if none is close."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def did_you_mean(name: str, known: Iterable[str], *, likeness: float = 0.5) -> str:
+    """The closest known name as a question and a space; empty if none is close.
+
+    Args:
+        name: the unknown one.
+        known: the others.
+        likeness: from which a name is close, of `difflib`.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f"Did you mean '{near[0]}'? " if near else ""
 
 

@@ -20,7 +20,7 @@ Within one program a call is enough, above a class as a decorator:
 
 A name that clashes with an earlier one (built-in names first, then by distribution name) is reached
 as ``distribution/mine``; a component without a name as ``package.module:Mine``, or by its file as
-``folder/mine.py:Mine``. Modules of the working directory are found too.
+``folder/mine.py:Mine``. Modules of the working directory, and next to that file, are found too.
 ``ARBOR_PLUGINS=off`` hides all plugins, and ``ARBOR_PLUGINS=mine,other`` all but these.
 """
 
@@ -278,10 +278,19 @@ def resolve(kind: str, name: str) -> Any:
     try:
         found = _load(path, name)
     except Exception as error:
+        reason, hint = f"{type(error).__name__}: {error}", ""
+        if plugin is not None:
+            hint = "ARBOR_PLUGINS=off hides plugins."
+        elif isinstance(error, FileNotFoundError) and not Path(_split(path)[0]).exists():
+            reason, hint = (
+                f"{_split(path)[0]}: no such file",
+                f"It was looked for from {Path.cwd()}.",
+            )
+        place = "" if path == name else f" ({path})"
         raise UsageError(
             f"{kind}-broken",
-            f"the {kind} '{name}' ({path}) cannot be imported: {type(error).__name__}: {error}.",
-            "ARBOR_PLUGINS=off hides plugins.",
+            f"the {kind} '{name}'{place} cannot be imported: {reason}.",
+            hint,
             name=name,
             path=path,
         ) from error
@@ -311,6 +320,8 @@ def unknown(kind: str, name: str, more: Iterable[str] = ()) -> UnknownName:
     note = f"plugins loaded: {', '.join(plugins(kind)) or 'none'}"
     if allowed:
         note += f"; ARBOR_PLUGINS={allowed}"
+    if name.endswith(FILE):
+        note = f"what a file holds goes by both names, as in {name}:NAME"
     return UnknownName(kind, name, {*more, *names(kind)}, note)
 
 
@@ -410,11 +421,13 @@ def _module(name: str) -> Any:
         top = name.partition(".")[0]
         here = Path.cwd()
         own = (here / top).is_dir() or (here / f"{top}{FILE}").is_file()
-        if own and top not in sys.modules and not {"", str(here)} & set(sys.path):
-            sys.path.append(str(here))  # after all that is installed
+        if own and top not in sys.modules:
+            _look_in(here)
         return importlib.import_module(name)
-    path = str(Path(name).expanduser().resolve(strict=True))
+    file = Path(name).expanduser().resolve(strict=True)
+    path = str(file)
     if path not in sys.modules:
+        _look_in(file.parent)  # a file imports what lies next to it
         spec = importlib.util.spec_from_file_location(path, path)
         assert spec is not None and spec.loader is not None, "a file of Python can be loaded"
         sys.modules[path] = importlib.util.module_from_spec(spec)
@@ -424,6 +437,13 @@ def _module(name: str) -> Any:
             del sys.modules[path]
             raise
     return sys.modules[path]
+
+
+def _look_in(folder: Path) -> None:
+    """Let modules of a folder be found, after all that is installed."""
+    known = {Path.cwd() if not each else Path(each) for each in sys.path}
+    if folder not in known:
+        sys.path.append(str(folder))
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -67,6 +67,7 @@ from arbor.run.settings import (
     check_fetch,
     check_kv_probe,
     check_plain_types,
+    known_keywords,
     refuse_unknown,
     resolve_boundary,
     resolve_branch_stop,
@@ -214,6 +215,7 @@ class Solver:
         UsageError, UnknownName, BudgetRange, ModelError: an invalid setting; nothing was loaded.
     """
 
+    @known_keywords("the solver")
     def __init__(
         self,
         model: str | os.PathLike[str] | Any = "builtin:sapling",
@@ -554,6 +556,7 @@ class Solver:
 
     # Planning
 
+    @known_keywords("a plan")
     def plan(
         self,
         problem: str | Problem | None = None,
@@ -781,6 +784,7 @@ class Solver:
         """Searches in progress at a time, by default."""
         return self._setup.at_once
 
+    @known_keywords("a generation")
     def generate(
         self,
         prompt: str,

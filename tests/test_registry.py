@@ -23,7 +23,7 @@ from arbor.components import build, spec_of
 from arbor.errors import UnknownName, UsageError
 from arbor.registry import BUILTIN, KINDS, names, resolve
 from arbor.retention.allocators.lru import LRU
-from arbor.retention.policy import Policy, Protect
+from arbor.retention.policy import POLICIES, Policy, Protect
 
 # names of controllers that stand for settings of a class
 READY_CONTROLLERS = ("best-of-n", "rap", "rest-mcts", "rstar")
@@ -762,16 +762,47 @@ def test_every_kind_of_component_goes_by_its_file(
     assert resolve(kind, registry.name_of(found)) in (found, type(found))
 
 
-def test_a_file_that_is_missing_or_broken_is_named(
+def test_a_file_without_a_name_is_told_how_it_goes() -> None:
+    with pytest.raises(UnknownName, match=r"goes by both names, as in mine\.py:NAME"):
+        resolve("policy", "mine.py")
+
+
+def test_a_file_imports_what_lies_next_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "part_of_mine.py").write_text(OWN["policy"])
+    (folder / "mine.py").write_text("from part_of_mine import Mine\n")
+
+    found = resolve("policy", f"{folder}/mine.py:Mine")
+    sys.modules.pop("part_of_mine")
+
+    assert found.allocator == POLICIES["lru"].allocator
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("missing.py:Mine", "missing.py: no such file", "looked for from"),
+        ("broken.py:Mine", "RuntimeError: no", ""),
+        ("empty.py:Mine", "has no attribute 'Mine'", ""),
+    ],
+)
+def test_a_file_that_is_missing_or_broken_is_named(
+    name: str, message: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("raise RuntimeError('no')")
+    (tmp_path / "empty.py").write_text("")
 
-    for name in ("missing.py:Mine", "broken.py:Mine"):
-        with pytest.raises(UsageError, match=name.replace(".", r"\.")) as refused:
-            resolve("policy", name)
-        assert refused.value.code == "policy-broken"
+    with pytest.raises(UsageError, match=f"'{name}'") as refused:
+        resolve("policy", name)
+
+    assert refused.value.code == "policy-broken"
+    assert message in refused.value.message and hint in refused.value.hint
+    assert "ARBOR_PLUGINS" not in refused.value.hint
 
 
 def test_the_command_takes_a_component_of_the_working_directory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ clear refusals."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import shutil
@@ -928,3 +929,21 @@ def test_a_setting_of_the_solver_is_no_option_of_a_run() -> None:
             with pytest.raises(UsageError, match=r"Solver\(max_expansions=…\)") as refused:
                 search()
             assert refused.value.code == "unknown-setting"
+            assert "Did you mean" not in refused.value.hint
+
+
+def test_an_unknown_keyword_is_an_error_with_the_closest_one() -> None:
+    with Solver() as solver:
+        for call, owner, meant in (
+            (lambda: Solver(contoller="tot"), "the solver has", "controller"),  # type: ignore[call-arg]
+            (lambda: solver.plan("4 5 6 10", max_dept=3), "a plan has", "max_depth"),  # type: ignore[call-arg]
+            (lambda: solver.generate("4", beam=3), "a generation has", "beams"),  # type: ignore[call-arg]
+            (lambda: solver.solve("4 5 6 10", bugdet=1), "a run has", "budget"),  # type: ignore[call-arg]
+        ):
+            with pytest.raises(UsageError, match=f"Did you mean '{meant}'") as refused:
+                call()
+            assert refused.value.code == "unknown-setting"
+            assert refused.value.message.startswith(f"{owner} no setting")
+        with pytest.raises(TypeError, match="missing"):
+            solver.generate()  # type: ignore[call-arg]
+    assert next(iter(inspect.signature(Solver).parameters)) == "model"

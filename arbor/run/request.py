@@ -84,7 +84,7 @@ class Request:
         known = [each.name for each in fields(cls)]
         for name in options:
             if name not in known:
-                guess = did_you_mean(name, known)
+                guess = did_you_mean(name, known, likeness=0.75)  # or it is one of the solver's
                 raise UsageError(
                     "unknown-setting",
                     f"a run has no setting '{name}'.",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, ParamSpec, TypeVar, cast, get_args
 
 from arbor import components
 from arbor.engine.branch_stop import BranchStop
@@ -36,6 +38,9 @@ from arbor.verifiers.base import Verifier, parts_of
 from arbor.verifiers.cgee import CGEE
 from arbor.verifiers.exact import Exact
 from arbor.verifiers.exit_thresholds import FILE, load_thresholds
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # settings of a solver that are texts, and those that are true or false
 TEXTS = (
@@ -231,6 +236,26 @@ def refuse_unknown(owner: str, settings: Iterable[str], known: Iterable[str]) ->
     for name in settings:
         if name not in names:
             raise unknown_setting(f"{owner} has", name, names)
+
+
+def known_keywords(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a call: an unknown keyword is a `UsageError` that names the closest known one.
+
+    Args:
+        owner: whose settings the keywords are, as in ``the solver``.
+    """
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        _, *known = inspect.signature(call).parameters  # after self
+
+        @functools.wraps(call)
+        def checked(*args: P.args, **settings: P.kwargs) -> R:
+            refuse_unknown(owner, settings, known)
+            return call(*args, **settings)
+
+        return checked
+
+    return decorate
 
 
 def check_plain_types(settings: Mapping[str, Any]) -> None:
