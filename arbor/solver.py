@@ -856,7 +856,7 @@ class Solver:
         """
         return Scoring(self.checkpoint, pairs).run(self._lend)
 
-    def shared(self, at_once: int, tokens: int) -> SharedEngine:
+    def shared(self, at_once: int, tokens: int | None = None) -> SharedEngine:
         """This solver's engine for searches with settings of their own, as they arrive.
 
         `solve`, batches and streams of the solver wait while any is in progress.
@@ -864,7 +864,7 @@ class Solver:
         Args:
             at_once: most of them in progress at a time; one where a search depends on what is
                 searched next to it (`as_completed`).
-            tokens: of KV, for all of them.
+            tokens: of KV, for all of them; None: as many as their budgets need.
         """
         most = at_once if self._at_once > 1 else 1
         return SharedEngine(self._setup, self._lend, self._next.locked, most, tokens)

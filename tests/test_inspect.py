@@ -146,6 +146,7 @@ def test_a_search_of_a_task_finds_what_the_solver_finds() -> None:
     facts = output.metadata["arbor"]
     assert (facts["answer"], facts["status"]) == (wanted.answer, wanted.finish_reason)
     assert facts["blocks"] == wanted.metrics.blocks
+    assert facts["peak_tokens"] == wanted.metrics.peak_tokens
     assert len(output.choices) == max(1, len(wanted.candidates))
     assert output.usage is not None
     assert output.usage.output_tokens == wanted.metrics.tokens_generated > len(wanted.path)

@@ -263,3 +263,18 @@ def test_a_budget_that_is_too_small_is_that_search_s_own_error(checkpoint: Check
 
     assert isinstance(results[1], BudgetInfeasible)
     assert [each.finish_reason for each in (results[0], results[2])] == ["cut", "cut"]
+
+
+def test_each_search_keeps_its_own_part(checkpoint: Checkpoint) -> None:
+    solver = solver_of(checkpoint, mode="lossy", debug=True)
+    for budgets in (["full", 0.3, 0.6, "60tok"], ["60tok", 0.3, "full", 0.6]):
+        alone = [
+            solver.solve(problem, budget=each)
+            for problem, each in zip(PROBLEMS, budgets, strict=False)
+        ]
+
+        results, _ = solved(solver, budgets, concurrency=4)
+
+        for one, other in zip(results, alone, strict=True):
+            assert found(one)[:6] == found(other)[:6]
+            assert one.metrics.peak_tokens == other.metrics.peak_tokens

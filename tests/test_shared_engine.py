@@ -9,7 +9,7 @@ from test_worker import until
 from arbor import Solver
 from arbor.aggregate.best import Best
 from arbor.controllers.chain import Chain
-from arbor.errors import BudgetInfeasible, InputError
+from arbor.errors import BudgetInfeasible, InputError, UsageError
 from arbor.events import Boundary, Ended, Event, Header, Opened, Sampled
 from arbor.model.checkpoint import Checkpoint
 from arbor.run.job import SearchJob
@@ -220,3 +220,49 @@ def test_lossy_searches_begin_while_their_budgets_are_free(
 
     assert all(job.solution().metrics.peak_tokens <= 70 for job in jobs)
     assert max(running) == most
+
+
+def test_a_ratio_of_kv_that_is_fixed_is_refused_by_name(solver: Solver) -> None:
+    shared = solver.shared(at_once=2, tokens=512)
+
+    with pytest.raises(UsageError, match=r"share 512 tokens of KV here") as refused:
+        shared.prepare(PROBLEMS[0], {"budget": 0.25})
+
+    assert refused.value.code == "budget-shared"
+    amount = refused.value.hint.split("as in ")[1].split(",")[0]
+    assert shared.begin(shared.prepare(PROBLEMS[0], {"budget": amount})).solution().error is None
+
+
+def test_lossy_searches_next_to_each_other_keep_what_each_was_given(checkpoint: Checkpoint) -> None:
+    solver = solver_of(checkpoint, mode="lossy")
+    budgets = ("full", "60tok", "90tok")
+    alone = [
+        approximately(solver.solve(problem, budget=budget))
+        for problem, budget in zip(PROBLEMS, budgets, strict=False)
+    ]
+    shared = solver.shared(at_once=3, tokens=4096)
+
+    jobs = [
+        shared.begin(shared.prepare(problem, {"budget": budget}))
+        for problem, budget in zip(PROBLEMS, budgets, strict=False)
+    ]
+
+    assert [approximately(job.solution()) for job in jobs] == alone
+    assert [job.solution().metrics.peak_tokens <= 60 for job in jobs] == [False, True, False]
+
+
+@pytest.mark.parametrize("mode", ["lossless", "lossy"])
+def test_without_a_fixed_size_a_ratio_is_that_of_the_solver(
+    checkpoint: Checkpoint, mode: str
+) -> None:
+    solver = solver_of(checkpoint, mode=mode)
+    alone = solver.solve(PROBLEMS[0], budget=0.3)
+    shared = solver.shared(at_once=2)
+
+    found = shared.begin(shared.prepare(PROBLEMS[0], {"budget": 0.3})).solution()
+    other = shared.begin(shared.prepare(PROBLEMS[1], {"budget": "400tok"})).solution()
+
+    assert approximately(found) == approximately(alone)
+    assert found.metrics.peak_tokens == alone.metrics.peak_tokens
+    assert found.metrics.peak_tokens < solver.solve(PROBLEMS[0]).metrics.peak_tokens
+    assert other.error is None

@@ -30,6 +30,7 @@ from arbor.cli.options import (
 from arbor.cli.output import Output
 from arbor.cli.signals import ending_at_once
 from arbor.errors import UsageError
+from arbor.support.units import human_bytes
 
 if TYPE_CHECKING:
     from arbor.solver import Solver
@@ -92,7 +93,8 @@ _options = option_group(
         metavar="SIZE",
         heading="Server",
         common=True,
-        help="KV of all requests (16384tok, 6GiB); default: a context each, at most 4 GiB.",
+        help="KV of all requests (16384tok, 6GiB); default: half of the free memory, "
+        "at most a context each.",
     ),
     option(
         "--max-tokens",
@@ -223,15 +225,16 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
     listening = bound_socket(options.bind, options.port)
     url = url_of(listening)
     with closing(listening), build_solver(options.solver) as solver:
-        tokens = _kv_tokens(size, options.concurrency, solver)
         solver.load()
+        tokens = _kv_tokens(size, options.concurrency, solver)
         service = Service(solver, tokens, settings)
 
         def ready() -> None:
             if output.json:
                 output.document({"schema": SERVE_SCHEMA, "url": url, "model": settings.name})
             elif not output.quiet:
-                output.print(f"serving {settings.name} at {url}/v1 · {tokens:,} tokens of KV")
+                kv = f"{tokens:,} tokens of KV ({human_bytes(tokens * solver.describe().kv_bytes_per_token)})"
+                output.print(f"serving {settings.name} at {url}/v1 · {kv}")
 
         server = Server(
             make_app(service),
@@ -289,10 +292,12 @@ def _size(kv: str | None) -> Budget | None:
 
 
 def _kv_tokens(size: Budget | None, concurrency: int, solver: Solver) -> int:
-    """Tokens of KV for all requests."""
+    """Tokens of KV for all requests; read after the weights are loaded."""
+    from arbor.memory.free_memory import free_bytes
     from arbor.run.shared_engine import default_tokens
 
     info = solver.describe()
     if size is None:
-        return default_tokens(info.context, concurrency, info.kv_bytes_per_token)
+        free = free_bytes(solver.device)
+        return default_tokens(info.context, concurrency, info.kv_bytes_per_token, free)
     return max(1, size.tokens(sys.maxsize, info.kv_bytes_per_token))

@@ -221,8 +221,8 @@ class Engine:
             pool: the budget of all searches; by default that of this one. What the first search
                 sets holds until all have ended.
             part: the budget instead as a part of what full retention of the search, or of all
-                searches that share a budget, holds up to then; 1: no limit. What the first search
-                sets holds likewise.
+                searches that share a budget, holds up to then; 1: no limit. What the first of
+                those that share one sets holds likewise.
             least: with `part`, tokens that a search is left in any case where its paths need not
                 stay whole; where they do, one expansion is.
             emit: listener for everything that happens to the tree, until `finish`.
@@ -249,7 +249,7 @@ class Engine:
         self._latest = OpenTree(
             tree, memory, slots, run, reads, most, least=least, shares=state.shares_siblings
         )
-        self._opened.state.open(self._latest)
+        self._opened.state.open(self._latest, part)
 
     def _parts_for(self, slots: int, part: Fraction | None) -> _Parts:
         # what is as large as the pool, or lies at its end, does not grow with it

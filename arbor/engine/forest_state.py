@@ -38,8 +38,8 @@ class ForestState:
             slots.
         own_budgets: each search keeps within its own budget, and none shares a slot with another;
             else all of them share one.
-        part: the budget as a part of full retention; None: it is the slots of the pool, or of each
-            search.
+        part: the budget that all searches share as a part of full retention; None: it is the slots
+            of the pool, or each search has its own.
 
     Attributes:
         trees: the open trees, in the order in which they were opened.
@@ -66,7 +66,6 @@ class ForestState:
         assert not (own_budgets and (shares_prompts or shares_siblings or keeps_prompts))
         self.memory = memory
         self.own_budgets = own_budgets
-        self.part = part
         self.shares_prompts = shares_prompts
         self.shares_siblings = shares_siblings
         self.keeps_prompts = keeps_prompts
@@ -81,7 +80,7 @@ class ForestState:
         self.before_hiding: frozenset[int] = frozenset()
         self._clock = 0
         self._turns = 0
-        self._shared = Account(memory, self._part() or memory.slots)
+        self._shared = Account(memory, self._limit(part) or memory.slots)
         self._own: dict[ThoughtTree, Account] = {}
 
     # Trees
@@ -91,13 +90,18 @@ class ForestState:
         """Every block by its row."""
         return self.memory.forest
 
-    def open(self, opened: OpenTree) -> None:
-        """Take a tree that the memory has adopted."""
+    def open(self, opened: OpenTree, part: Fraction | None = None) -> None:
+        """Take a tree that the memory has adopted.
+
+        Args:
+            opened: the tree.
+            part: its own budget as a part of full retention; None: it is the tree's slots.
+        """
         if self.own_budgets:
-            if self.part is None:
+            if not self.memory.grows:
                 together = opened.slots + sum(each.slots for each in self.trees.values())
                 assert together <= self.memory.slots, "budgets of more slots than the pool has"
-            limit = self._part(opened) or opened.slots
+            limit = self._limit(part, opened) or opened.slots
             self._own[opened.tree] = Account(self.memory, limit, opened.tree)
         self.trees[opened.tree] = opened
         opened.turn = self._turns
@@ -108,8 +112,8 @@ class ForestState:
     def fits_whole(self) -> bool:
         """Whether nothing ever has to leave: there are slots for full retention of all open trees
         at their worst."""
-        if self.part is not None:
-            return self.part == 1
+        if (part := self._shared.part) is not None:
+            return part.part == 1
         total = 0
         for opened in self.trees.values():
             if opened.most is None:
@@ -121,9 +125,11 @@ class ForestState:
         """The budget that an open tree keeps within."""
         return self._own[tree] if self.own_budgets else self._shared
 
-    def _part(self, opened: OpenTree | None = None) -> PartOfRetained | None:
+    def _limit(
+        self, part: Fraction | None, opened: OpenTree | None = None
+    ) -> PartOfRetained | None:
         """The budget of an open tree, or of all of them, where it is a part of full retention."""
-        if self.part is None:
+        if part is None:
             return None
 
         def trees() -> list[OpenTree]:
@@ -135,7 +141,7 @@ class ForestState:
             return sum(known) if len(known) == len(every) else None
 
         return PartOfRetained(
-            self.part,
+            part,
             lambda: (each.retained for each in trees()),
             worst,
             lambda: sum(each.least for each in trees()),
@@ -144,8 +150,10 @@ class ForestState:
     def fits_alone(self, tree: ThoughtTree) -> bool:
         """Whether nothing of an open tree ever has to leave: its budget has slots for full
         retention at its worst; where a pool is shared, see `fits_whole`."""
-        if not self.own_budgets or self.part is not None:
+        if not self.own_budgets:
             return self.fits_whole
+        if (part := self._own[tree].part) is not None:
+            return part.part == 1
         opened = self.trees[tree]
         return opened.most is not None and opened.most <= opened.slots
 

@@ -47,7 +47,7 @@ from arbor.run.plugin_answers import check_boundary
 from arbor.run.request import Options
 from arbor.run.run import Run
 from arbor.run.settings import resolve_boundary
-from arbor.run.shared_engine import SharedEngine, default_tokens
+from arbor.run.shared_engine import SharedEngine
 from arbor.run.solution import Solution
 from arbor.run.text_stream import TextStream, TextToken
 from arbor.solver import Solver
@@ -136,7 +136,7 @@ class ArborAPI(ModelAPI):
         config: inspect's.
         model_path: a directory or Hub id in place of the name.
         concurrency: messages in progress at a time.
-        kv_tokens: KV of all of them; by default a context each, at most 4 GiB.
+        kv_tokens: fixed KV of all of them; by default as much as their budgets need.
         model_args: fields of `SearchSettings`, and other settings of `arbor.Solver`.
 
     Raises:
@@ -233,12 +233,8 @@ class ArborAPI(ModelAPI):
         """The engine, loaded by the first message."""
         with self._loading:
             if self._loaded is None:
-                info = self._solver.describe()
-                tokens = self._given_tokens or default_tokens(
-                    info.context, self._at_once, info.kv_bytes_per_token
-                )
                 self._solver.load()
-                self._loaded = self._solver.shared(self._at_once, tokens)
+                self._loaded = self._solver.shared(self._at_once, self._given_tokens)
             return self._loaded
 
     def _answer(self, call: _Call, asked: _Asked) -> ModelOutput:

@@ -27,7 +27,7 @@ from arbor.run.job import SearchJob
 from arbor.run.limits import check_count
 from arbor.run.request import Options
 from arbor.run.run import Run
-from arbor.run.shared_engine import SharedEngine, default_tokens
+from arbor.run.shared_engine import SharedEngine
 from arbor.solver import Solver
 from arbor.tasks.plain_text import SteppedText, cut_at, plain_problem
 
@@ -51,7 +51,7 @@ class ArborLM(TemplateLM):
         budget: KV of a search, as in `Solver`.
         step_tokens, max_expansions: limits of a search.
         concurrency: continuations in progress at a time.
-        kv_tokens: KV of all of them; by default a context each, at most 4 GiB.
+        kv_tokens: fixed KV of all of them; by default as much as their budgets need.
         max_length: tokens of a context; by default the model's.
         max_gen_toks: tokens of a continuation where the task names no number.
         add_bos_token, prefix_token_id: as for ``hf``.
@@ -98,10 +98,9 @@ class ArborLM(TemplateLM):
             record_bytes=0,
             **settings,
         )
-        info = self._solver.describe()
-        self._context = min(max_length or info.context, info.context)
-        kv_bytes = info.kv_bytes_per_token
-        self._kv_tokens = kv_tokens or default_tokens(info.context, self._at_once, kv_bytes)
+        context = self._solver.describe().context
+        self._context = min(max_length or context, context)
+        self._kv_tokens = check_count("kv_tokens", kv_tokens)
         self._add_bos = add_bos_token
         self._prefix = prefix_token_id
         self.tokenizer = self._solver.tokenizer

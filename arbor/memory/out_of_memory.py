@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import torch
 
 from arbor.errors import OutOfMemory
+from arbor.memory.free_memory import free_bytes
 
 UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[kmgt]ib)", re.IGNORECASE)
@@ -28,16 +28,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of a device; 0 where the system does not report it (macOS, Windows)."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 0
 
 
 def asked_bytes(error: BaseException) -> int | None:

@@ -82,7 +82,8 @@ class Pool:
         if plan.part is not None and not self.is_fixed and not own:
             return True
         if plan.smallest_tokens > self.tokens or any(
-            each.smallest_tokens > self.verifiers[verifier] for verifier, each in verifiers.items()
+            each.smallest_tokens > self.verifiers.get(verifier, 0)
+            for verifier, each in verifiers.items()
         ):
             return False
         if own:
@@ -227,11 +228,13 @@ def verifier_pools(runs: Sequence[Run]) -> dict[Verifier, int]:
     """The same in the models of verifiers that have their own."""
     if not runs:
         return {}
-    models = runs[0].setup.verifier_models
-    return {
-        verifier: _together(model.budget, [run.verifier_plans[verifier] for run in runs])
-        for verifier, model in models.items()
-    }
+    plans: dict[Verifier, list[Plan]] = {}
+    budgets: dict[Verifier, Budget] = {}
+    for run in runs:
+        for verifier, plan in run.verifier_plans.items():
+            plans.setdefault(verifier, []).append(plan)
+            budgets[verifier] = run.setup.verifier_models[verifier].budget
+    return {verifier: _together(budgets[verifier], each) for verifier, each in plans.items()}
 
 
 def _together(budget: Budget, plans: Sequence[Plan]) -> int:

@@ -242,8 +242,7 @@ class Run:
     @property
     def _part(self) -> Fraction | None:
         """The part of full retention that is kept; None: an amount."""
-        shared = self.pool_is_fixed and not self.setup.own_budgets
-        return None if shared else self.plan.fraction
+        return None if self.pool_is_fixed else self.plan.fraction
 
     @property
     def _slots(self) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from arbor.run.batch import FixedPool
+from arbor.errors import UsageError
+from arbor.run.batch import FixedPool, Pool
 from arbor.run.job import SearchJob
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from arbor.engine.engine import Engine
     from arbor.run.session import Status
 
-MOST_KV_BYTES = 4 * 2**30  # of the default budget
-
 
 class SharedEngine:
     """Searches with settings of their own that join one engine as they arrive.
@@ -30,8 +29,9 @@ class SharedEngine:
         job.solution()
 
     A search joins between two steps of the engine, in the order of arrival, as soon as a place is
-    free; every step serves all that are in progress. The budget of all is fixed, and they share
-    it: a search that asks for less is planned for less, and may hold what others leave free.
+    free; every step serves all that are in progress. With `tokens` the KV of all is fixed, and they
+    share it: a search that asks for less is planned for less, and in lossless mode may hold what
+    others leave free. Without, budgets are those of `Solver.as_completed`.
     `SearchJob.stop` ends one with its best so far, `SearchJob.abandon` gives one up, and its KV
     with it.
 
@@ -40,7 +40,7 @@ class SharedEngine:
         lend: the engine, loaded, for as long as searches are in progress.
         contended: as for `Worker`.
         at_once: most searches in progress at a time.
-        tokens: of KV, for all of them.
+        tokens: of KV, for all of them; None: as many as their budgets need.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class SharedEngine:
         lend: Callable[[Worker], AbstractContextManager[Engine]],
         contended: Callable[[], bool],
         at_once: int,
-        tokens: int,
+        tokens: int | None,
     ) -> None:
         self.setup = dataclasses.replace(setup, record_bytes=0)
         self.tokens = tokens
-        self._worker = Worker(at_once, lend, contended, FixedPool(tokens, at_once))
+        pool = Pool() if tokens is None else FixedPool(tokens, at_once)
+        self._worker = Worker(at_once, lend, contended, pool)
 
     def prepare(
         self, problem: str | Problem, options: Options | None = None, **changes: Any
@@ -69,11 +70,22 @@ class SharedEngine:
         Raises:
             ArborError: an invalid setting, an unreadable problem, or one that needs more KV than
                 there is.
+            UsageError: a ratio of KV that is fixed.
         """
         asked = Options() if options is None else options
-        run = self._planned(problem, asked, changes)
+        run = given = self._planned(problem, asked, changes)
+        if self.tokens is None:
+            return run
         if run.plan.budget_tokens > self.tokens:
             run = self._planned(problem, {**asked, "budget": f"{self.tokens}tok"}, changes)
+        if given.budget.unit == "ratio" and not given.budget.keeps_all:
+            amount = min(given.plan.room_tokens, self.tokens)
+            raise UsageError(
+                "budget-shared",
+                f"a budget of {given.budget} is a part of what its search holds, and searches share "
+                f"{self.tokens:,} tokens of KV here.",
+                f"Give an amount, as in {amount}tok, or leave it out.",
+            )
         return run
 
     def _planned(self, problem: str | Problem, options: Options, changes: dict[str, Any]) -> Run:
@@ -106,13 +118,15 @@ class SharedEngine:
         self._worker.stop(status)
 
 
-def default_tokens(context: int, at_once: int, bytes_per_token: int) -> int:
-    """Tokens of KV by default: the model's context for every request in progress, at most
-    `MOST_KV_BYTES`.
+def default_tokens(context: int, at_once: int, bytes_per_token: int, free_bytes: int) -> int:
+    """Tokens of KV by default: half of the free memory, and at most the model's context for every
+    request in progress.
 
     Args:
         context: the model's, in tokens.
         at_once: requests in progress at a time.
         bytes_per_token: of KV.
+        free_bytes: of the device, next to the weights; 0: not known.
     """
-    return max(context, min(context * at_once, MOST_KV_BYTES // bytes_per_token))
+    most = context * at_once
+    return max(1, min(most, free_bytes // 2 // bytes_per_token)) if free_bytes else most
