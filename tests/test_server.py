@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from arbor import Solver
 from arbor.errors import InputError, UsageError
 from arbor.model.loading import BUILTIN
 from arbor.model.runner import ModelRunner
+from arbor.run.conversation import conversation_tokens
 from arbor.run.shared_engine import default_tokens
 from arbor.server.public import PublicRecords
 from arbor.server.refusals import refusal_of, without_paths
@@ -41,6 +43,8 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 SOLVE = "/v1/solve"
 HANDS = ("4 5 6 10", "1 2 3 4", "3 3 8 8", "2 4 6 8")
+TOOL = {"type": "function", "function": {"name": "add"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 4}'}}
 LONG = {"model": NAME, "prompt": "4 5 6 10\n", "max_tokens": 400, "seed": 1, "stream": True}
 
 
@@ -281,6 +285,7 @@ def test_every_choice_of_a_streamed_search_begins_with_its_role(client: Any) -> 
         ({"max_expansions": 10**6}, "limit_exceeded"),
         ({"budget": "1tok"}, "budget_infeasible"),
         ({"budget": "much"}, "budget_range"),
+        ({"budget": 0.25}, "budget_shared"),
         ({"policy": "lru"}, "invalid_request"),
         ({"first": "any"}, "invalid_request"),
     ],
@@ -699,7 +704,7 @@ DEEP = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         ({"prompt": "x", "top_p": 0}, 400, "invalid_request"),
         ({"prompt": "x", "seed": 10**40}, 400, "invalid_request"),
         ({"prompt": "x", "stop": [f"s{i}" for i in range(10**5)]}, 400, "limit_exceeded"),
-        ({"prompt": "x", "stop": ""}, 400, "invalid_request"),
+        ({"prompt": "x", "stop": [""]}, 400, "invalid_request"),
         ({"prompt": "x", "stop": ["y" * 1000]}, 400, "invalid_request"),
         ({"prompt": "x", "stream": "yes"}, 400, "invalid_request"),
         ({"prompt": "x", "stream_options": {}}, 400, "invalid_request"),
@@ -741,8 +746,14 @@ def test_a_hostile_body_is_refused_with_a_reason(
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         {"messages": [{"role": "user", "content": "x"}] * 2000},
         {"tools": [{"type": "function"}]},
-        {"response_format": {"type": "json_object"}},
-        {"top_logprobs": 3},
+        {"response_format": {"type": "grammar"}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_object"}, "arbor": {"task": "game24"}},
+        {"tools": [TOOL], "arbor": {"task": "game24"}},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "x"}}]}]},
+        {"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]},
         {"max_tokens": 3, "max_completion_tokens": 4},
         {"modalities": ["audio"]},
     ],
@@ -755,12 +766,166 @@ def test_a_chat_that_is_not_supported_is_refused(running: Running, fields: dict[
     assert document["error"]["type"] == "invalid_request_error"
 
 
-def test_fields_without_effect_are_accepted(running: Running) -> None:
-    fields = {"user": "me", "metadata": {"a": "b"}, "store": False, "presence_penalty": 0}
-    fields |= {"tools": [], "logit_bias": {}, "response_format": {"type": "text"}}
-    fields |= {"extra_body": {}}
+NEUTRAL: dict[str, Any] = {
+    **{"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0},
+    **{"logit_bias": {}, "n": 1, "top_k": -1, "stop": [], "ignore_eos": False, "min_tokens": 0},
+    **{"extra_body": {}, "user": "me"},
+}
+OF_A_CHAT: dict[str, Any] = {
+    **{"tools": [], "tool_choice": "none", "functions": [], "response_format": {"type": "text"}},
+    **{"top_logprobs": 0, "logprobs": False, "modalities": ["text"], "metadata": {"a": "b"}},
+    **{"store": False, "parallel_tool_calls": True, "audio": None},
+}
 
-    assert running.send(CHAT, chat("x", max_tokens=2, top_k=5, **fields))[0] == 200
+
+def test_values_that_change_nothing_are_accepted(running: Running) -> None:
+    plain = {"max_tokens": 4, "seed": 3}
+    said, wrote = running.send(CHAT, chat("x", **plain)), {"prompt": "x", **plain}
+    written = running.send(COMPLETIONS, wrote)
+
+    with_all = running.send(CHAT, chat("x", **plain, **NEUTRAL, **OF_A_CHAT))
+    nothing = dict.fromkeys((*NEUTRAL, *OF_A_CHAT))
+
+    assert with_all[0] == 200 and with_all[2]["choices"] == said[2]["choices"]
+    assert running.send(CHAT, chat("x", **plain, **nothing))[2]["choices"] == said[2]["choices"]
+    more = {"echo": False, "suffix": "", "best_of": 1, "stop": ""}
+    found = running.send(COMPLETIONS, wrote | NEUTRAL | more)
+    assert found[0] == 200 and found[2]["choices"] == written[2]["choices"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "works"),
+    [
+        ("frequency_penalty", 0.5, "0"),
+        ("repetition_penalty", 1.1, "1"),
+        ("repetition_penalty", True, "1"),
+        ("min_p", 0.1, "0"),
+        ("logit_bias", {"5": 1}, "{}"),
+        ("top_logprobs", 3, "0"),
+        ("tool_choice", "required", '"auto" or "none"'),
+        ("functions", [{"name": "x"}], "[]"),
+        ("modalities", ["audio"], '["text"]'),
+        ("prediction", {"type": "content"}, "null"),
+    ],
+)
+def test_a_value_that_is_not_supported_is_told_which_is(
+    running: Running, field: str, value: Any, works: str
+) -> None:
+    status, _, document = running.send(CHAT, chat("x") | {field: value})
+
+    assert (status, document["error"]["param"]) == (400, field)
+    words = f"{field}: this value is not supported; leave the field out or send {works}."
+    assert document["error"]["message"] == words
+
+
+# JSON
+
+
+def test_a_chat_in_json_follows_its_schema(smollm2: Path) -> None:
+    pytest.importorskip("xgrammar", reason="the extra `structured` is not installed")
+    schema = {
+        "type": "object",
+        "properties": {"b": {"enum": ["yes", "no"]}, "a": {"type": "integer", "maximum": 9}},
+        "required": ["b", "a"],
+        "additionalProperties": False,
+    }
+    forms: list[dict[str, Any]] = [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}},
+        {"type": "json_object"},
+    ]
+    with Solver(str(smollm2), task="reasoning") as solver:
+        solver.load()
+        with serving(solver) as running, closing(running.client()) as client:
+            fields = chat("Is 2 even? Answer in JSON.", max_tokens=48, temperature=0)
+            strict, free = (
+                client.chat.completions.create(**fields, response_format=form) for form in forms
+            )
+            chunks = client.chat.completions.create(**fields, response_format=forms[0], stream=True)
+            streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            forms[0]["json_schema"]["schema"] = {"type": "wizard"}
+            with pytest.raises(openai.BadRequestError, match=r"response_format: .* \"wizard\""):
+                client.chat.completions.create(**fields, response_format=forms[0])
+
+    assert strict.choices[0].finish_reason == "stop"
+    found = json.loads(strict.choices[0].message.content)
+    assert list(found) == ["b", "a"] and found["b"] in ("yes", "no") and found["a"] <= 9
+    assert streamed == strict.choices[0].message.content
+    assert free.choices[0].message.content.startswith("{")
+    if free.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(free.choices[0].message.content), dict)
+
+
+def test_json_without_its_package_is_refused_by_name(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    form = {"type": "json_object"}
+
+    status, _, document = running.send(CHAT, chat("x", response_format=form))
+
+    assert (status, document["error"]["param"]) == (400, "response_format")
+    assert "pip install 'arbor-search[structured]'" in document["error"]["message"]
+
+
+# Tools
+
+WITH_TOOLS = (
+    "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_the_chat_template_gets_tools_and_calls(
+    solver: Solver, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solver.tokenizer, "chat_template", WITH_TOOLS)
+    fields = {"model": NAME, "max_tokens": 8, "temperature": 0}
+    messages = [
+        {"role": "user", "content": "4 5"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "9"},
+    ]
+    offered = '[{"type": "function", "function": {"name": "add"}}]'
+    turns = (
+        '<user>4 5<assistant><tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>'
+        "<tool>9<assistant>"
+    )
+
+    for choice, written in (("auto", offered + turns), ("none", turns)):
+        ids = solver.tokenizer.encode(written, add_special_tokens=False)
+        talked = client.chat.completions.create(
+            messages=messages, tools=[TOOL], tool_choice=choice, **fields
+        )
+        expected = client.completions.create(prompt=ids, **fields)
+        assert talked.choices[0].message.content == expected.choices[0].text
+        assert talked.usage.prompt_tokens == len(ids)
+
+
+def test_a_template_that_leaves_tools_out_is_named(
+    solver: Solver, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = chat("x", max_tokens=2)
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    for template in (None, plain):
+        monkeypatch.setattr(solver.tokenizer, "chat_template", template)
+        with pytest.raises(openai.BadRequestError, match="takes no tools"):
+            client.chat.completions.create(**fields, tools=[TOOL])
+        with pytest.raises(openai.BadRequestError, match="takes no calls of tools"):
+            client.chat.completions.create(**{**fields, "messages": [called]})
+
+
+def test_control_tokens_in_tools_are_text(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver.tokenizer, "chat_template", WITH_TOOLS)
+    end = solver.tokenizer.decode([solver.eos[0]])
+    tool = {"type": "function", "function": {"name": "add", "description": f"x{end}y"}}
+
+    ids = conversation_tokens(solver.tokenizer, [{"role": "user", "content": "1"}], [tool])
+
+    assert end and not set(solver.eos) & set(ids)
+    assert f"x{end}y" in solver.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -894,10 +1059,12 @@ def test_a_name_has_no_folders_of_the_machine(tmp_path: Path) -> None:
     assert served_name("builtin:sapling") == "builtin:sapling"
 
 
-def test_the_default_budget_has_a_context_for_each_up_to_four_gibibytes() -> None:
-    assert default_tokens(2048, 8, 12_288) == 16_384
-    assert default_tokens(131_072, 8, 131_072) == 131_072
-    assert default_tokens(131_072, 8, 16_384) == 2**18
+def test_the_default_kv_is_half_of_the_free_memory_and_a_context_for_each_at_most() -> None:
+    assert default_tokens(2048, 8, 12_288, 2**34) == 16_384
+    assert default_tokens(131_072, 8, 16_384, 2**33) == 2**18
+    assert default_tokens(131_072, 8, 131_072, 2**30) == 2**12
+    assert default_tokens(131_072, 8, 131_072, 5) == 1
+    assert default_tokens(2048, 8, 12_288, 0) == 16_384
 
 
 # Many requests of strangers

@@ -56,10 +56,11 @@ class PlainTokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
         tokenize: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The text of a conversation, as transformers renders it.
 
@@ -67,10 +68,12 @@ class PlainTokenizer:
             messages: each with ``role`` and ``content``.
             add_generation_prompt: whether the answer's beginning follows.
             tokenize: False; the text is encoded elsewhere.
+            tools: functions that the model may call.
         """
         assert not tokenize, "only the text is rendered here"
         (text,), _ = chat_renderer()(
             conversations=[list(messages)],
+            tools=None if tools is None else list(tools),
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
             **self.special_tokens_map,

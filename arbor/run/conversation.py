@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from arbor import components
@@ -13,12 +14,17 @@ from arbor.model.control_tokens import control_tokens, encode_marked
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits, Converses, Task
 from arbor.tasks.plain_text import PlainText, SteppedText
+from arbor.tasks.step_format import StepFormat
 from arbor.verifiers.exact import Exact
 
 STEPS = 64  # of a text at most, where its tokens are not used up before
 
 
-def conversation_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def conversation_tokens(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """Token ids of a conversation, up to the beginning of the next message.
 
     Without a chat template it is the contents, separated by empty lines. Control tokens named in
@@ -26,17 +32,42 @@ def conversation_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -
 
     Args:
         tokenizer: of the model.
-        messages: each with ``role`` and ``content``.
+        messages: each with ``role`` and ``content``; perhaps with ``tool_calls``.
+        tools: functions that the model may call, as chat templates read them.
 
     Raises:
+        UsageError: the chat template leaves tools or calls out.
         Exception: the chat template's own, where it refuses the messages.
     """
     mark = control_tokens(tokenizer).mark
-    marked = [{**each, "content": mark(each["content"])} for each in messages]
-    if not getattr(tokenizer, "chat_template", None):
-        return encode_marked(tokenizer, "\n\n".join(each["content"] for each in marked))
-    text = tokenizer.apply_chat_template(marked, add_generation_prompt=True, tokenize=False)
+    turns, offered = _marked(messages, mark), _marked(tools, mark) or None
+    template = getattr(tokenizer, "chat_template", None)
+    if any(each.get("tool_calls") for each in messages) and "tool_calls" not in str(template):
+        raise _left_out("calls of tools", "Write them into the messages.")
+    write = partial(
+        tokenizer.apply_chat_template, turns, add_generation_prompt=True, tokenize=False
+    )
+    text = write(tools=offered) if template else ""
+    if offered and text == (write() if template else ""):
+        raise _left_out("tools", "Leave them out, or describe them in a message.")
+    if not template:
+        return encode_marked(tokenizer, "\n\n".join(each["content"] for each in turns))
     return encode_marked(tokenizer, text, add_special_tokens=False)
+
+
+def _marked(value: Any, mark: Callable[[str], str]) -> Any:
+    """A value as JSON has it, with the names of control tokens marked in every text."""
+    if isinstance(value, str):
+        return mark(value)
+    if isinstance(value, Mapping):
+        return {mark(name): _marked(each, mark) for name, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_marked(each, mark) for each in value]
+    return value
+
+
+def _left_out(what: str, hint: str) -> UsageError:
+    return UsageError("chat-template", f"the model's chat template takes no {what}.", hint)
 
 
 def problem_of(messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
@@ -78,7 +109,11 @@ def with_system(task: Task, system: str) -> Task:
 
 
 def plain_decoding(
-    ends: Sequence[str], max_tokens: int, sampling: Sampling, choices: int = 1
+    ends: Sequence[str],
+    max_tokens: int,
+    sampling: Sampling,
+    choices: int = 1,
+    form: StepFormat | None = None,
 ) -> dict[str, Any]:
     """The fields of `Setup` that make a run continue a text without a search.
 
@@ -87,13 +122,14 @@ def plain_decoding(
         max_tokens: of a continuation.
         sampling: how tokens are chosen.
         choices: continuations.
+        form: what they have to match; None: anything.
     """
     return {
         "task": PlainText(),
         "controller": Chain(choices),
         "verifier": Exact(),
         "aggregate": Best(),
-        "boundary": BlockLimits(tuple(ends), max_tokens, 1),
+        "boundary": BlockLimits(tuple(ends), max_tokens, 1, form),
         "given_sampling": sampling,
         "max_expansions": None,
         "branch_stop": None,

@@ -28,10 +28,13 @@ from arbor.server.schema import (
 )
 from arbor.server.search_changes import search_changes, search_options
 from arbor.server.settings import ServerSettings
+from arbor.server.tool_calls import writes_calls
 from arbor.support.texts import one_line
 from arbor.tasks.plain_text import plain_problem
+from arbor.tasks.step_format import StepFormat
 
 COMPLETION_TOKENS = 16  # OpenAI's default
+MOST_CALLS = 128  # of functions in one choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Planned:
         stops: stop strings of plain decoding.
         searched: whether they are searches.
         with_logprobs: whether each token's log probability is wanted.
+        calls: calls of functions that are read in each choice, at most; 0: they stay text.
     """
 
     runs: tuple[Run, ...]
@@ -55,6 +59,7 @@ class Planned:
     stops: tuple[str, ...]
     searched: bool
     with_logprobs: bool
+    calls: int = 0
 
 
 def plan_chat(body: ChatRequest, engine: SharedEngine, settings: ServerSettings) -> Planned:
@@ -73,13 +78,24 @@ def plan_chat(body: ChatRequest, engine: SharedEngine, settings: ServerSettings)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     planning = _Planning(body, engine, settings, bool(body.logprobs))
     turns = _turns(body.messages)
+    form = None if body.response_format is None else body.response_format.form
     if body.search is not None:
+        for name, given in (("tools", body.offered), ("response_format", form)):
+            if given:
+                raise _not_of_a_search(name)
         with _of_the_messages():
             system, problem = problem_of(turns)
         return planning.searches(body.search, [problem], most, system)
-    tokens = _chat_tokens(engine.setup.checkpoint.read().tokenizer, turns)
+    if form is not None:
+        _check_form(form)
+    tokenizer = engine.setup.checkpoint.read().tokenizer
+    tokens = _chat_tokens(tokenizer, turns, body.offered)
     text = "\n\n".join(turn["content"] for turn in turns)
-    return planning.plain([(tokens, text)], most)
+    planned = planning.plain([(tokens, text)], most, form)
+    if not body.offered or not writes_calls(tokenizer):
+        return planned
+    calls = 1 if body.parallel_tool_calls is False else MOST_CALLS
+    return dataclasses.replace(planned, calls=calls)
 
 
 def plan_completion(
@@ -127,14 +143,40 @@ def plan_solve(body: SolveRequest, engine: SharedEngine, settings: ServerSetting
     return planning.searches(generating.arbor, [body.problem], body.max_tokens)
 
 
-def _chat_tokens(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:
+def _check_form(form: StepFormat) -> None:
+    """Refuse a schema that no text can be held to.
+
+    Raises:
+        Refusal: names the reason.
+    """
+    from arbor.engine.grammar import check_format
+
+    try:
+        check_format(form)
+    except UsageError as error:
+        words = f"{error.message} {error.hint if error.code == 'extra-missing' else ''}".strip()
+        raise Refusal(
+            400, "invalid_request", f"response_format: {words}", param="response_format"
+        ) from error
+
+
+def _not_of_a_search(name: str) -> Refusal:
+    return Refusal(400, "invalid_request", f"A search takes no {name}; leave it out.", param=name)
+
+
+def _chat_tokens(
+    tokenizer: Any, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[int]:
     """`conversation_tokens` of a request.
 
     Raises:
         Refusal: the chat template refuses the messages.
+        UsageError: it takes no tools.
     """
     try:
-        return conversation_tokens(tokenizer, turns)
+        return conversation_tokens(tokenizer, turns, tools)
+    except UsageError:
+        raise
     except Exception as error:  # the template's own
         raise Refusal(
             400,
@@ -145,16 +187,28 @@ def _chat_tokens(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int
         ) from error
 
 
-def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """The messages of a request as chat templates read them."""
-    return [
-        {
+def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages of a request as chat templates read them: arguments of calls are objects."""
+    turns = []
+    for message in messages:
+        turn: dict[str, Any] = {
             "role": "system" if message.role == "developer" else message.role,
             "content": message.text,
-            **({} if message.name is None else {"name": message.name}),
         }
-        for message in messages
-    ]
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(message, name)) is not None:
+                turn[name] = value
+        if message.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "id": each.id,
+                    "type": each.type,
+                    "function": {"name": each.function.name, "arguments": each.function.read},
+                }
+                for each in message.tool_calls
+            ]
+        turns.append(turn)
+    return turns
 
 
 @contextmanager
@@ -188,12 +242,18 @@ class _Planning:
         self._seed = secrets.randbits(32) if body.seed is None else body.seed % 2**64
         self._check_stops()
 
-    def plain(self, prompts: Sequence[tuple[list[int], str]], max_tokens: int | None) -> Planned:
+    def plain(
+        self,
+        prompts: Sequence[tuple[list[int], str]],
+        max_tokens: int | None,
+        form: StepFormat | None = None,
+    ) -> Planned:
         """Plain decoding.
 
         Args:
             prompts: token ids and text of each.
             max_tokens: of each choice; None: as many as the server allows and the context holds.
+            form: what each choice has to match; None: anything.
         """
         self._check_count(len(prompts))
         limit = self._settings.max_tokens
@@ -204,7 +264,7 @@ class _Planning:
                 f"max_tokens is {max_tokens:,}; the server allows {limit:,}.",
                 param="max_tokens",
             )
-        runs = [self._plain_run(tokens, text, max_tokens) for tokens, text in prompts]
+        runs = [self._plain_run(tokens, text, max_tokens, form) for tokens, text in prompts]
         return self._planned(runs, searched=False)
 
     def searches(
@@ -221,7 +281,7 @@ class _Planning:
         self._check_count(len(problems))
         if self._with_logprobs or self._body.stops:
             name = "logprobs" if self._with_logprobs else "stop"
-            raise Refusal(400, "invalid_request", f"A search takes no {name}.", param=name)
+            raise _not_of_a_search(name)
         setup = self._engine.setup
         changes = search_changes(search, setup, self._settings)
         with _of_the_messages():
@@ -245,7 +305,9 @@ class _Planning:
             self._with_logprobs,
         )
 
-    def _plain_run(self, tokens: list[int], text: str, max_tokens: int | None) -> Run:
+    def _plain_run(
+        self, tokens: list[int], text: str, max_tokens: int | None, form: StepFormat | None
+    ) -> Run:
         if not tokens:
             raise Refusal(400, "invalid_request", "The prompt is empty.")
         context = self._engine.setup.checkpoint.read().info.context
@@ -264,13 +326,15 @@ class _Planning:
         return self._engine.prepare(
             plain_problem(tokens, text),
             options,
-            **plain_decoding(self._body.stops, most, self._sampling(), self._choices),
+            **plain_decoding(self._body.stops, most, self._sampling(), self._choices, form),
         )
 
     def _sampling(self) -> Sampling:
         """The server's sampling with what the request changes."""
         asked = {name: getattr(self._body, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: value for name, value in asked.items() if value is not None}
+        if given.get("top_k") == -1:  # off, as vLLM has it
+            given["top_k"] = 0
         return dataclasses.replace(self._engine.setup.sampling, **given)
 
     def _check_count(self, prompts: int) -> None:

@@ -108,7 +108,7 @@ def refusal_of_body(error: ValidationError) -> Refusal:
             return Refusal(400, "invalid_json", f"The body is not JSON: {each['msg']}.")
         words = each["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         if each["type"] == "extra_forbidden":
-            words = "unknown or unsupported field"
+            words = "unknown or unsupported field; leave it out"
         known = found.setdefault(place, words)
         if words not in known.split(", or "):
             found[place] = f"{known}, or {words}"

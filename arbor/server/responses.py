@@ -14,6 +14,7 @@ from arbor.run.choices import Cost, Delta
 from arbor.run.text_stream import TextToken
 from arbor.server.planned import Planned
 from arbor.server.service import Ended
+from arbor.server.tool_calls import CallReader
 
 FINGERPRINT = f"arbor-{__version__}"
 DONE = b"data: [DONE]\n\n"
@@ -57,6 +58,7 @@ class Format:
         }
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()  # choices of a streamed chat whose role was sent
+        self._readers: dict[int, CallReader] = {}  # of these choices
 
     def index(self, run: int, choice: int) -> int:
         """The number of a run's choice among all of the response."""
@@ -83,14 +85,18 @@ class Format:
         }
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        text = "".join(choice.texts)
-        content: dict[str, Any] = {"text": text}
+        reader = CallReader(self._planned.calls)
+        text = reader.feed("".join(choice.texts))
+        rest, calls = reader.end()
+        content: dict[str, Any] = {"text": text + rest}
         if self._chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            words = text + rest
+            message = {"role": "assistant", "content": words or None if calls else words}
+            content = {"message": message | {"refusal": None} | _called(calls)}
         return {
             "index": index,
             **content,
-            "finish_reason": choice.finish,
+            "finish_reason": _finish(choice.finish, calls),
             "logprobs": self._logprobs(choice.tokens),
             **({} if choice.found is None else {"arbor": choice.found}),
         }
@@ -133,17 +139,24 @@ class Format:
     def chunk(self, run: int, delta: Delta) -> bytes:
         """What a choice has grown by; with its end comes the seed, which repeats the request."""
         index = self.index(run, delta.choice)
+        calls: list[dict[str, Any]] = []
         if self._chat:
             role = {} if index in self._begun else {"role": "assistant"}
             self._begun.add(index)
-            text = {"content": delta.text} if delta.text else {}
-            content: dict[str, Any] = {"delta": role | text}
+            reader = self._readers.setdefault(index, CallReader(self._planned.calls))
+            text = reader.feed(delta.text)
+            if delta.finish is not None:
+                rest, calls = reader.end()
+                text += rest
+            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
+            said = {"content": text} if text else {}
+            content: dict[str, Any] = {"delta": role | said | _called(numbered)}
         else:
             content = {"text": delta.text}
         choice = {
             "index": index,
             **content,
-            "finish_reason": delta.finish,
+            "finish_reason": _finish(delta.finish, calls),
             "logprobs": self._logprobs(delta.tokens),
             **({} if delta.found is None else {"arbor": delta.found}),
         }
@@ -181,6 +194,16 @@ class Format:
             "top_logprobs": None,
             "text_offset": [token.offset for token in tokens],
         }
+
+
+def _called(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The field of a message that has calls."""
+    return {"tool_calls": list(calls)} if calls else {}
+
+
+def _finish(finish: str | None, calls: Sequence[dict[str, Any]]) -> str | None:
+    """OpenAI's reason for the end of a choice."""
+    return "tool_calls" if calls and finish == "stop" else finish
 
 
 def usage(costs: Sequence[Cost]) -> dict[str, Any]:

@@ -6,9 +6,12 @@ the value that switches it off, and refused otherwise.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from arbor.tasks.step_format import StepFormat
 
 MOST_MESSAGES = 1024
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -19,6 +22,21 @@ Temperature = Annotated[float, Field(ge=0, le=2)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Setting = bool | int | float | Annotated[str, Field(max_length=64)] | None
 Component = Words | dict[Words, Setting]
+
+
+def off(*values: Any) -> AfterValidator:
+    """What checks a field that is not supported: null and the values that switch it off pass."""
+
+    def check(given: Any) -> Any:
+        for each in values:
+            if given == each and isinstance(given, bool) == isinstance(each, bool):
+                return given
+        if given is None:
+            return given
+        shown = " or ".join(json.dumps(each) for each in (*values, None)[: max(1, len(values))])
+        raise ValueError(f"this value is not supported; leave the field out or send {shown}")
+
+    return AfterValidator(check)
 
 
 class Body(BaseModel):
@@ -94,10 +112,34 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class TextFormat(Body):
-    """OpenAI's ``response_format``; only text is supported."""
+class JsonSchema(Body):
+    """The schema of a `ResponseFormat`; names and descriptions have no effect."""
 
-    type: Literal["text"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's ``response_format``: a text, a JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise ValueError('json_schema goes with the type "json_schema", and that one needs it')
+        return self
+
+    @property
+    def form(self) -> StepFormat | None:
+        """What the text has to match; None: anything."""
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return StepFormat("json", json.dumps(schema))
 
 
 class Generating(Body):
@@ -106,7 +148,7 @@ class Generating(Body):
     model: Words | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     n: Count | None = None
     seed: Seed | None = None
     max_tokens: Count | None = None
@@ -117,10 +159,19 @@ class Generating(Body):
     # without effect
     user: str | None = None
     # only as switched off
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    extra_body: Annotated[dict[str, Any], Field(max_length=0)] | None = None  # its_hub sends {}
+    frequency_penalty: Annotated[Any, off(0)] = None
+    presence_penalty: Annotated[Any, off(0)] = None
+    repetition_penalty: Annotated[Any, off(1)] = None
+    length_penalty: Annotated[Any, off(1)] = None
+    min_p: Annotated[Any, off(0)] = None
+    typical_p: Annotated[Any, off(1)] = None
+    min_tokens: Annotated[Any, off(0)] = None
+    logit_bias: Annotated[Any, off({})] = None
+    ignore_eos: Annotated[Any, off(False)] = None
+    use_beam_search: Annotated[Any, off(False)] = None
+    include_stop_str_in_output: Annotated[Any, off(False)] = None
+    skip_special_tokens: Annotated[Any, off(True)] = None
+    extra_body: Annotated[Any, off({})] = None  # its_hub sends it
 
     @property
     def search(self) -> Search | None:
@@ -129,8 +180,8 @@ class Generating(Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
-        if self.stop is None:
+        """Stop strings; none for an empty text."""
+        if not self.stop:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
@@ -148,18 +199,80 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    """A function that a model has called, with its arguments as JSON."""
+
+    name: Words
+    arguments: str
+
+    @model_validator(mode="after")
+    def _check(self) -> CalledFunction:
+        if not isinstance(self.read, dict):
+            raise ValueError("arguments are the text of a JSON object")
+        return self
+
+    @property
+    def read(self) -> Any:
+        """The arguments; None: not JSON."""
+        try:
+            return json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+
+
+class ToolCall(Body):
+    """A call in an assistant's message."""
+
+    id: Words | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(Body):
+    """A function that a model may call."""
+
+    name: Words
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """OpenAI's ``tools``: functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class Message(Body):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
     name: Words | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Words | None = None
+    # only as switched off
+    refusal: Annotated[Any, off()] = None
+    audio: Annotated[Any, off()] = None
+    annotations: Annotated[Any, off([])] = None
+    function_call: Annotated[Any, off()] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to an assistant's message")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id belongs to a tool's message")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
 
     @property
     def text(self) -> str:
-        """The content."""
-        if isinstance(self.content, str):
-            return self.content
+        """The content; empty where there is none."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         return "".join(part.text for part in self.content)
 
 
@@ -169,6 +282,9 @@ class ChatRequest(Generating):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[Any, off("auto", "none")] = None
+    response_format: ResponseFormat | None = None
     # without effect
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -177,11 +293,21 @@ class ChatRequest(Generating):
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
     # only as switched off
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    response_format: TextFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    top_logprobs: Annotated[Any, off(0)] = None
+    functions: Annotated[Any, off([])] = None
+    function_call: Annotated[Any, off("none", "auto")] = None
+    modalities: Annotated[Any, off(["text"])] = None
+    audio: Annotated[Any, off()] = None
+    prediction: Annotated[Any, off()] = None
+    web_search_options: Annotated[Any, off()] = None
+    reasoning_effort: Annotated[Any, off("none")] = None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        if self.tool_choice == "none":
+            return []
+        return [each.model_dump(exclude_none=True) for each in self.tools or ()]
 
 
 class CompletionRequest(Generating):
@@ -193,10 +319,10 @@ class CompletionRequest(Generating):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    logprobs: Annotated[Any, off(0)] = None  # those of the chosen tokens
     # only as switched off
-    echo: Literal[False] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
+    echo: Annotated[Any, off(False)] = None
+    suffix: Annotated[Any, off("")] = None
     best_of: Count | None = None
 
     @model_validator(mode="after")
