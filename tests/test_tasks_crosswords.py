@@ -13,7 +13,7 @@ from support.run_cli import Arbor
 
 from arbor.errors import InputError
 from arbor.measure.evaluation.results import results, scores
-from arbor.tasks.base import BoundedQuestions, Guesses, ReadsRows, Task
+from arbor.tasks.base import Guesses, ReadsRows, Task
 from arbor.tasks.crosswords import (
     EMPTY,
     NAMES,
@@ -82,12 +82,40 @@ def test_scores_count_letters_words_and_the_game() -> None:
     assert found["word"] == pytest.approx(1 / 10)
 
 
-def test_the_question_shows_the_board() -> None:
-    question = TASK.question(PROBLEM, ROWS[:1])
+def test_the_question_is_about_the_clues_with_two_known_letters() -> None:
+    across, crossing = TASK.question(PROBLEM, ROWS[:1]), TASK.question(PROBLEM, ROWS[:2])
 
-    assert isinstance(TASK, BoundedQuestions)
-    assert len(question.text.encode()) < TASK.max_question_tokens
-    assert "STUNG\n_____\n" in question.text and set(question.values.values()) == {0.0, 1.0}
+    assert across.text.endswith("-> sure\nHurt by a bee: S T U N G ->")
+    assert "; Pricked by a nettle: S T _ _ _; " in crossing.text
+    assert crossing.text.rpartition("\n")[2].count("_ _ _") == 5
+    assert crossing.values == {" sure": 1.0, " maybe": 0.5, " impossible": 0.0}
+
+
+def test_no_question_is_longer_than_the_one_at_no_thoughts() -> None:
+    longest = TASK.question(PROBLEM, ()).text
+    listed = TASK.proposal(PROBLEM, ()).text
+
+    assert all(clue.partition(". ")[2] in longest for clue in PROBLEM.text.splitlines())
+    for count in range(1, 5):
+        assert len(TASK.question(PROBLEM, ROWS[:count]).text) <= len(longest)
+        assert len(TASK.proposal(PROBLEM, ROWS[:count]).text) <= len(listed)
+
+
+def test_verdicts_of_ones_own_replace_the_labels() -> None:
+    question = replace(TASK, yes=(" yes",), no=(" no", " never")).question(PROBLEM, ROWS[:1])
+
+    assert question.values == {" yes": 1.0, " no": 0.0, " never": 0.0}
+    assert "yes or no.\n" in question.text and "-> yes\n" in question.text
+    assert "maybe" not in question.text and "sure" not in question.text
+
+
+def test_a_chat_model_is_shown_the_example_unless_shots_says_otherwise() -> None:
+    turns = TASK.turns(PROBLEM)
+
+    assert [each["role"] for each in turns] == ["user", "assistant", "user"]
+    assert filled([turns[1]["content"]]) == (("HEART", "EMBER", "ABUSE", "RESIN", "TREND"), True)
+    assert turns[2]["content"].endswith(PROBLEM.text)
+    assert len(replace(TASK, shots=0).turns(PROBLEM)) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,15 +181,41 @@ def test_the_means_of_scores_count_samples_without_one_as_zero() -> None:
     assert results([])["scores"] == {}
 
 
-def test_the_words_of_a_list_are_thoughts() -> None:
-    text = "1. h2. Tenor (certain)\n- v1: STRAY\nh3. abcdef\nh9. aaaaa\nh4\n* h4. noise, low\n"
+def test_the_words_of_a_list_are_thoughts_the_surest_first() -> None:
+    text = (
+        "1. h2. Tenor (low)\n- v1: STRAY\nh3. abcdef\nh9. aaaaa\nh4\n"
+        "* h4. noise, Certain\nH5. greek (medium)\nv4. noise (high\n"
+    )
 
-    proposal = TASK.proposal(TASK.parse(TASK.example), ("h1. stung\n",))
-
-    assert TASK.proposals(TASK.parse(TASK.example), (), text) == [
+    assert TASK.proposals(PROBLEM, (), text) == [
+        "h4. noise\n",
+        "v4. noise\n",
+        "h5. greek\n",
         "h2. tenor\n",
         "v1. stray\n",
-        "h4. noise\n",
     ]
-    assert proposal.text.startswith("The board is now\nSTUNG\n_____\n")
+
+
+def test_words_that_do_not_fit_are_no_thoughts_and_without_another_the_path_ends() -> None:
+    text = "h1. trend (certain)\nh1. stung (certain)\nv1. trend (certain)\nv2. tenor (low)\n"
+
+    assert TASK.proposals(PROBLEM, ROWS[:1], text) == ["v2. tenor\n"]
+    for empty in ("h1. trend (certain)\n", "None of them fits.\n", ""):
+        found = TASK.proposals(PROBLEM, ROWS[:1], empty)
+        assert len(found) == 1 and TASK.is_terminal(PROBLEM, [ROWS[0], *found])
+        assert TASK.answer(PROBLEM, [ROWS[0], *found]) == TASK.answer(PROBLEM, ROWS[:1])
+
+
+def test_the_list_question_shows_the_board_and_its_open_clues_after_an_example() -> None:
+    problem = TASK.parse("\n".join(f"{name}. Clue of {name}" for name in NAMES))
+    proposal = TASK.proposal(problem, ("h1. stung\n", "v1. stung\n"))
+    head, _, state = proposal.text.rpartition("\n\n")
+
+    assert state.startswith("Board:\nS T U N G\nT _ _ _ _\n")
+    assert "\nv2. Clue of v2: T _ _ _ _\n" in state and state.endswith("\nPossible words:\n")
+    assert "Clue of h1" not in state and "Clue of v1" not in state
+    example = TASK.parse(TASK.example)
+    answered = head.rpartition("Possible words:\n")[2]
+    assert len(TASK.proposals(example, ROWS[:1], answered)) == len(answered.splitlines())
     assert proposal.max_tokens == 10 * TASK.boundary.max_tokens
+    assert state.startswith(proposal.stop) and not proposal.text.endswith(proposal.stop)

@@ -6,19 +6,21 @@ names no word of the board or changes a letter.
 
 Source: Yao et al., Tree of Thoughts (arXiv 2305.10601), section 4.3: the share of letters, of words
 and of games that are right. Differs from its released code, which puts the board and the state of
-every clue into a new prompt for each thought: here a path is one text. There the deepest state
-counts; so here a path that ends early has the board of its legal lines as a guess.
+every clue into a new prompt for each thought: here a path is one text, which the questions follow
+(`arbor.tasks.crosswords_words`). There the deepest state counts; so here a path that ends early has
+the board of its legal lines as a guess.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from arbor.errors import InputError
-from arbor.tasks.base import Columns, Grade, Problem, Question
+from arbor.tasks import crosswords_words
+from arbor.tasks.base import Columns, Grade, Problem, Proposal, Question
 from arbor.tasks.grading.base import Grader, invalid
 from arbor.tasks.worded import Worded, spoken
 
@@ -28,8 +30,14 @@ NAMES = tuple(f"{side}{place}" for side in "hv" for place in range(1, SIZE + 1))
 
 _CLUE = re.compile(r"\s*([hv][1-5])\s*[.:]\s*(\S.*)")
 _WORD = re.compile(r"\s*([hv][1-5])\s*[.:]\s*([A-Za-z]{5})\s*")
-# after the mark of a list and before a remark such as (certain)
-_PROPOSED = re.compile(rf"(?:[-*\s]|[0-9]{{1,3}}[.)]\s)*{_WORD.pattern}(?![A-Za-z])")
+_CONFIDENCES = crosswords_words.CONFIDENCES
+# after the mark of a list, and before a remark such as (certain)
+_PROPOSED = re.compile(
+    rf"(?:[-*\s]|[0-9]{{1,3}}[.)]\s)*{_WORD.pattern}(?![A-Za-z])"
+    rf"(?:[\W_]*({'|'.join(_CONFIDENCES)})\b)?",
+    re.IGNORECASE,
+)
+_NO_WORD = "done"  # a line that fills no word, which ends a path
 
 EXAMPLE = (
     "Hurt by a bee",
@@ -43,6 +51,7 @@ EXAMPLE = (
     "Random part of a signal",
     "From Athens",
 )
+EXAMPLE_WORD = "stung"  # the first of its words
 
 Board = tuple[str, ...]  # rows of `SIZE` signs each
 
@@ -155,35 +164,66 @@ class Crosswords(Worded):
     def guess(self, problem: Problem, text: str) -> str | None:
         return self.answer(problem, [text])
 
-    @property
-    def max_question_tokens(self) -> int:
-        """See `BoundedQuestions`: a question shows the board, whose letters may be a token each."""
-        text = self.question(Problem("", self.name, ""), ()).text
-        return len(text.encode()) + 1
+    def turns(self, problem: Problem) -> list[dict[str, str]]:
+        """See `GivesTurns`; without `shots`, a chat model is shown the examples too."""
+        template = self.prompt_template()
+        shots = len(template.examples) if self.shots is None else self.shots
+        return template.turns(problem.text, shots)
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        asked = (
-            f"The board is now\n{_shown(thoughts)}\nDo all words fit their clues, and can the rest be "
-            f"filled? Answer {self.yes[0].strip()} or {self.no[0].strip()}."
-        )
+        """See `Task.question`: about the clues with two known letters or more, as released; at no
+        thoughts about all, so that no later question is longer."""
+        clues = _clues_of(problem, filled(thoughts)[0])
+        known = [(clue, word) for _, clue, word in clues if word.count(EMPTY) <= SIZE - 2]
+        asked = known or [(clue, word) for _, clue, word in clues]
+        own = (self.yes, self.no) != (Worded.yes, Worded.no)
         verdicts = dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0)
-        return Question(f"\n{asked}\nAnswer:", verdicts, Question(asked, verdicts))
+        labels = verdicts if own else crosswords_words.LABELS
+        return Question(f"\n{crosswords_words.value_question(asked, labels)}", labels)
 
-    def list_question(self, thoughts: Sequence[str]) -> str:
-        return (
-            f"The board is now\n{_shown(thoughts)}\nPossible next words, surest first, each on a "
-            "line such as 'h2. motor':\n"
+    def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
+        """See `Proposes`; a list ends where the model goes on with a board."""
+        return replace(super().proposal(problem, thoughts), stop=(crosswords_words.BOARD,))
+
+    def list_question(self, problem: Problem, thoughts: Sequence[str]) -> str:
+        example = Problem("", self.name, self.example)
+        return crosswords_words.list_question(
+            _state(problem, thoughts), _state(example, [f"{NAMES[0]}. {EXAMPLE_WORD}\n"])
         )
 
     def proposals(self, problem: Problem, thoughts: Sequence[str], text: str) -> list[str]:
-        """See `Proposes`: every line with the name of a word and five letters."""
-        found = (_PROPOSED.match(line) for line in spoken(text).splitlines())
-        return [self._ended(f"{match[1]}. {match[2].lower()}") for match in found if match]
+        """See `Proposes`: lines with a word that fits on the board, the surest first; without one,
+        a line that ends the path."""
+        board, _ = filled(thoughts)
+        found = [match for line in spoken(text).splitlines() if (match := _PROPOSED.match(line))]
+        found.sort(key=_doubt)
+        fits = [
+            f"{match[1].lower()}. {match[2].lower()}"
+            for match in found
+            if _with_word(board, match[1].lower(), match[2].upper()) is not None
+        ]
+        return [self._ended(line) for line in fits or [_NO_WORD]]
 
 
-def _shown(thoughts: Sequence[str]) -> str:
-    """The board of a path, a row on each line."""
-    return "\n".join(filled(thoughts)[0])
+def _doubt(proposed: re.Match[str]) -> int:
+    """The place of a proposal's confidence, the highest first; the last without one."""
+    confidence = (proposed[3] or "").lower()
+    return _CONFIDENCES.index(confidence) if confidence else len(_CONFIDENCES)
+
+
+def _clues_of(problem: Problem, board: Board) -> list[tuple[str, str, str]]:
+    """Names, clues and the words on the board, with `EMPTY` where a letter is not known."""
+    found = (_CLUE.fullmatch(line) for line in problem.text.splitlines())
+    clues = [(match[1], match[2]) for match in found if match]
+    return [(*clue, word) for clue, word in zip(clues, words_of(board), strict=True)]
+
+
+def _state(problem: Problem, thoughts: Sequence[str]) -> str:
+    """The board of a path and its open clues, as the model is shown them."""
+    board, _ = filled(thoughts)
+    clues = _clues_of(problem, board)
+    opened = [(f"{name}. {clue}", word) for name, clue, word in clues if EMPTY in word]
+    return crosswords_words.state(board, opened)
 
 
 def filled(thoughts: Sequence[str]) -> tuple[Board, bool]:

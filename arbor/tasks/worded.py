@@ -260,11 +260,13 @@ class Worded(ABC):
 
     def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
         """See `Proposes`; the template's question, else the task's."""
-        text = self.prompt_template().question(problem.text) or self.list_question(thoughts)
+        text = self.prompt_template().question(problem.text) or self.list_question(
+            problem, thoughts
+        )
         gap = "" if thoughts and thoughts[-1].endswith("\n") else "\n\n"
         return Proposal(f"{gap}{text}", self.listed * self.boundary.max_tokens)
 
-    def list_question(self, thoughts: Sequence[str]) -> str:
+    def list_question(self, problem: Problem, thoughts: Sequence[str]) -> str:
         """The question for next steps of a template that has none."""
         return "Several possible next steps, each on a line of its own.\nPossible next steps:\n"
 
