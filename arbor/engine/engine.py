@@ -780,12 +780,16 @@ class Engine:
 
     def _require(self, nodes: Sequence[Node], extra: Sequence[int]) -> None:
         """Raise `BudgetInfeasible` unless what is required of each node's path fits with its extra
-        tokens."""
+        tokens; a part of full retention is made to leave room for them."""
         rules = self._parts.rules
         ends = [rules.required(node) for node in nodes]
         needed = max((end + more for end, more in zip(ends, extra, strict=True)), default=0)
-        account = self.state.account(nodes[0].tree) if nodes else None
-        if account is None or account.part is not None:  # there is room for any expansion
+        if not nodes:
+            return
+        account = self.state.account(nodes[0].tree)
+        if account.part is not None:  # it leaves room for any expansion where paths stay whole
+            opened = self.state.trees[nodes[0].tree]
+            opened.least = max(opened.least, needed)
             return
         if needed > (slots := account.slots):
             what = f"{rules.must_fit} with its next block"

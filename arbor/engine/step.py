@@ -142,7 +142,7 @@ class Stepper:
 
     def _join(self) -> None:
         """Admit what fits, and give slots to what its paths miss."""
-        admitted = [(group, group.rows, group.admit()) for group in self._schedulers.groups]
+        admitted = [(group, list(group.rows), group.admit()) for group in self._schedulers.groups]
         admitted = [each for each in admitted if each[2]]
         joined = self._joined = Joined.of([mine for _, _, mine in admitted])
         if not joined:
@@ -196,7 +196,7 @@ class Stepper:
                     mine.begins,
                     want=mine.fresh,
                     reserve=len(group.rows) + mine.asked,
-                    running=[row.node for row in running if row not in mine.rows],
+                    running=[row.node for row in running],
                     most=next((visit.most for visit in mine.visits), None),
                 )
             except DoesNotFit as error:
