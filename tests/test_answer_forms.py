@@ -42,26 +42,30 @@ def judged(task: Any, text: str, key: str) -> tuple[bool, bool]:
     return whole, path
 
 
+WORDED = "gsm8k reasoning math aime"  # tasks of problems in words
+
 KINDS: list[tuple[str, str, str, bool]] = [
     # Markdown
-    ("reasoning math gsm8k aime", "42", "**Final answer:** __42__", True),
-    ("reasoning math gsm8k aime", "42", "Therefore, **the answer is 42!**", True),
-    ("reasoning math gsm8k aime", "42", "### Final Answer\n\n`42`", True),
-    ("reasoning math gsm8k aime", "42", "> - **Answer: $42$**", True),
-    ("reasoning math gsm8k aime", "42", "So she has\n\n__42__", True),
+    (WORDED, "42", "**Final answer:** __42__", True),
+    (WORDED, "42", "Therefore, **the answer is 42!**", True),
+    (WORDED, "42", "### Final Answer\n\n`42`", True),
+    (WORDED, "42", "> - **Answer: $42$**", True),
+    (WORDED, "42", "So she has\n\n__42__", True),
     # display mathematics
     ("math", r"\frac{14}{3}", "Thus we get\n\\[\nx = \\frac{14}{3}.\n\\]", True),
-    ("reasoning math gsm8k aime", "42", "The final answer is\n\n$$\n42.\n$$", True),
-    ("reasoning math gsm8k aime", "42", "Answer:\n\\[\n\\mathbf{42}\n\\]\nas asked.", True),
+    (WORDED, "42", "The final answer is\n\n$$\n42.\n$$", True),
+    (WORDED, "42", "Answer:\n\\[\n\\mathbf{42}\n\\]\nas asked.", True),
     # text behind the answer
-    ("reasoning math gsm8k aime", "42", "The answer is 42, which is 6 times 7.", True),
-    ("reasoning math gsm8k aime", "42", "The answer is 42 (6 * 7 = 42) and we are done.", True),
-    ("reasoning math gsm8k aime", "42", "The answer is 42. Indeed the answer is right.", True),
-    ("reasoning math gsm8k aime", "42", "The answer is 42. The answer is a whole number.", True),
-    ("reasoning math gsm8k aime", "42", "The answer is 41. No, the answer is 42.", True),
-    ("reasoning math gsm8k aime", "41", "The answer is 41. No, the answer is 42.", False),
+    (WORDED, "42", "The answer is 42, which is 6 times 7.", True),
+    (WORDED, "42", "The answer is 42 (6 * 7 = 42) and we are done.", True),
+    (WORDED, "42", "The answer is 42. Indeed the answer is right.", True),
+    (WORDED, "42", "The answer is 42. The answer is a whole number.", True),
+    (WORDED, "42", "The answer is 41. No, the answer is 42.", True),
+    (WORDED, "41", "The answer is 41. No, the answer is 42.", False),
     ("math", r"\text{Evelyn}", "The answer is **Evelyn**, who ran 5 km.", True),
     ("math", "1,-2", "The answer is $1$ and $-2$, since 1 - 2 = -1.", True),
+    (WORDED, "108", "So the house cost 108. The answer is within \\boxed{}.", True),
+    (WORDED, "108", "So the house cost 108.\n\nThe final answer is in the box: \\boxed{ }", True),
     # hashes and headings
     ("gsm8k reasoning math", "18", "#### 18 km/h\n\nQ: 3 + 4?\n#### 7", True),
     ("gsm8k reasoning math", "18", "#### **€18** a day\n#### 7", True),
@@ -118,6 +122,100 @@ KINDS: list[tuple[str, str, str, bool]] = [
     ("math", r"(3,5]", r"\boxed{3 \le x \le 5}", False),
     ("math", r"(-\infty,1)\cup[4,\infty)", r"\boxed{x < 1 \text{ or } x \ge 4}", True),
     ("math", r"x\ge 4", r"\boxed{[4,\infty)}", True),
+    # intervals as they are written in French
+    ("math reasoning", r"(2,\infty)", r"The answer is $]2, +\infty[$.", True),
+    ("math reasoning", r"(2,\infty)", r"\boxed{x \in \left]2;\infty\right[}", True),
+    ("math reasoning", r"[2,5)", r"**Answer:** [2, 5[", True),
+    ("math reasoning", r"(-1,3]", r"\boxed{]-1,3]}", True),
+    ("math reasoning", r"[2,3]", r"\boxed{[2;3]}", True),
+    ("math reasoning", r"(0.5,3)", r"\boxed{]0,5;3[}", True),
+    ("math", r"(\frac{1}{2},3]", r"\boxed{]0,5;3]}", True),
+    ("math", r"(-\infty,1)\cup[4,\infty)", r"\boxed{]-∞,1[ ∪ [4,+∞[}", True),
+    ("math", r"1 < x \le 2", r"\boxed{]1,2]}", True),
+    ("math", r"[1.2,3.4]", r"\boxed{[1,2;3,4]}", False),  # a matrix
+    ("math reasoning", r"[2,3]", r"\boxed{]2,3[}", False),
+    ("math reasoning", r"[2,3]", r"\boxed{[2,3[}", False),
+    ("math reasoning", r"[2,5)", r"\boxed{]2,5[}", False),
+    ("math reasoning", r"(2,\infty)", r"\boxed{]3,\infty[}", False),
+    ("math", r"\{2,3\}", r"\boxed{]2,3[}", False),
+    # numbers in words
+    (WORDED, "12", "The answer is twelve.", True),
+    (WORDED, "24", "The answer is twenty-four dollars.", True),
+    (WORDED, "42", "**Answer: Forty two**", True),
+    (WORDED, "42", "The answer is forty-two, since 6 * 7 = 42 and 4 + 3 = 7.", True),
+    (WORDED, "42", "The answer is forty‑two (6 * 7 = 42).", True),
+    (WORDED, "105", "#### one hundred and five", True),
+    (WORDED, "24", "#### Twenty-four dollars\n\nQ: 3 + 4?\n#### 7", True),
+    (WORDED, "105", r"\boxed{\text{one hundred and five eggs}}", True),
+    ("gsm8k reasoning math", "1500", "Answer: One thousand, five hundred dollars", True),
+    ("gsm8k reasoning math", "105000", "The answer is a hundred and five thousand.", True),
+    ("gsm8k reasoning math", "1200", "The answer is **twelve hundred** metres.", True),
+    ("gsm8k reasoning math", "2.5", "The answer is two and a half hours.", True),
+    ("gsm8k reasoning math", "-5", "The answer is negative five.", True),
+    ("gsm8k reasoning math", "36", "The answer is three dozen eggs.", True),
+    ("math", r"\text{six}", r"\boxed{6}", True),
+    (WORDED, "12", "Forty-two", False),
+    (WORDED, "42", "Forty-two", True),
+    (WORDED, "7", "Of the balls twelve of them are red, so 7", True),
+    (WORDED, "7", "#### twelve of them are red, so 7", True),
+    (WORDED, "24", "The answer is twenty.", False),
+    (WORDED, "20", "The answer is twenty-four.", False),
+    (WORDED, "20", "The answer is twenty twelve.", False),
+    (WORDED, "5", "The answer is five six.", False),
+    (WORDED, "1", "The answer is one of the friends.", False),
+    (WORDED, "1", "The answer is one that we know.", False),
+    (WORDED, "1", "The answer is no one.", False),
+    (WORDED, "1", "First, we count.", False),
+    (WORDED, "1", "The answer is the first.", False),
+    ("gsm8k reasoning", "1000000.5", "The answer is a million and a half.", False),
+    (WORDED, "100", "The answer is hundreds.", False),
+    (WORDED, "100", "The answer is hundred.", False),
+    (WORDED, "3", "#### Three steps\nThat makes 18.", False),
+    (WORDED, "18", "#### Three steps\nThat makes 18.", True),
+    ("math", "5", r"\boxed{five sixths}", False),
+    # a stated number, and what it was counted from
+    ("gsm8k reasoning math", "64", "The answer is $64 for 16 glasses.", True),
+    ("gsm8k", "16", "The answer is $64 for 16 glasses.", False),
+    ("gsm8k", "60", "The answer is 60 miles in 2 hours.", True),
+    ("gsm8k reasoning math", "9", "The answer is 9 eggs after 7 days, I think.", True),
+    ("gsm8k", "3", "The answer is 3 to 4.", False),
+    ("gsm8k", "7/3", "The answer is 2 and 1/3 cups.", True),
+    (WORDED, "2", "The answer is two, three.", False),
+    (WORDED, "12", r"\boxed{\text{Twelve}}", True),
+    (WORDED, "12", r"\boxed{\text{twelve} \text{ eggs}}", True),
+    (WORDED, "12", "The answer is **twelve** eggs.", True),
+    (WORDED, "12", "The answer is twelve (12).", True),
+    (WORDED, "12", "Answer: 12 (twelve) eggs", True),
+    (WORDED, "50", "The answer is fifty percent.", True),
+    (WORDED, "12", "#### Twelve", True),
+    ("gsm8k reasoning math", "1.5", "#### 1.5 hours\n\nQ: 3 + 4?\n#### 7", True),
+    ("gsm8k reasoning math", "6", "The answer is half a dozen eggs.", True),
+    ("gsm8k reasoning math", "500000", "The answer is half a million.", True),
+    ("gsm8k", "2", "The answer is two out of three.", False),
+    ("gsm8k", "31", "#### Thirty-one days in January\nThat makes 7.", False),
+    ("gsm8k reasoning math", "10", "The answer is $10 more than the $5 he had.", True),
+    ("gsm8k reasoning math", "40", "The answer is 40% of the 200 students.", True),
+    ("gsm8k reasoning math", "8", "The answer is 8 hours to fill 2 tanks.", True),
+    ("gsm8k reasoning math", "12", "The answer is 12 apples each for 3 kids.", True),
+    ("gsm8k", "3", "The answer is 3 of 4.", False),
+    ("gsm8k reasoning math", "7", "#### 7 eggs left\n\n#### Check\n3 + 4 = 7, 12 - 5", True),
+    # headings of a list
+    (WORDED, "18", "#### 1.\nAdd. That makes 18.", True),
+    (WORDED, "1", "#### 1.\nAdd. That makes 18.", False),
+    (WORDED, "18", "#### 1. Calculate the parts.\nThat makes 18.", True),
+    (WORDED, "18", "#### **1.** Calculate\nThat makes 18.", True),
+    (WORDED, "18", "#### 2)\nThat makes 18.", True),
+    (WORDED, "18", "#### 1. 16 eggs are laid.\n#### 2. 2 are added.\nThat makes 18.", True),
+    (WORDED, "18", "#### 1.Add\n#### 2.\nThat makes 18.", True),
+    (WORDED, "18", "#### 1.1 Count the eggs\nThat makes 18.", True),
+    (
+        WORDED,
+        "18",
+        "#### 1. Add\n3 + 4 = 7\n#### 2. Sum\nIn all\n#### 18.\nQ: 3 + 4?\n#### 7",
+        True,
+    ),
+    (WORDED, "18", "#### 18.\n\nQ: 3 + 4?\n#### 7", True),
+    (WORDED, "18", "#### Rs 18\n\nQ: 3 + 4?\n#### 7", True),
 ]
 
 
@@ -141,6 +239,18 @@ def test_an_answer_is_read_as_people_read_it(tasks: str, key: str, text: str, ri
 def test_a_letter_is_read_as_people_read_it(text: str, letter: str) -> None:
     task = ARC()
     assert task.answer(task.parse(task.example), [text]) == letter
+
+
+@pytest.mark.parametrize("number", ["24", "twenty-four", "one"])
+@pytest.mark.parametrize(
+    "said", ["The answer is **N days**.", "The answer is N days, as is known."]
+)
+def test_options_that_differ_in_their_units_are_different(number: str, said: str) -> None:
+    task = ARC()
+    text = said.replace("N", number)
+    problem = task.parse(f"How long?\nA. {number} hours\nB. {number} days\nC. {number} weeks")
+
+    assert task.answer(problem, [text]) == "B"
 
 
 @pytest.mark.parametrize(

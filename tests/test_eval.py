@@ -1029,7 +1029,7 @@ def test_invalid_answers_are_counted_apart_and_the_grader_is_named(command: Arbo
     found = ran.document
     assert (found["n"], found["right"], found["invalid"], found["no_answer"]) == (3, 1, 1, 0)
     assert found["methods"] == {"none": 1, "text": 2}
-    assert found["grader"] == "exact/2"
+    assert found["grader"] == "exact/3"
     assert [row["grade"]["extracted"] is None for row in rows()] == [False, False, True]
     shown = command("eval", "problems.jsonl", "--task", "reasoning", "--output", "out")
     assert "invalid     1" in shown.out
@@ -1076,12 +1076,12 @@ def test_a_run_with_another_grader_or_prompt_is_not_resumed(command: Arbor) -> N
     run(command, three())
     config = Path("out/run.toml")
     text = config.read_text("utf-8")
-    assert 'grader_version = "exact/2"' in text and "prompt_version = " in text
+    assert 'grader_version = "exact/3"' in text and "prompt_version = " in text
 
-    config.write_text(text.replace("exact/2", "exact/0"), encoding="utf-8")
+    config.write_text(text.replace("exact/3", "exact/0"), encoding="utf-8")
 
     ran = run(command, three())
-    assert ran.code == 2 and "grader_version (exact/0 there, exact/2 here)" in ran.err
+    assert ran.code == 2 and "grader_version (exact/0 there, exact/3 here)" in ran.err
 
 
 def progress_of(samples: int, at_once: int) -> tuple[Progress, list[float]]:

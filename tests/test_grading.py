@@ -46,7 +46,7 @@ PAIRS: list[tuple[str, str, bool, str]] = [
     ("4210_5", "4210", False, "the base"),
     ("3/6", "1/2", True, ""),
     (r"2.54\times10^3", "2540", True, ""),
-    ("6", r"\text{six}", False, ""),
+    ("6", r"\text{six}", True, ""),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", "(1,2)", False, ""),
     # more of the same kinds
     ("0.25", "25", False, ""),

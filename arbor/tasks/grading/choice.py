@@ -10,6 +10,7 @@ from arbor.tasks.base import Grade
 from arbor.tasks.grading.base import graded, invalid
 from arbor.tasks.grading.extraction import stated
 from arbor.tasks.grading.notation import normalise
+from arbor.tasks.grading.number_words import in_digits
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -21,7 +22,7 @@ _STANDALONE = re.compile(r"(?<![\w'’])\(?([A-Z])\)?(?![\w'’])")
 class Choice:
     """Letters compared as letters; ``(b)``, ``B.`` and ``B. gravity`` are B."""
 
-    version = "choice/2"
+    version = "choice/3"
 
     def check(self) -> None:
         """No package is needed."""
@@ -54,10 +55,11 @@ def stated_letter(text: str, options: Sequence[str]) -> str | None:
         return None
     letter = letter_of(answer)
     if letter is None:
-        plain = _plain(answer)
-        same = [place for place, option in enumerate(options) if _plain(option) == plain]
-        if len(same) == 1:
-            return LETTERS[same[0]]
+        for read in (_written, _plain):
+            said = read(answer)
+            same = [place for place, option in enumerate(options) if read(option) == said]
+            if len(same) == 1:
+                return LETTERS[same[0]]
         leading = _STANDALONE.match(normalise(answer))
         letter = leading[1] if leading else None
     return letter if letter and letter in LETTERS[: len(options)] else None
@@ -69,6 +71,11 @@ def last_letter(text: str, options: Sequence[str]) -> str | None:
     allowed = LETTERS[: len(options)]
     found = [each for each in _STANDALONE.findall(lines[-1]) if each in allowed] if lines else []
     return found[-1] if found else None
+
+
+def _written(text: str) -> str:
+    """A text with its units, which may be all that options differ in."""
+    return " ".join(in_digits(text.strip(" .*$")).casefold().split())
 
 
 def _plain(text: str) -> str:

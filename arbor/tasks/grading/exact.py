@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from arbor.tasks.base import Grade
 from arbor.tasks.grading.base import graded, invalid
-from arbor.tasks.grading.extraction import marked
+from arbor.tasks.grading.extraction import EMPTY_BOX, marked
 from arbor.tasks.grading.notation import LONGEST, normalise, number, same
-
-_EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
 
 
 @dataclass(frozen=True)
 class Exact:
     """No rounding, no tolerance, no factor of 100: 4.6667 is not 14/3, and 50 % is 50, not 0.5."""
 
-    version = "exact/2"
+    version = "exact/3"
 
     def check(self) -> None:
         """No package is needed."""
@@ -36,7 +33,7 @@ class Exact:
 
 def canonical(answer: str | None) -> str | Grade:
     """An answer without notation; the grade of a text without one."""
-    if answer is None or not _EMPTY_BOX.sub("", answer).strip():
+    if answer is None or not EMPTY_BOX.sub("", answer).strip():
         return invalid("There is no answer.")
     extracted = normalise(marked(answer) or answer)
     if not extracted or len(extracted) > LONGEST:

@@ -11,14 +11,21 @@ from __future__ import annotations
 import re
 
 from arbor.tasks.grading.notation import LONGEST, grouped, normalise, number
+from arbor.tasks.grading.number_words import in_digits
 from arbor.tasks.grading.units import FACTORS
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE = re.compile(r"-?\d[\d.,/]*(?<![.,/])")
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*(\S[^\n]*)")
-_HEADING = re.compile(r"[*_ ]*(?:\(?\d{1,3}[.):]\s*[*_]*\s*[^\s*_\d]|[A-Za-z]+\s+\d+\b)")
-_BARE_MARKER = re.compile(r"[*_ ]*\d{1,3}[.):][*_ ]*")
+_HEADING = re.compile(
+    r"[*_ ]*(?:\(?\d{1,3}[.):]\s*[*_]*\s*[^\s*_\d]|\(?\d{1,3}[):][*_ ]*$|\d{1,2}(?:\.\d{1,2})+\.?\s+[A-Z][a-z]{2}"
+    r"|(?!(?i:answer|total|result|Rs|USD|EUR|GBP)\b)[A-Za-z]+\s+\d+\b)"
+)
+_NUMBERING = re.compile(r"[*_ ]*\(?(\d{1,3})[.):]")
+_LISTED = re.compile(rf"{_NUMBERING.pattern}[*_]*(?=\s|$)")
+_COUNTED_HEADING = re.compile(r"1?\d\s+[A-Za-z]|\d+(?:\s+[A-Za-z]+){2}")  # Two cases
 _LABEL = re.compile(r"[*_ ]*(?:the )?(?:final |correct )?(?:answer|total|result)\b", re.IGNORECASE)
 
 _DETOUR = (
@@ -73,6 +80,7 @@ _WHY = re.compile(
 _ASIDE = re.compile(r"(?<=[\w$%}*])\s+\((?=[^()]*(?:=|(?<![\\A-Za-z])[A-Za-z]{3}))")
 _GOES_ON = re.compile(
     r"\s+and\s+(?=[A-Za-z]{2})|,\s+(?!(?:and|or)\s+[-$\\\d])(?=[^,]*?(?<![\\A-Za-z])[A-Za-z]{2,})"
+    r"|\s+(?:for|from|than|each|after|before|during|with|when|while|(?:of|to)(?=\s+[A-Za-z]{2})|(?<=[a-z]{3}\s)(?:in|on|over|at|within))\s+(?=.*\d)"
 )
 _COUNTED = re.compile(r"([£€$]?-?\d[\d,.]*\s+[A-Za-z]{2,}[^,]*),\s")
 _LEADS_WITH_NUMBER = re.compile(r"[-+(]?\s*(?:[£€$¥₹]|\\[$(]|Rs\.?|USD)?\s*[-+]?\.?\d")
@@ -158,20 +166,25 @@ def marked(text: str) -> str | None:
 def hashed(text: str) -> str | None:
     """The first number after ``####``, with what belongs to it: ``#### 18 thousand dollars``.
 
-    Headings of Markdown do not count: "#### 1. Add the parts", "#### Step 2".
+    Headings of Markdown do not count: "#### 1. Add the parts", "#### Step 2", "#### Two cases".
+    A number with a full stop is one where it is the next of a list: "#### 1.", not "#### 18."
     """
-    lines = [match[1].strip() for match in _HASHES.finditer(text)]
-    numbered = (
-        any(map(_HEADING.match, lines)) or sum(map(bool, map(_BARE_MARKER.fullmatch, lines))) > 1
-    )
-    for line in lines:
-        if _HEADING.match(line) or (numbered and _BARE_MARKER.fullmatch(line)):
+    numbers = 0  # of the last heading of a list
+    for match in _HASHES.finditer(text):
+        line = match[1].strip()
+        numbering = _NUMBERING.match(line)
+        place = int(numbering[1]) if numbering else numbers
+        listed = place == numbers + 1 and _LISTED.match(line)
+        if listed or _HEADING.match(line):
+            numbers = place
             continue
         boxed = boxes(line)
         if boxed:
             return boxed[-1]
         label = _LABEL.match(line)
         found = phrase(line[label.end() :] if label else line)
+        if not any(map(str.isdigit, line)) and _COUNTED_HEADING.match(in_digits(found)):
+            continue
         if _LEADS_WITH_NUMBER.match(normalise(found)) or "=" in found:
             value = single_number(found)
             if value is not None:
@@ -201,7 +214,12 @@ def stated(text: str) -> str | None:
 
 
 def _is_remark(said: str) -> bool:
-    """Whether what follows "the answer is" says something about it: a verdict, or a sentence."""
+    r"""Whether what follows "the answer is" says something about it: a verdict, or a sentence.
+
+    So does one that only names the box: "within \boxed{}".
+    """
+    if EMPTY_BOX.search(said):
+        return True
     if _LEADS_WITH_NUMBER.match(normalise(said)) or "\\" in said:
         return False
     if _VERDICT.match(said):
@@ -227,10 +245,13 @@ def phrase(text: str) -> str:
         text = text[joined.end() :]
     if parts:
         return ", ".join(parts)
+    text = in_digits(text)
     end = _SENTENCE_END.search(text)
-    text = text[: end.start()] if end else text
+    sentence = text = text[: end.start()] if end else text
     for pattern in (_WHY, _ASIDE):
         text = pattern.split(text, maxsplit=1)[0]
+    if in_digits(text) != text:
+        return sentence  # "one that we know" counts nothing
     counted = _COUNTED.match(text)
     if counted:
         text = counted[1]
@@ -279,7 +300,12 @@ def single_number(text: str) -> str | None:
 
 
 def numbers_in(text: str) -> list[str]:
-    """Every number of a text, as written, with a factor in words; markers of lists do not count."""
+    """Every number of a text, as written, with a factor in words; markers of lists do not count.
+
+    A number in words counts if it is the whole text.
+    """
     text = grouped(text)
     found = _NUMBERS.findall(_LIST_MARKER.sub("", text)) or _NUMBERS.findall(text)
+    if not found and number(words := normalise(text)) is not None:
+        return [words]
     return [value + factor for value, factor in found]

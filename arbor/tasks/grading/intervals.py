@@ -1,4 +1,4 @@
-r"""Intervals: inequalities of one variable in the notation of intervals, ``2<x\le 7`` as (2,7]."""
+r"""Intervals in one notation, as (2,7]: inequalities, ``2<x\le 7``, and the French ``]2,7]``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,37 @@ _AND = re.compile(r"\s*(?:\band\b|\\land\b|\\wedge\b)\s*")
 _REALS = r"(?:\s*\\in\s*(?:\\mathbb\s*\{?R\}?|\\R|R))?"
 _SET_OF = re.compile(rf"\\?\{{\s*{_LETTER}{_REALS}\s*(?:\\mid\b|:|\|)\s*(.+?)\s*\\?\}}")
 _INTERVAL = re.compile(r"[(\[].+,.+[)\]]")
-_MEMBER = re.compile(rf"{_LETTER}\s*\\in\b\s*")
+_MEMBER = re.compile(rf"{_LETTER}\s*\\in\b\s*(?=[(\[\]])")
+_END = r"(?:[^()\[\],;]|\([^()]*\))+"
+_DECIMAL_END = _END.replace(",", "")  # 0,5 where a semicolon stands between the ends
+_PART = re.compile(rf"([(\[\]])(?:({_END}),({_END})|({_DECIMAL_END});({_DECIMAL_END}))([)\[\]])")
+_PARTS = re.compile(rf"{_PART.pattern}(?:\s*(?:\\cup|\\cap|,|\bor|\band)\s*{_PART.pattern})*")
 
 Bound = tuple[str, str]  # a bracket and a value; without a value the line goes on
 
 
 def is_interval(text: str) -> bool:
     """Whether a normalised answer is written as an interval, or several."""
-    return _INTERVAL.fullmatch(_MEMBER.sub("", text, count=1)) is not None
+    return _INTERVAL.fullmatch(text) is not None
+
+
+def plain_intervals(text: str) -> str:
+    r"""Intervals with the brackets of English: ``]2;+\infty[`` is ``(2,\infty)``.
+
+    Args:
+        text: a normalised answer; one that is not an interval, or several, stays as it is.
+    """
+    member = _MEMBER.match(text)
+    text = text[member.end() :] if member else text
+    return _PART.sub(_in_english, text) if _PARTS.fullmatch(text) else text
+
+
+def _in_english(match: re.Match[str]) -> str:
+    if match[4] and "," in match[0] and match[1] != "]" and match[6] != "[":
+        return match[0]  # perhaps a matrix, [1,2;3,4]
+    ends = match.group(2, 3) if match[2] else (end.replace(",", ".") for end in match.group(4, 5))
+    low, high = (end.strip().replace("+\\infty", "\\infty") for end in ends)
+    return f"{match[1].replace(']', '(')}{low},{high}{match[6].replace('[', ')')}"
 
 
 def as_interval(text: str) -> str | None:

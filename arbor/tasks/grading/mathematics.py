@@ -13,8 +13,7 @@ Decided here instead, before it is asked or after it:
 - several boxes: the last one, by extraction.
 
 Kept from it: an unordered list (1,2 and 2,1), ±2 and 2,-2, 50 % and 0.5 as well as 50 % and 50.
-It misses words for numbers (six), a column vector written as a point, and products with i in
-another order.
+It misses a column vector written as a point, and products with i in another order.
 
 The library evaluates powers and factorials of any size (``9^{9^{9^{9}}}``), and its own time limit
 needs the main thread; so it runs in a `Worker`, which is killed after some seconds. Numbers of over
@@ -69,7 +68,7 @@ class Mathematics:
 
     @property
     def version(self) -> str:
-        return f"math/2 {PACKAGE}/{_library_version()}"
+        return f"math/3 {PACKAGE}/{_library_version()}"
 
     def check(self) -> None:
         """Refuse to begin without the library.

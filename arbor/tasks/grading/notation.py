@@ -6,6 +6,8 @@ import re
 import unicodedata
 from fractions import Fraction
 
+from arbor.tasks.grading.intervals import plain_intervals
+from arbor.tasks.grading.number_words import in_digits
 from arbor.tasks.grading.units import FACTOR, FACTORS, without_unit
 
 LONGEST = 400  # characters of an answer; a longer text does not count as one
@@ -13,6 +15,7 @@ LONGEST = 400  # characters of an answer; a longer text does not count as one
 # Characters as LaTeX
 _SIGNS = str.maketrans(
     {"−": "-", "–": "-", "÷": "/", "⁄": "/", "∕": "/", "。": ".", "’": "'", "…": "\\ldots "}
+    | dict.fromkeys("\u2010\u2011", "-")
     | dict.fromkeys("\u00a0\u202f\u2009\u2002\u2003\u3000", " ")
     | {
         character: f"\\{command} "
@@ -111,7 +114,8 @@ _PERCENT = re.compile(r"\s*(?:\\?%|(?i:per ?cent)\b)")
 def normalise(answer: str) -> str:
     """An answer without notation: markup, spacing, units and currencies, the full stop.
 
-    Characters of Unicode become LaTeX. A text far too long for an answer stays as it is.
+    Characters of Unicode become LaTeX, numbers in words digits, and the brackets of French
+    intervals English ones. A text far too long for an answer stays as it is.
     """
     if len(answer) > 4 * LONGEST:
         return answer.strip()
@@ -120,13 +124,13 @@ def normalise(answer: str) -> str:
     text = text.replace("\\%", "%").replace("{,}", ",")
     text = _SPACING.sub(" ", re.sub(r"\\!\s*", "", _NO_BRACKET.sub("", text)))
     text = _DEGREES.sub("", text).rstrip(" .,;")
-    text = without_unit(text)
+    text = without_unit(in_digits(text))
     while (bare := _unwrapped(_WRAPPED.sub(r"\1", text))) != text:
-        text = without_unit(bare)
+        text = without_unit(in_digits(bare))
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
     text = re.sub(r"\s+", " ", text).rstrip(" .,;").strip()
-    return _in_base(text)
+    return _in_base(plain_intervals(text))
 
 
 def _in_latex(text: str) -> str:
@@ -209,7 +213,7 @@ def number(text: str) -> Fraction | None:
     text = _THOUSANDS.sub(r"\1 thousand", text) if _THOUSANDS.search(text[-2:]) else text
     while match := _TIMES.fullmatch(text):
         factor *= FACTORS[match[2].lower()]
-        text = "1" if match[1].lower() in ("a", "an", "one") else match[1]
+        text = match[1]
     value = _plain_number(text)
     return None if value is None else value * factor
 

@@ -15,12 +15,14 @@ _CHANGED = re.compile(
     r"\d\s*(?:[kKM]\b|squared|cubed|[xyzn]\b|[_^!])"
 )  # a number that is not the value
 
+_AND_PART = re.compile(r"(?<=\d)\s+and\s+(?=\d+\s*/\s*\d+$|\\frac)")  # 2 and 1/3 cups
+
 
 @dataclass(frozen=True)
 class Numeric:
     """Numbers compared as exact fractions: ``$1,234.50`` is 1234.5, and 72 clips are 72."""
 
-    version = "number/2"
+    version = "number/3"
 
     def check(self) -> None:
         """No package is needed."""
@@ -50,7 +52,7 @@ class Integer:
 
     @property
     def version(self) -> str:
-        return "integer/2"
+        return "integer/3"
 
     def check(self) -> None:
         """No package is needed."""
@@ -83,7 +85,7 @@ def number_of(text: str | None) -> Fraction | None:
     """
     if text is None or len(text) > 10_000:
         return None
-    plain = normalise(marked(text) or text)
+    plain = _AND_PART.sub(" ", normalise(marked(text) or text))
     one = single_number(plain)
     if one is not None:
         return number(one)

@@ -20,7 +20,7 @@ _NO_UNIT = re.compile(
     r"tenth|hundredth|thousandth|root)s?|plus|minus|over|choose|mod|modulo|and|but|not|nor|than|"
     r"with|base|undefined|infinity|inf|infty|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|"
     r"exp|sqrt|gcd|lcm|max|min|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|cdot|frac|"
-    r"left|right|text",
+    r"text",
     re.IGNORECASE,
 )
 _ABBREVIATION = re.compile(
