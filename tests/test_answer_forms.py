@@ -16,6 +16,7 @@ from support.real_data import VARIABLE, data_folder
 from arbor.tasks.aime import AIME
 from arbor.tasks.arc import ARC
 from arbor.tasks.base import Problem
+from arbor.tasks.grading.number_words import in_digits
 from arbor.tasks.gsm8k import GSM8K
 from arbor.tasks.math import Math
 from arbor.tasks.reasoning import Reasoning
@@ -227,6 +228,14 @@ def test_an_answer_is_read_as_people_read_it(tasks: str, key: str, text: str, ri
         assert judged(TASKS[name], text, key) == (right, right), name
 
 
+@pytest.mark.parametrize("joint", [" and ", " ", ", "])
+def test_every_number_in_words_is_that_number(joint: str) -> None:
+    for value in (*range(1200), *range(1999, 10**6, 9973), *range(10**6, 10**9, 99_999_973)):
+        words = forms.in_words(value, joint)
+        assert in_digits(words) == str(value), words
+        assert in_digits(f"{words.title()} eggs") == f"{value} eggs", words
+
+
 @pytest.mark.parametrize(
     ("text", "letter"),
     [
@@ -287,6 +296,10 @@ def gsm8k_cases(keys: list[str]) -> Iterator[Case]:
             for form in some:
                 yield from ((task, key, forms.fill(form, text), True) for text in grouped)
                 yield from ((task, key, forms.fill(form, text), False) for text in near)
+            for form in forms.WORD_FORMS:
+                for number in (int(plain), *map(int, filter(str.isdigit, near))):
+                    words = forms.in_words(number, " and " if len(plain) % 2 else " ")
+                    yield task, key, forms.fill(form, words), number == int(plain)
             for form in forms.FACTOR_FORMS:
                 for share, word in forms.factored(key):
                     yield task, key, forms.fill(form, share, word), True

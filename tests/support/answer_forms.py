@@ -175,6 +175,12 @@ FACTOR_FORMS = (
     "\\boxed{\\text{«A» «F» eggs}}",
     "\\boxed{«A» «F»}",
 )
+WORD_FORMS = (
+    "The answer is «A».",
+    "**Answer: «A» dollars**, since 9 * 2 = 18",
+    "\\boxed{\\text{«A»}}",
+    "#### «A»",
+)
 
 
 def fill(form: str, answer: str, factor: str = "") -> str:
@@ -189,6 +195,37 @@ def number_texts(answer: str) -> Iterator[str]:
     if len(plain.lstrip("-")) > 3:
         for separator in (",", "{,}", "\\,", ",\\!", " ", "\u202f", "\\ ", "~"):
             yield f"{int(plain):,}".replace(",", separator)
+
+
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+
+
+def in_words(value: int, joint: str = " and ") -> str:
+    """A whole number in English words.
+
+    Args:
+        joint: between hundreds and what is below; American English has none.
+    """
+    if value < 0:
+        return f"minus {in_words(-value, joint)}"
+    if value < 20:
+        return _ONES.split()[value]
+    if value < 100:
+        tens = _TENS.split()[value // 10 - 2]
+        return f"{tens}-{in_words(value % 10)}" if value % 10 else tens
+    size, word = next(
+        each
+        for each in ((10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
+        if value >= each[0]
+    )
+    rest = value % size
+    between = joint if rest < 100 else " "
+    whole = f"{in_words(value // size, joint)} {word}"
+    return f"{whole}{between}{in_words(rest, joint)}" if rest else whole
 
 
 def factored(answer: str) -> Iterator[tuple[str, str]]:
