@@ -287,8 +287,8 @@ def math_texts(answer: str) -> Iterator[str]:
         else answer
     )
     yield re.sub(r"\\sqrt\{([^{}]+)\}", r"√(\1)", answer)
-    yield re.sub(r"\^\{?2\}?(?!\d)", "²", answer)
-    yield re.sub(r"\^\{?3\}?(?!\d)", "³", answer)
+    yield re.sub(r"\^(?:\{2\}|2(?!\d))", "²", answer)
+    yield re.sub(r"\^(?:\{3\}|3(?!\d))", "³", answer)
 
 
 def math_near(answer: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from arbor.tasks.grading.notation import LONGEST, grouped, normalise, number
-from arbor.tasks.grading.number_words import in_digits
+from arbor.tasks.grading.number_words import in_digits, numbers_in_words
 from arbor.tasks.grading.units import FACTORS
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
@@ -29,7 +29,7 @@ _COUNTED_HEADING = re.compile(r"1?\d\s+[A-Za-z]|\d+(?:\s+[A-Za-z]+){2}")  # Two 
 _LABEL = re.compile(r"[*_ ]*(?:the )?(?:final |correct )?(?:answer|total|result)\b", re.IGNORECASE)
 
 _DETOUR = (
-    r"(?:\s+(?:to|for|of|in)\s+[^.,:;=!?\n]{1,60}?)?(?:\s*\([^()\n]{1,40}\))?"
+    r"(?:,\s+[^.,:;=!?\n\d]{1,40},|\s+(?:to|for|of|in)\s+[^.,:;=!?\n]{1,60}?)?(?:\s*\([^()\n]{1,40}\))?"
     r"(?:\s+(?:therefore|thus|hence|then|would|should|must|will|could|indeed|also|now))*"
 )
 _MARKS = r"(?:\*\*\*|\*\*|__|\*|_|`)?"
@@ -37,17 +37,23 @@ _SAYS_ANSWER = re.compile(
     rf"(?<![A-Za-z])answer\b{_DETOUR}\s*{_MARKS}\s*(?:\bis\b|\bare\b|\bbe\b|\bequals\b|:|=)",
     re.IGNORECASE,
 )
+_IS_ANSWER = re.compile(
+    r"(?<![\w.,])((?:\*\*|__|[$£€]|\\[($])*-?\d\S{0,20}(?:[ ][A-Za-z]{3,20}){0,2}[*_]*)\s+is\s+"
+    r"(?:the|our|my)\s+(?:(?:final|correct|required|right)\s+)?answer\b",
+    re.IGNORECASE,
+)
 _ANSWER_HEADING = re.compile(
     r"^[ \t>]{0,8}(?:#{1,6} *[*_]*|[*_]{2,3})(?:the )?(?:final |correct )?answer[*_:. ]{0,8}$",
     re.IGNORECASE | re.MULTILINE,
 )
 _FILLER = re.compile(
-    r"(?:\s|[>:=]|\#+(?=\s)|-\s(?=\s*[*$\\A-Za-z])|(?:simply|indeed|therefore|thus|hence|then|also|just|exactly"
-    r"|approximately|about|roughly|equal\ to|given\ by|as\ follows|clearly|actually)\b:?|"
+    r"(?:\s|[>:=]|\#+(?=\s)|(?<=\n)[-*\u2022]\s+(?=\S)|`{3}[a-z]*\n|-\s(?=\s*[*$\\A-Za-z])|(?:simply|indeed|therefore|thus|hence|then|also|just|exactly"
+    r"|a\ total\ of|approximately|about|roughly|equal\ to|given\ by|as\ follows|clearly|actually)\b:?|"
     r"(?:the\s+)?(?:final\s+|correct\s+)?answer\s+is\b)+",
     re.IGNORECASE | re.VERBOSE,
 )
 _CLOSED_BEFORE = re.compile(r"^(?:\*{1,3}|_{1,3}|`)(?=\s|:)")  # as in **Answer:** 42
+_NOT_BUT = re.compile(r"not\s[^.\n]{1,40}?\sbut\s(?:rather\s)?", re.IGNORECASE)
 _FIRST_ENTRY = re.compile(r"^1[.)]\s+(?=[*$\\]*-?[\d\\$])")
 _VERDICT = re.compile(
     r"(?:(?:not|also|indeed|now|very|thus|therefore|in fact|most|quite|already|both)\s+)*"
@@ -72,12 +78,15 @@ _DELIMITED = (
 )
 _JOINED = re.compile(r"\s*(?:,\s*(?:and|or)?|and|or)\s*(?=\$|\\\(|\*\*)")
 _FACTOR_BEHIND = re.compile(rf"\s*(?:{'|'.join(FACTORS)}|percent)s?\b|\s*\\?%", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"(?<!\bRs)(?<!\bapprox)[.!?](?=[\s*_`]|$)|\n|<\|")
+_SENTENCE_END = re.compile(r"(?<!\bRs)(?<!\bapprox)(?<!\\)[.!?](?=[\s*_`]|$)|\n|<\|")
 _WHY = re.compile(
     r",?\s+(?:because|since|which|where|who|whose|that|as|so|given|meaning|i\.e|but|after|"
     r"[-\u2013\u2014]+(?=\s*[A-Za-z]{2})|\u2014)(?!\w)|\s*\u2014|;"
 )
-_ASIDE = re.compile(r"(?<=[\w$%}*])\s+\((?=[^()]*(?:=|(?<![\\A-Za-z])[A-Za-z]{3}))")
+_ASIDE = re.compile(
+    r"(?<=[\w$%}*])\s+\((?=[^()]*(?:=|(?<![\\A-Za-z])[A-Za-z]{3}))"
+    r"|(?<=[a-z]{3})(?<!sin|cos|tan|log|exp|qrt)\s+\((?=[\d\s.$]+[*×·/+-][\d\s.$*×·/+-]+\))"
+)
 _GOES_ON = re.compile(
     r"\s+and\s+(?=[A-Za-z]{2})|,\s+(?!(?:and|or)\s+[-$\\\d])(?=[^,]*?(?<![\\A-Za-z])[A-Za-z]{2,})"
     r"|\s+(?:for|from|than|each|after|before|during|with|when|while|(?:of|to)(?=\s+[A-Za-z]{2})|(?<=[a-z]{3}\s)(?:in|on|over|at|within))\s+(?=.*\d)"
@@ -200,12 +209,13 @@ def stated(text: str) -> str | None:
     answer = marked(text)
     if answer is not None:
         return answer
-    ends = {
-        match.end() for match in (*_SAYS_ANSWER.finditer(text), *_ANSWER_HEADING.finditer(text))
-    }
+    behind = (*_SAYS_ANSWER.finditer(text), *_ANSWER_HEADING.finditer(text))
+    places = {match.end(): text[match.end() : match.end() + 4 * LONGEST] for match in behind}
+    before = (match for match in _IS_ANSWER.finditer(text) if single_number(match[1]) is not None)
+    places |= {match.end(): match[1] for match in before}
     described = None
-    for end in sorted(ends, reverse=True):
-        said = phrase(text[end : end + 4 * LONGEST])
+    for _, place in sorted(places.items(), reverse=True):
+        said = phrase(place)
         if normalise(said) and not _is_remark(said):
             if not _DESCRIBES.match(said):
                 return said
@@ -232,6 +242,8 @@ def phrase(text: str) -> str:
     text = _CLOSED_BEFORE.sub("", text)
     filler = _FILLER.match(text)
     text = text[filler.end() :] if filler else text
+    if not_but := _NOT_BUT.match(text):
+        text = text[not_but.end() :]
     if filler and "\n" in filler[0]:
         text = _FIRST_ENTRY.sub("", text, count=1)
     parts: list[str] = []
@@ -302,10 +314,8 @@ def single_number(text: str) -> str | None:
 def numbers_in(text: str) -> list[str]:
     """Every number of a text, as written, with a factor in words; markers of lists do not count.
 
-    A number in words counts if it is the whole text.
+    Numbers in words count in a text without digits.
     """
     text = grouped(text)
     found = _NUMBERS.findall(_LIST_MARKER.sub("", text)) or _NUMBERS.findall(text)
-    if not found and number(words := normalise(text)) is not None:
-        return [words]
-    return [value + factor for value, factor in found]
+    return [value + factor for value, factor in found] or numbers_in_words(text)

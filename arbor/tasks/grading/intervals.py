@@ -31,7 +31,7 @@ Bound = tuple[str, str]  # a bracket and a value; without a value the line goes 
 
 def is_interval(text: str) -> bool:
     """Whether a normalised answer is written as an interval, or several."""
-    return _INTERVAL.fullmatch(text) is not None
+    return _INTERVAL.fullmatch(_MEMBER.sub("", text, count=1)) is not None
 
 
 def plain_intervals(text: str) -> str:
@@ -41,8 +41,8 @@ def plain_intervals(text: str) -> str:
         text: a normalised answer; one that is not an interval, or several, stays as it is.
     """
     member = _MEMBER.match(text)
-    text = text[member.end() :] if member else text
-    return _PART.sub(_in_english, text) if _PARTS.fullmatch(text) else text
+    start = member.end() if member else 0
+    return _PART.sub(_in_english, text) if _PARTS.fullmatch(text, start) else text
 
 
 def _in_english(match: re.Match[str]) -> str:

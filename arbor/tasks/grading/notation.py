@@ -89,7 +89,7 @@ _BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7,
     "sixteen": 16,
 }
 
-_VARIABLE = re.compile(r"([A-Za-z])\s*=\s*(?=\S)")
+_VARIABLE = re.compile(r"([A-Za-z])\s*(?:=|\\in\b)\s*(?=\S)")
 _SUM = re.compile(r"(?:[^A-Za-z\\]|\\(?:times|cdot|div|frac|sqrt)\b)+=\s*(?=[^=]+$)")  # 9 + 9 = 18
 _CHOICE = re.compile(r"\(([A-Z])\)")
 _BRACED = re.compile(r"([_^])\{(\w)\}")  # x^{2} is x^2
@@ -119,10 +119,10 @@ def normalise(answer: str) -> str:
     """
     if len(answer) > 4 * LONGEST:
         return answer.strip()
-    text = grouped(_in_latex(answer))
+    text = grouped(_NO_BRACKET.sub("", _in_latex(answer)))
     text = _unwrapped(text.replace("\\$", "").replace("$", ""))
     text = text.replace("\\%", "%").replace("{,}", ",")
-    text = _SPACING.sub(" ", re.sub(r"\\!\s*", "", _NO_BRACKET.sub("", text)))
+    text = _SPACING.sub(" ", re.sub(r"\\!\s*", "", text))
     text = _DEGREES.sub("", text).rstrip(" .,;")
     text = without_unit(in_digits(text))
     while (bare := _unwrapped(_WRAPPED.sub(r"\1", text))) != text:
@@ -262,10 +262,10 @@ def has_factor(text: str) -> bool:
 
 
 def same(answer: str, expected: str) -> bool:
-    """Whether two normalised answers are equal: as numbers, or as text.
+    r"""Whether two normalised answers are equal: as numbers, or as text.
 
     Text is compared without spaces; plain words also without case; a single capital letter also in
-    parentheses. ``x = 5`` is 5, but not ``y = 5``.
+    parentheses. ``x = 5`` is 5, but not ``y = 5``; so with ``\in``.
     """
     mine, theirs = _VARIABLE.match(answer), _VARIABLE.match(expected)
     if mine is None or theirs is None or mine[1] == theirs[1]:

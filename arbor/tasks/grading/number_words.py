@@ -23,15 +23,16 @@ _WORD = rf"(?:{'|'.join((*_VALUES, *_SCALES))})\b"
 _JOINT = rf"(?:\s*,)?(?:\s+and)?(?:\s+|[{_HYPHENS}])"
 _HALF = r"\s+and\s+(?:a|one)[\s-]half\b"
 _NUMBER = re.compile(
-    rf"((?:minus|negative)\s+)?(?:((?:an?\s+(?={'|'.join(_SCALES)}))?{_WORD}(?:{_JOINT}{_WORD})*)"
+    rf"(?<![{_HYPHENS}\w])((?:minus|negative)\s+)?(?:((?:an?\s+(?={'|'.join(_SCALES)}))?{_WORD}(?:{_JOINT}{_WORD})*)"
     rf"({_HALF})?|(\d+){_HALF}|half\s+an?(?=\s+(?:{'|'.join(_SCALES)})\b))",
     re.IGNORECASE,
 )
+_FACTOR = re.compile(rf"\s+(?:{'|'.join(_SCALES)})\b", re.IGNORECASE)  # half a dozen
 _TOKEN = re.compile(r"[a-z]+|,")
 # What follows a word that counts nothing by itself: "one of them", "five sixths", "one that"
 _COUNTS_NOT = re.compile(
     rf"\s*[{_HYPHENS}]\s*\w|\s+(?:of|out|that|who|which|whose|where|we|you|can|could|may|might|must|"
-    r"should|would|will|has|have|had|is|are|was|were|does|do|to|or|and|if|by|point|possible|way|"
+    r"should|would|will|has|have|had|does|do|to|or|and|if|by|point|possible|way|"
     r"hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|"
     r"thousandth)s?)\b",
     re.IGNORECASE,
@@ -41,15 +42,32 @@ _COUNTS_NOT = re.compile(
 def in_digits(text: str) -> str:
     """A text whose number in words at its beginning is in digits; others stay as they are."""
     found = _NUMBER.match(text)
-    if found is None or _COUNTS_NOT.match(text, found.end()):
+    value = _read(found) if found else None
+    if found is None or value is None:
         return text
+    return value + text[found.end() :].removeprefix(f" ({value})")  # twelve (12)
+
+
+def numbers_in_words(text: str) -> list[str]:
+    """The numbers in words of a text, in digits; "one" alone is mostly a pronoun and none."""
+    values = []
+    for found in _NUMBER.finditer(text):
+        value, factor = _read(found), _FACTOR.match(text, found.end())
+        if value and value != "1":
+            values.append(value + (factor[0] if factor else ""))
+    return values
+
+
+def _read(found: re.Match[str]) -> str | None:
+    """A number in words in digits; None where it is none, or counts nothing by itself."""
+    if _COUNTS_NOT.match(found.string, found.end()):
+        return None
     words = _TOKEN.findall((found[2] or "").lower())
     value = _value(words, _SCALES) if words else int(found[4] or 0)
     if value is None or (found[3] and words[-1] in _SCALES):  # a million and a half
-        return text
+        return None
     half = ".5" if found[3] or not words else ""
-    rest = text[found.end() :].removeprefix(f" ({value})")  # twelve (12)
-    return f"{'-' if found[1] else ''}{value}{half}{rest}"
+    return f"{'-' if found[1] else ''}{value}{half}"
 
 
 def _value(words: Sequence[str], scales: Sequence[str]) -> int | None:

@@ -73,9 +73,9 @@ class Integer:
 
 
 def said_number(text: str) -> str | None:
-    """What a text says is its answer, if that is a number."""
+    """What a text says is its answer, if that is a number, or several, which are none."""
     said = stated(text)
-    return None if number_of(said) is None else said
+    return said if said and (number_of(said) is not None or len(numbers_in(said)) > 1) else None
 
 
 def number_of(text: str | None) -> Fraction | None:
