@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8, help="problems decoding at a time")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-questions", action="store_true", help="only judges that ask nothing")
     parser.add_argument("--chains", type=Path, help="JSON lines: chains, and what judged them")
     add_options(parser)
     args = parser.parse_args()
@@ -291,6 +292,8 @@ def _whole(solver: Solver, args: argparse.Namespace) -> Iterator[dict[str, Any]]
         kept = list(decoded(solver, problems, args.concurrency))
         _keep(args.chains, kept)
     for number, chain in enumerate(kept, 1):
+        if args.no_questions:
+            chain.setdefault("judged", {})
         if "judged" not in chain:
             chain["judged"] = judged(solver, chain)
             if number % 25 == 0 or number == len(kept):
