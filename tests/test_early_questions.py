@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+import torch
 
 from arbor import Solver
 from arbor.events import Boundary, Event, Forwarded, Selected, Verified
+from arbor.run.early_questions import EarlyQuestions
+from arbor.tree import Node
 
 SEARCHES = ["tot", "beam", "mcts"]
 
@@ -46,3 +51,22 @@ def test_blocks_are_judged_while_others_wait_and_are_not_computed_again_for_it(
     assert asked_early(whole) == 0 and asked_early(events) > 2
     # what is left are paths of later blocks; judged at the end of a wave, it was twice as much
     assert again < {"tot": 0.2, "beam": 0.3, "mcts": 0.6}[controller] * generated
+
+
+def test_an_early_answer_does_not_keep_the_logits_of_other_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[int] = []
+    take = EarlyQuestions.take
+
+    def looking(
+        self: EarlyQuestions, nodes: Sequence[Node], questions: Sequence[Sequence[int]]
+    ) -> dict[int, torch.Tensor]:
+        found = take(self, nodes, questions)
+        kept.extend(each.untyped_storage().nbytes() // each.nbytes for each in found.values())
+        return found
+
+    monkeypatch.setattr(EarlyQuestions, "take", looking)
+    searched("tot", 0.25)
+
+    assert len(kept) > 10 and set(kept) == {1}

@@ -176,7 +176,8 @@ class Asking(Reading):
         if exiting is not None and exiting.audit:
             self.full[question.place] = logits
             logits = logits if exiting.early is None else exiting.early
-        self.answers[question.place] = logits
+        # what is kept for longer does not keep the logits of all other rows
+        self.answers[question.place] = logits.clone() if self.is_early else logits
 
     @property
     def extra(self) -> list[int]:
