@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from html import escape
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,6 +39,7 @@ from arbor.server.refusals import refusal_of, without_paths
 from arbor.server.schema import ChatRequest, CompletionRequest, Search, SolveRequest
 from arbor.server.settings import read_keys, served_name
 from arbor.trace import Replay, read_trace
+from arbor.view.page import list_style
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -407,8 +409,10 @@ def test_searches_are_shown_on_a_page(solver: Solver, monkeypatch: pytest.Monkey
     gate = Gate(monkeypatch)
     hand = "<b>4 5 6 10</b>"
     with serving(solver, live=True) as running:
-        assert "0 in progress, 0 ended" in running.send("/")[2]["text"]
-        running.send(CHAT, chat(HANDS[0], arbor={"max_expansions": 2}))
+        empty = running.send("/")[2]["text"]
+        assert "0 in progress, 0 ended" in empty and "No search yet" in empty
+        assert list_style() in empty and 'name="viewport"' in empty
+        solved = running.send(CHAT, chat(HANDS[0], seed=3, arbor={}))[2]["choices"][0]["arbor"]
         running.send(COMPLETIONS, {"prompt": "not shown", "max_tokens": 1})
         gate.close()
         held = running.begin(SOLVE, {"problem": HANDS[1]})
@@ -416,6 +420,7 @@ def test_searches_are_shown_on_a_page(solver: Solver, monkeypatch: pytest.Monkey
         until(lambda: "running" in running.send("/")[2]["text"])
         index = running.send("/")[2]["text"]
         assert "1 in progress, 1 ended" in index and "not shown" not in index
+        assert solved["answer"] and f">{escape(solved['answer'])}<td>" in index
         links = re.findall(r'href="(live/[^"]+)"', index)
         for link, name in zip(links, (HANDS[1], HANDS[0]), strict=True):
             status, headers, page = running.send(f"/{link}")

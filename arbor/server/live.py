@@ -8,33 +8,54 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from arbor.events import Event, Header
+from arbor.events import Answered, Event, Header
 from arbor.metrics import MetricsFold
 from arbor.run.recording import Recording
 from arbor.server.public import PublicRecords
 from arbor.support.texts import clipped, one_line
 from arbor.view import html_page
+from arbor.view.page import list_style
 from arbor.view.page_trace import PageTrace, shortened
 
 MOST = 16  # searches that are kept
 MOST_BYTES = 4 * 2**20  # of packed events of each
+MOST_SHOWN = 80  # characters of a problem or an answer
 REFRESH_S = 2  # after which a page of what is in progress is read again
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>arbor: searches</title>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <meta http-equiv="refresh" content="{refresh}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>arbor: searches</title>
+<link rel="icon" href="data:,">
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }}
-table {{ border-collapse: collapse; width: 100% }}
-th, td {{ text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #8884 }}
-td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums }}
-:root {{ color-scheme: light dark }}
-</style></head><body><h1>Searches</h1><p>{summary}</p>
-<table><tr><th>problem<th>status<th class="n">blocks<th class="n">tokens
-<th class="n">KV, at most<th class="n">budget<th class="n">seconds</tr>
-{rows}</table></body></html>
+{style}
+</style>
+</head>
+<body>
+<h1>Searches</h1>
+<p>{summary}</p>
+{table}
+</body>
+</html>
 """
+STYLE = """
+@media (max-width: 48rem) {
+  thead { display: none; }
+  tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  td { display: inline-block; padding: 0 .8rem 0 0; border: 0; }
+  td.words { display: block; max-width: none; overflow-wrap: anywhere; }
+  td.words:empty { display: none; }
+  td[data-name]::before { content: attr(data-name) " "; color: var(--muted); }
+}
+"""
+NUMBERS = ("blocks", "tokens", "peak KV", "budget", "seconds")
+NONE_YET = """<p class="hint">No search yet. This page shows requests with the field <code>arbor</code>
+and those to <code>/v1/solve</code>.</p>"""
 
 
 class LiveSearch:
@@ -50,6 +71,8 @@ class LiveSearch:
         self.id = secrets.token_urlsafe(8)
         self.problem = problem
         self.status = "waiting"
+        self.answer: str | None = None
+        self.guessed = False
         self._source = source
         self._name = name
         self._metrics = MetricsFold()
@@ -66,6 +89,8 @@ class LiveSearch:
         """One more event."""
         if isinstance(event, Header):
             self.status, self._began_s = "running", time.monotonic()
+        elif isinstance(event, Answered):
+            self.answer, self.guessed = event.text, event.guessed
         self._metrics(event)
         self._recording(event)
 
@@ -81,11 +106,18 @@ class LiveSearch:
         began, ended = self._began_s, self._ended_s
         seconds = 0.0 if began is None else (time.monotonic() if ended is None else ended) - began
         numbers = (counts.nodes, counts.tokens_generated, counts.peak_tokens, counts.budget_tokens)
-        cells = "".join(f'<td class="n">{number:,}' for number in numbers)
-        text = escape(clipped(one_line(self.problem), 80))
+        figures = [f"{number:,}" for number in numbers] + [f"{seconds:.1f}"]
+        cells = "".join(
+            f'<td class="n" data-name="{name}">{figure}'
+            for name, figure in zip(NUMBERS, figures, strict=True)
+        )
+        answer = _shown(self.answer or "") + (" (guessed)" if self.guessed else "")
+        problem = _shown(self.problem) or "(empty)"
+        if self.events() is not None:
+            problem = f'<a href="live/{self.id}">{problem}</a>'
         return (
-            f'<tr><td><a href="live/{self.id}">{text or "(empty)"}</a><td>{escape(self.status)}'
-            f'{cells}<td class="n">{seconds:.1f}</tr>\n'
+            f'<tr><td class="words">{problem}<td class="words" data-name="answer">{answer}'
+            f"<td>{escape(self.status)}{cells}</tr>\n"
         )
 
     def events(self) -> Iterator[tuple[float, Event]] | None:
@@ -135,5 +167,20 @@ class LiveSearches:
         searches = list(reversed(self._searches.values()))
         running = sum(not each.ended for each in searches)
         summary = f"{escape(self._name)}: {running} in progress, {len(searches) - running} ended"
+        names = "".join(f'<th scope="col" class="n">{name}' for name in NUMBERS)
         rows = "".join(each.row() for each in searches)
-        return PAGE.format(refresh=REFRESH_S, summary=summary, rows=rows)
+        table = (
+            '<table><thead><tr><th scope="col">problem<th scope="col">answer<th scope="col">status'
+            f"{names}</tr></thead>\n<tbody>\n{rows}</tbody></table>"
+        )
+        return PAGE.format(
+            refresh=REFRESH_S,
+            style=list_style() + STYLE,
+            summary=summary,
+            table=table if searches else NONE_YET,
+        )
+
+
+def _shown(text: str) -> str:
+    """The beginning of a text in one line, as HTML."""
+    return escape(clipped(one_line(text), MOST_SHOWN))

@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import os
+import re
 import zlib
 from functools import cache
 from importlib import resources
@@ -95,6 +96,16 @@ def _packed(recording: PageTrace) -> str:
     # without a time stamp: the same run gives the same bytes
     packer = zlib.compressobj(9, wbits=GZIP)
     return base64.b64encode(packer.compress(text.encode()) + packer.flush()).decode()
+
+
+def list_style() -> str:
+    """The style of pages that list searches: the viewer's colours, light or dark as the system is,
+    and rules of their own."""
+    light, dark = re.findall(r"^:root[^{]*\{(.*?)\}", asset("viewer.css"), re.DOTALL | re.MULTILINE)
+    return (
+        f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
+        f"{asset('evaluation.css')}"
+    )
 
 
 @cache

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from arbor.support.texts import clipped, visible
-from arbor.view.page import asset
+from arbor.view.page import asset, list_style
 
 LONGEST = 300  # characters of a cell; samples.jsonl has the whole text
 SHOWN = 400  # rows that are drawn at first; the others wait in a template
@@ -78,7 +77,7 @@ def list_page(
         rows="\n".join(rows[:SHOWN]),
         rest=rest,
         columns="".join(_column(name, number) for name, number in columns),
-        style=_style(),
+        style=list_style(),
         script=script,
         allowed=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
@@ -125,15 +124,6 @@ def short(word: Any) -> str:
 def escaped(text: str) -> str:
     """A text as HTML; control characters, which no page may hold, are shown."""
     return html.escape(visible(text))
-
-
-def _style() -> str:
-    """The viewer's colours, light or dark as the system is, and the page's own rules."""
-    light, dark = re.findall(r"^:root[^{]*\{(.*?)\}", asset("viewer.css"), re.DOTALL | re.MULTILINE)
-    return (
-        f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
-        f"{asset('evaluation.css')}"
-    )
 
 
 def _column(name: str, number: bool) -> str:
