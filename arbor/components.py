@@ -59,6 +59,9 @@ def build(kind: str, spec: Any, /, **fields: Any) -> Any:
         return _changed(registry.resolve(kind, name), name, {**fields, **own})
     registry.builtin(kind)
     label = spec.__name__ if isinstance(spec, type) else registry.name_of(spec)
+    for name in () if isinstance(spec, type) else _fields(spec):
+        if isinstance(value := getattr(spec, name), float) and math.isnan(value):
+            raise _unreadable(value, "a number", f"{label}.{name}")
     return _changed(spec, label, fields)
 
 
@@ -342,9 +345,10 @@ def _whole_number(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool):
+    number = float(value)
+    if isinstance(value, bool) or math.isnan(number):
         raise ValueError(value)
-    return float(value)
+    return number
 
 
 def _text(value: Any) -> str:

@@ -58,11 +58,14 @@ def test_infinity_survives() -> None:
 def test_what_cannot_be_read_says_what_writes_one(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text("seed = \n", encoding="utf-8")
     (tmp_path / "latin.toml").write_bytes(b"model = '\xe9'\n")
+    (tmp_path / "wide.toml").write_bytes("seed = 1\n".encode("utf-16"))
 
     with pytest.raises(UsageError, match=r"line 1.*--print-config"):
         read_config(tmp_path / "broken.toml")
     with pytest.raises(InputError, match="0xe9 at offset 9"):
         read_config(tmp_path / "latin.toml")
+    with pytest.raises(InputError, match="iconv -f utf-16 -t utf8"):
+        read_config(tmp_path / "wide.toml")
     with pytest.raises(InputError, match=r"No such file.*trace config"):
         read_config(tmp_path / "none.toml")
 

@@ -810,6 +810,15 @@ ROWS = [
         *(4, "dataset-invalid", ("line 1 and line 2 have the id '1' and differ",)),
     ),
     (broken(b'{"problem": "\xe9"}\n'), 4, "not-utf8", ("x.jsonl: byte 0xe9", "--encoding latin-1")),
+    *(
+        (
+            broken('{"problem": "a", "answer": "1"}\n'.encode(encoding)),
+            4,
+            "not-utf8",
+            (f"It is {name.upper()}: iconv -f {name} -t utf8, or --encoding {name}.",),
+        )
+        for encoding, name in (("utf-16", "utf-16"), ("utf-32", "utf-32"))
+    ),
     (broken("a,b\n1,2,3\n", "x.csv"), 4, "dataset-invalid", ("line 2 has more cells",)),
     (broken('problem,answer\n"a,1\n', "x.csv"), 4, "dataset-invalid", ("is not CSV",)),
 ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from support.run_cli import environment
 
 from arbor import components, registry
-from arbor.components import build, spec_of
+from arbor.components import build, settings_of, spec_of
+from arbor.controllers.mcts import MCTS
 from arbor.errors import UnknownName, UsageError
 from arbor.registry import BUILTIN, KINDS, names, resolve
 from arbor.retention.allocators.lru import LRU
@@ -264,6 +266,25 @@ def test_a_ready_component_is_used_as_it_is_and_changed_by_settings() -> None:
 def test_a_table_needs_a_name() -> None:
     with pytest.raises(UsageError, match="needs a 'name'"):
         build("task", {"width": 3})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_setting_takes_nan(kind: str) -> None:
+    for name in names(kind):
+        known = resolve(kind, name)
+        hints = get_type_hints(known if isinstance(known, type) else type(known))
+        for setting in settings_of(known):
+            hint = hints.get(setting)
+            if float in (hint, *get_args(hint)) and str not in get_args(hint):
+                for value in ("nan", math.nan):
+                    with pytest.raises(UsageError, match=setting):
+                        build(kind, name, **{setting: value})
+
+
+def test_nor_has_a_ready_component_one() -> None:
+    with pytest.raises(UsageError, match=r"mcts.first_play=nan: it must be a number"):
+        build("controller", MCTS(first_play=math.nan))
+    assert build("controller", MCTS(first_play=math.inf)).first_play == math.inf
 
 
 samples = st.builds(

@@ -273,6 +273,35 @@ def test_a_row_without_a_key_counts_as_wrong_with_on_error_continue(command: Arb
     assert again.document["n"] == 2
 
 
+def test_a_cell_of_any_length_is_read_and_a_row_is_named_by_its_first_line() -> None:
+    long = "a\n" * 100_000
+    table = f'problem,answer\none,1\n\n"{long}",2\nthree,3\n'
+
+    found = list(csv_rows(io.StringIO(table, newline=""), "x.csv"))
+
+    assert [row.columns["answer"] for row in found] == ["1", "2", "3"]
+    assert found[1].columns["problem"] == long
+    assert [row.where for row in found] == ["line 2", "line 4", "line 100005"]
+    for end, words in (('"open\n' + long, "line 4 is not CSV"), ("1,2,3\n", "line 4 has more")):
+        with pytest.raises(InputError, match=rf"x.csv: {words}"):
+            list(csv_rows(io.StringIO(f"a,b\none,1\n\n{end}", newline=""), "x.csv"))
+
+
+@pytest.mark.parametrize("nothing", ["null", "NaN", '""'])
+def test_what_says_nothing_is_neither_an_id_nor_a_key(nothing: str) -> None:
+    both = [
+        f'{{"id": {nothing}, "problem": "{name}", "key": {key}}}'
+        for name, key in (("one", 1), ("two", 2))
+    ]
+    Path("x.jsonl").write_text("\n".join(both), encoding="utf-8")
+    first, second = samples("x.jsonl", Reasoning(), target_key="key")
+    assert first.id != second.id and len(first.id) > 8
+
+    Path("x.jsonl").write_text(f'{{"problem": "one", "key": {nothing}}}', encoding="utf-8")
+    with pytest.raises(InputError, match="line 1: its 'key' is empty"):
+        samples("x.jsonl", Reasoning(), target_key="key")
+
+
 # Optional packages
 
 

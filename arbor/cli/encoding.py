@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 
 from arbor.errors import InputError, UsageError
-from arbor.support.texts import clipped, refuse_surrogates
+from arbor.support.texts import clipped, likely_encoding, refuse_surrogates
 
 
 def decoded(data: bytes, encoding: str, name: str) -> str:
@@ -26,10 +26,14 @@ def decoded(data: bytes, encoding: str, name: str) -> str:
         text = data.decode(codec).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
+        likely = likely_encoding(data)
+        says, flag = f"It is {likely.upper()}", likely
+        if likely == "latin1":
+            says, flag = "It may be Latin-1", "latin-1"
         raise InputError(
             f"not-{encoding.replace('utf-8', 'utf8')}",
             f"{name}: byte 0x{data[error.start]:02x} at offset {error.start:,} (line {line}).",
-            "It may be Latin-1: iconv -f latin1 -t utf8, or --encoding latin-1.",
+            f"{says}: iconv -f {likely} -t utf8, or --encoding {flag}.",
             path=name,
             offset=error.start,
             line=line,

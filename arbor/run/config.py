@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arbor.errors import InputError, UsageError
+from arbor.support.texts import likely_encoding
 
 DEEPEST = 16  # tables and lists in one another
 
@@ -38,7 +39,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise InputError(
             "not-utf8",
             f"{path}: byte 0x{error.object[error.start]:02x} at offset {error.start:,}.",
-            "A configuration is UTF-8: iconv -f latin1 -t utf8.",
+            f"A configuration is UTF-8: iconv -f {likely_encoding(error.object)} -t utf8.",
             path=str(path),
         ) from error
     except OSError as error:

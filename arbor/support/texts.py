@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 
 from arbor.errors import InputError
 
 LONGEST_SHOWN = 60  # characters of a text that an error quotes
 
+# byte order marks; that of UTF-32 begins with that of UTF-16
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Controls except tab and newline, halves of characters, separators of lines and paragraphs, and
 # what reorders the text around it: embeddings, overrides and isolates
@@ -41,6 +49,11 @@ def refuse_surrogates(text: str, name: str) -> None:
             "Write the text as UTF-8.",
             place=place,
         )
+
+
+def likely_encoding(data: bytes) -> str:
+    """The encoding of bytes that are not UTF-8, as far as their beginning says."""
+    return next((name for mark, name in _MARKS.items() if data.startswith(mark)), "latin1")
 
 
 def clipped(text: str, most: int = LONGEST_SHOWN) -> str:

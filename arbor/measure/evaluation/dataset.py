@@ -176,7 +176,9 @@ class _Reader:
                 text, expected = self._rows.entry(row.columns, text, expected)
             except InputError as raised:
                 error = raised
-        own = next((row.columns[key] for key in self._id if row.columns.get(key) is not None), None)
+        own = next(
+            (row.columns[key] for key in self._id if not _is_missing(row.columns.get(key))), None
+        )
         identity = content_id("sample", json.dumps([text, expected])) if own is None else str(own)
         sample = Sample(identity, text, expected, row.where)
         return self._read(sample, row) if error is None else self._unread(sample, error)
@@ -216,7 +218,8 @@ class _Reader:
     def _key(self, row: Row) -> str | None:
         """The answer key of a row; None without one, or with an empty one."""
         for key in self._answer:
-            if not _is_missing(row.columns.get(key)) or self._needs_answer:
+            absent = self._needs_answer and key not in row.columns
+            if absent or not _is_missing(row.columns.get(key)):
                 found = self._column(row, key, "--target-key")
                 if found.strip(BLANK):
                     return found
@@ -247,8 +250,8 @@ class _Reader:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a cell holds nothing: null, or NaN, which tables of numbers write instead."""
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    """Whether a cell holds nothing: null, no text, or NaN, which tables of numbers write."""
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
 def chosen(samples: list[Sample], ids: Iterable[str]) -> list[Sample]:

@@ -21,6 +21,7 @@ from arbor.support.texts import one_line
 LONGEST_SHOWN = 200  # characters of a row's columns in an error
 CHUNK = 1 << 16  # characters
 BATCH = 256  # rows of a Parquet file
+LONGEST_CELL = 2**31 - 1  # characters; csv's own limit is 131,072
 HUB = "hf:"  # before the name of a data set of the Hub
 
 _SPACE = re.compile(r"\s+")
@@ -158,26 +159,33 @@ def csv_rows(stream: IO[str], name: str, delimiter: str = ",") -> Iterator[Row]:
         InputError: invalid CSV, a column named twice, or a row with more cells than columns.
     """
     kind = "TSV" if delimiter == "\t" else "CSV"
-    reader = csv.DictReader(stream, strict=True, delimiter=delimiter)
+    csv.field_size_limit(LONGEST_CELL)
+    reader = csv.reader(stream, strict=True, delimiter=delimiter)
+    line = 1  # where the row begins: cells may have several
     try:
-        names = reader.fieldnames or []
+        names = next(reader, [])
         twice = next((each for each in names if each and names.count(each) > 1), None)
         if twice is not None:
             raise _no_cells(name, 1, f"names the column '{twice}' twice", "Rename one of them.")
-        for row in reader:
-            if None in row:
+        while True:
+            line = reader.line_num + 1
+            cells = next(reader, None)
+            if cells is None:
+                return
+            if len(cells) > len(names):
                 raise _no_cells(
                     name,
-                    reader.line_num,
+                    line,
                     "has more cells than the first line has names",
                     f'Put a cell with a {"tab" if kind == "TSV" else "comma"} in quotes: "1,000".',
                 )
-            cells = {key: cell for key, cell in row.items() if cell}
-            yield Row(f"line {reader.line_num}", cells)
+            columns = {key: cell for key, cell in zip(names, cells, strict=False) if cell}
+            if cells:
+                yield Row(f"line {line}", columns)
     except csv.Error as error:
         raise _no_cells(
             name,
-            reader.line_num,
+            line,
             f"is not {kind} ({error})",
             f"The first line names the columns, as in: problem{delimiter}answer. "
             'A quote inside is "".',
