@@ -407,12 +407,17 @@ class Sampled:
 
     Attributes:
         logprobs: log probability of each token.
+        alternatives: for each token the most probable ones in its place, with their log
+            probabilities; written only where a request of a server asks for them.
     """
 
     name: ClassVar[str] = "sample"
     nodes: tuple[int, ...]
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    alternatives: tuple[tuple[tuple[int, float], ...], ...] = field(
+        default=(), metadata={"only_if_set": True}
+    )
 
 
 # Detail of decoding: many steps per `Forwarded`; one each; one each and its tokens (`Sampled`).

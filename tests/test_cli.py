@@ -364,7 +364,7 @@ def test_words_for_the_built_in_model_are_warned_of(command: Arbor) -> None:
         (["solve", "x", "--bugdet", "1"], 2, "usage", "--budget"),
         (["solve", "x", "--max-depth", "0"], 2, "usage", "--max-depth"),
         (["solve", "x", "--timeout", "soon"], 2, "usage", "'soon' must be a number > 0."),
-        (["solve", "x", "--top-p", "2"], 2, "usage", "must be a number > 0 and <= 1."),
+        (["solve", "x", "--top-p", "2"], 2, "usage", "must be a number >= 0 and <= 1."),
         (["solve", "What is 2+3?"], 4, "problem-invalid", "--task reasoning"),
         (["solve", "x", "-o", "y"], 2, "usage", "Name the file with --trace or --html."),
         (["solve", "4 5 6 10", "--budget", "0,5"], 2, "budget-range", "Did you mean 0.5 (keep"),

@@ -17,7 +17,7 @@ from support.trees import SAMPLED, Lab, own_logits
 from torch import Tensor
 
 from arbor.engine import sampling as sampler
-from arbor.engine.sampling import ArithmeticCode, confidence, sample, stream
+from arbor.engine.sampling import ArithmeticCode, confidence, likeliest, sample, stream
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import ModelError, UsageError
@@ -194,6 +194,29 @@ def test_an_impossible_first_token_is_not_drawn() -> None:
     assert sample(logits, [0.0], EVERYTHING).tokens == [2]
 
 
+def test_the_likeliest_tokens_are_those_that_may_come() -> None:
+    logits = torch.tensor([[1.0, 3.0, -torch.inf, 2.0], [-torch.inf, 0.0, -torch.inf, -torch.inf]])
+
+    first, second = likeliest(logits, 20)
+
+    assert [token for token, _ in first] == [1, 3, 0] and second == ((1, 0.0),)
+    logprobs = torch.tensor([3.0, 2.0, 1.0]).log_softmax(-1).tolist()
+    assert [logprob for _, logprob in first] == pytest.approx(logprobs)
+    assert [len(row) for row in likeliest(logits, 2)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "given", [{"temperature": 1e-307}, {"temperature": 9e-7}, {"top_p": 0.0}, {"top_p": 5e-324}]
+)
+def test_next_to_nothing_is_temperature_zero(given: dict[str, float]) -> None:
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1)) * 30
+
+    drawn = sample(logits, [0.1, 0.5, 0.999], Sampling(**{"temperature": 1.0, **given}))
+
+    assert drawn.tokens == logits.argmax(-1).tolist()
+    assert Sampling(**given).temperature == 0
+
+
 def test_temperature_zero_takes_the_most_probable_token() -> None:
     logits = logits_of(1, 6, 40)
 
@@ -228,7 +251,8 @@ def test_probabilities_are_the_models_own_whatever_the_temperature() -> None:
     [
         ("temperature", -0.1),
         ("temperature", math.nan),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
+        ("top_p", math.nan),
         ("top_p", 1.1),
         ("top_k", -1),
     ],

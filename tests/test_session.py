@@ -11,6 +11,7 @@ import pytest
 
 from arbor import Solver, TraceWriter
 from arbor.events import Boundary, Event, Opened, Pruned, Selected, Verified
+from arbor.run import session
 from arbor.run.worker import Worker
 
 
@@ -117,3 +118,20 @@ def test_nothing_of_a_run_is_reachable_after_it_but_its_tree(
         assert len(references) == 4
         assert [reference() for reference in references] == [None] * 4
         assert len(solver.engine.tree) > 1
+
+
+@pytest.mark.parametrize(
+    ("controller", "temperature", "warned"),
+    [("best-of-n,samples=3", 0, True), ("best-of-n,samples=3", 1, False), ("chain", 0, False)],
+)
+def test_equal_thoughts_are_warned_of_once(
+    controller: str, temperature: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    session._warn_of_equals.cache_clear()
+
+    with Solver(controller=controller, sampling={"temperature": temperature}) as solver:
+        for _ in range(2):
+            solver.solve("4 5 6 10")
+
+    found = [each for each in caplog.messages if "are equal" in each]
+    assert len(found) == warned and all("'best-of-n'" in each for each in found)

@@ -20,7 +20,7 @@ from test_trace_tools import violations
 
 from arbor import Solver
 from arbor.controllers.base import Expansion
-from arbor.events import Boundary, Event, Forwarded, Opened, Selected
+from arbor.events import Boundary, Event, Forwarded, Opened, Sampled, Selected
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.records import (
     MOST_DEPTH,
@@ -286,3 +286,22 @@ def test_whole_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
     assert not trace.bad
     (selected,) = [event for event in trace.events if isinstance(event, Selected)]
     assert [width for _, width in selected.leaves] == [2]
+
+
+@pytest.mark.parametrize("others", [(), ((), ((3, -0.1), (4, -2.5)))], ids=["none", "some"])
+@pytest.mark.parametrize("text", ["full", "none"])
+def test_alternatives_are_written_where_there_are_any(
+    tmp_path: Path, others: Any, text: Any
+) -> None:
+    event = Sampled((1, 2), (3, 4), (-0.1, -0.2), others)
+    path = tmp_path / "x.arbor.jsonl"
+    with TraceWriter(path, clock=tick(), text=text) as writer:
+        writer(event)
+
+    record = json.loads(path.read_text(encoding="utf-8"))
+
+    assert ("alternatives" in record) == (bool(others) and text == "full")
+    schema = trace_schema()
+    assert list(violations(schema, record, schema)) == []
+    if text == "full":
+        assert from_record(record) == event

@@ -421,10 +421,10 @@ sampling_options = option_group(
     ),
     option(
         "--top-p",
-        type=Number(0, 1, min_open=True),
+        type=Number(0, 1),
         metavar="X",
         heading="Sampling",
-        help="Nucleus sampling; 1 is off; default: the model's.",
+        help="Nucleus sampling; 1 is off, 0 is greedy; default: the model's.",
     ),
     option(
         "--top-k",

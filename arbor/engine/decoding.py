@@ -120,12 +120,13 @@ class Decoding:
         for tree, opened in self._state.trees.items():
             if opened.run.detail == "tokens":
                 chosen = [
-                    (row.node.id, token, row.logprob)
+                    (row.node.id, token, row.logprob, row.alternatives)
                     for row, token in zip(rows, tokens, strict=True)
                     if row.node.tree is tree and token is not None
                 ]
                 if chosen:
-                    opened.emit(Sampled(*zip(*chosen, strict=True)))
+                    nodes, ids, logprobs, others = zip(*chosen, strict=True)
+                    opened.emit(Sampled(nodes, ids, logprobs, others if any(others) else ()))
 
     def compare(self, rows: Sequence[Row]) -> bool:
         """Compare branches that were given a token, and end those that a rule ends (`BranchStop`).

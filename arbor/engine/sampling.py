@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -161,6 +162,21 @@ def sample(
         found[:, again] = _draw_all(parts, sampling, width).cpu()
     _, logprob, top1, left, share, _ = found.tolist()
     return Draws(found[_TOKEN].long().tolist(), logprob, top1, left, share)
+
+
+def likeliest(logits: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """The most probable tokens of each row with the logarithms of their probabilities, before
+    temperature and cut-offs; the most probable first, and none that is impossible.
+
+    Args:
+        logits: [n, V].
+        count: at most, of a row.
+    """
+    found = torch.log_softmax(logits, -1, torch.float32).topk(min(count, logits.shape[1]))
+    return [
+        tuple((token, logprob) for token, logprob in zip(*row, strict=True) if logprob > -math.inf)
+        for row in zip(found.indices.tolist(), found.values.tolist(), strict=True)
+    ]
 
 
 def not_finite() -> ModelError:

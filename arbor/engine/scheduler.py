@@ -60,6 +60,8 @@ class Row:
         branches: the rows that it is compared with; None: it ends by itself.
         logprob, top1: the log probability of its last token, and the highest probability there was;
             0 if the token was given.
+        alternatives: the most probable tokens in place of it, where they are wanted, with their log
+            probabilities.
     """
 
     operation: Operation
@@ -80,6 +82,7 @@ class Row:
     branches: Branches | None = None
     logprob: float = 0.0
     top1: float = 0.0
+    alternatives: tuple[tuple[int, float], ...] = ()
     longest: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbor.engine.branch_stop import BranchStop
 from arbor.engine.grammar import Grammar
-from arbor.engine.sampling import confidence, sample
+from arbor.engine.sampling import confidence, likeliest, sample
 from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopReason, StopRule
@@ -25,13 +25,15 @@ from arbor.tree import Node
 @dataclass(frozen=True, slots=True)
 class Growth:
     """How blocks are decoded: the random seed, how tokens are chosen, where a block ends, what it
-    has to match (None: anything), and when branches end early (None: never)."""
+    has to match (None: anything), when branches end early (None: never), and how many of the most
+    probable tokens are reported next to each chosen one."""
 
     seed: int
     sampling: Sampling
     stop: StopRule
     grammar: Grammar | None = None
     branch_stop: BranchStop | None = None
+    alternatives: int = 0
 
 
 class TokenSource(Protocol):
@@ -91,6 +93,11 @@ class ModelSampler:
         for i, row in enumerate(rows):
             row.logprob, row.top1 = drawn.logprob[i], drawn.top1[i]
             row.code.narrow(drawn.left[i], drawn.share[i])
+        asked = [place for place, row in enumerate(rows) if row.growth.alternatives]
+        if asked:
+            most = max(rows[place].growth.alternatives for place in asked)
+            for place, found in zip(asked, likeliest(logits[asked], most), strict=True):
+                rows[place].alternatives = found[: rows[place].growth.alternatives]
         return drawn.tokens
 
     def _masked(self, rows: Sequence[Row], logits: Tensor) -> Tensor:

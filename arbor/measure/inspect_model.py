@@ -544,7 +544,7 @@ def _searched(
         stream = TextStream(decode, job.run.prompt, asked.ends)
         pieces = [
             stream.feed(ids, paths.logprobs(node) if asked.with_logprobs else ()),
-            stream.end(),
+            stream.end(by_token=paths.stop(node) == "eos"),
         ]
         # the longest continuation ends a path too
         full = asked.search is not None and asked.search.task is None

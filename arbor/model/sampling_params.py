@@ -7,14 +7,18 @@ from dataclasses import dataclass
 
 from arbor.errors import UsageError
 
+GREEDY_BELOW = 1e-6  # a temperature, or a top_p: no token but the most probable one is left
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: 0 takes the most probable token (greedy).
+        temperature: 0 takes the most probable token (greedy); what is below `GREEDY_BELOW`
+            becomes 0.
         top_p: nucleus: the smallest set of most probable tokens whose mass reaches it; 1 = off.
+            Below `GREEDY_BELOW` the temperature becomes 0.
         top_k: only the k most probable tokens; 0 = off.
         arithmetic: siblings are spread over the texts that may follow (see `ArithmeticCode`), each
             of them still drawn with exactly the probabilities above; False draws every token by
@@ -43,7 +47,9 @@ class Sampling:
             raise UsageError(
                 "sampling", f"temperature is {self.temperature}.", "It is 0 or more, and finite."
             )
-        if not 0 < self.top_p <= 1:
-            raise UsageError("sampling", f"top_p is {self.top_p}.", "It lies in (0, 1]; 1 is off.")
+        if not 0 <= self.top_p <= 1:
+            raise UsageError("sampling", f"top_p is {self.top_p}.", "It is from 0 to 1; 1 is off.")
         if self.top_k < 0:
             raise UsageError("sampling", f"top_k is {self.top_k}.", "It is 0 (off) or more.")
+        if self.temperature and min(self.temperature, self.top_p) < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)

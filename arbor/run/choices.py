@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from arbor.engine.text import Decode
@@ -88,6 +88,8 @@ class PlainAnswers:
         choices: number of them.
         stops: stop strings.
         with_logprobs: whether deltas name their tokens.
+        named: the tokenizer's decoding with the names of special tokens; for alternatives.
+        copies: how often the only choice is handed out, as a choice each time.
     """
 
     def __init__(
@@ -97,33 +99,40 @@ class PlainAnswers:
         choices: int,
         stops: Sequence[str],
         with_logprobs: bool,
+        named: Decode | None = None,
+        copies: int = 1,
     ) -> None:
         self.cost = Cost()
         self._with_logprobs = with_logprobs
-        self._streams = [TextStream(decode, prompt, stops) for _ in range(choices)]
+        self._copies = range(copies)
+        self._streams = [TextStream(decode, prompt, stops, named) for _ in range(choices)]
         self._read = [0] * choices  # tokens
         self._going = set(range(choices))
         self._choice: dict[int, int] = {}  # by block
 
     def feed(self, event: Event) -> Iterator[Delta]:
         """What an event adds: text as it is sampled, and the rest when a block closes."""
+        return self._copied(self._feed(event))
+
+    def _feed(self, event: Event) -> Iterator[Delta]:
         self.cost.count(event)
         match event:
             case Opened(node=node, parent=0, index=index):
                 self._choice[node] = index
-            case Sampled(nodes=nodes, ids=ids, logprobs=logprobs):
-                for node, token, logprob in zip(nodes, ids, logprobs, strict=True):
+            case Sampled(nodes=nodes, ids=ids, logprobs=logprobs, alternatives=found):
+                others = found or [()] * len(nodes)
+                for node, token, logprob, other in zip(nodes, ids, logprobs, others, strict=True):
                     choice = self._choice[node]
                     self._read[choice] += 1
                     given = [logprob] if self._with_logprobs else []
-                    piece = self._streams[choice].feed([token], given)
+                    piece = self._streams[choice].feed([token], given, other)
                     if piece.text or piece.tokens:
                         yield self._delta(choice, piece)
             case Boundary(node=node, ids=ids, stop=stop):
                 choice = self._choice[node]
                 stream = self._streams[choice]
                 first = stream.feed(ids[self._read[choice] :])
-                rest = stream.end()
+                rest = stream.end(by_token=stop == "eos")
                 whole = Piece(first.text + rest.text, first.tokens + rest.tokens)
                 stopped = stream.stopped or stop in ("step", "eos")
                 self._going.discard(choice)
@@ -133,8 +142,12 @@ class PlainAnswers:
 
     def end(self, solution: Solution) -> Iterator[Delta]:
         """The end of choices that never began: the deadline came first."""
-        for choice in sorted(self._going):
-            yield Delta(choice, finish="length")
+        return self._copied(Delta(choice, finish="length") for choice in sorted(self._going))
+
+    def _copied(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
+        if len(self._copies) == 1:
+            return deltas
+        return (replace(delta, choice=copy) for delta in deltas for copy in self._copies)
 
     def _delta(self, choice: int, piece: Piece, finish: Finish | None = None) -> Delta:
         return Delta(choice, piece.text, piece.tokens, finish)

@@ -114,6 +114,7 @@ def plain_decoding(
     sampling: Sampling,
     choices: int = 1,
     form: StepFormat | None = None,
+    alternatives: int = 0,
 ) -> dict[str, Any]:
     """The fields of `Setup` that make a run continue a text without a search.
 
@@ -123,6 +124,7 @@ def plain_decoding(
         sampling: how tokens are chosen.
         choices: continuations.
         form: what they have to match; None: anything.
+        alternatives: most probable tokens reported next to each chosen one.
     """
     return {
         "task": PlainText(),
@@ -134,6 +136,7 @@ def plain_decoding(
         "max_expansions": None,
         "branch_stop": None,
         "verifier_models": {},
+        "alternatives": alternatives,
     }
 
 

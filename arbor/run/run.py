@@ -297,6 +297,7 @@ class Run:
                     StopRule(words, boundary, eos),
                     None if form is None else Grammar(form, boundary.stop, words, eos),
                     setup.branch_stop,
+                    setup.alternatives,
                 ),
                 limits,
                 self._slots,

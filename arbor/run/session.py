@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -30,6 +31,7 @@ from arbor.events import (
     Terminal,
     Transition,
 )
+from arbor.registry import name_of
 from arbor.retention.future_reads import FutureReads
 from arbor.run.answers import AnswerGroups, compares_answers, confidence, ranked
 from arbor.run.early_questions import SomeEnded
@@ -535,6 +537,10 @@ class Session:
         self.emit(Selected(tuple((e.leaf.id, e.width) for e in expansions)))
         leaves = (*growing, *(expansion.leaf for expansion in expansions))
         logger.debug("%d blocks, %d leaves grow", len(tree), len(leaves))
+        if self.growth.sampling.temperature == 0:
+            most = max((e.width for e in expansions if e.generate == "sample"), default=1)
+            if most > 1:
+                _warn_of_equals(name_of(self.controller))
         if leaves != self._running:
             distance = tree.distances(self._running) if self._running else None
             self.emit(
@@ -646,6 +652,16 @@ class Session:
         if self.problem.expected is None:
             return None
         return self.task.grade(self.problem, answer)
+
+
+@functools.cache
+def _warn_of_equals(controller: str) -> None:
+    """Say once in a process that all thoughts of a leaf are the same."""
+    logger.warning(
+        "at temperature 0 all thoughts that '%s' samples after one path are equal, and each of "
+        "them is decoded; give a temperature above 0, or take the controller 'chain'",
+        controller,
+    )
 
 
 def _sampled(expansion: Expansion) -> int:

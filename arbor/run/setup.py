@@ -44,6 +44,7 @@ class Setup:
         record_bytes: as in `Solver`.
         branch_stop: when branches end early; None: never.
         verifier_models: of the verifiers that have their own.
+        alternatives: of the most probable tokens, how many are reported next to each chosen one.
     """
 
     checkpoint: Checkpoint
@@ -69,6 +70,7 @@ class Setup:
     aggregate: Aggregate
     branch_stop: BranchStop | None = None
     verifier_models: Mapping[Verifier, VerifierModel] = field(default_factory=dict)
+    alternatives: int = 0
 
     @property
     def sampling(self) -> Sampling:

@@ -16,11 +16,14 @@ class TextToken:
         text: what it adds to the text; empty for a part of a character and for special tokens.
         logprob: its log probability in the model's own distribution.
         offset: characters of the choice's text before it.
+        alternatives: texts of the most probable tokens in its place, and their log probabilities;
+            a special token has its name.
     """
 
     text: str
     logprob: float
     offset: int
+    alternatives: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,18 @@ class TextStream:
         decode: the tokenizer's, special tokens skipped.
         before: the end of the prompt.
         stops: stop strings.
+        named: the tokenizer's decoding with the names of special tokens; for alternatives.
     """
 
-    def __init__(self, decode: Decode, before: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        before: Sequence[int],
+        stops: Sequence[str],
+        named: Decode | None = None,
+    ) -> None:
         self._decode = decode
+        self._named = named or decode
         self._before = list(before[-LOOK_BACK:])
         self._stops = stops
         self._held = ""
@@ -52,13 +63,28 @@ class TextStream:
         self._read = 0
         self.stopped = False
 
-    def feed(self, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> Piece:
-        """Text that has become certain with further tokens."""
+    def feed(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float] = (),
+        alternatives: Sequence[tuple[int, float]] = (),
+    ) -> Piece:
+        """Text that has become certain with further tokens.
+
+        Args:
+            tokens: any number of them.
+            logprobs: of each; empty where tokens are not wanted.
+            alternatives: the most probable tokens in place of the only one.
+        """
         for place, token in enumerate(tokens):
             text = added(self._decode, self._before, [token])
-            self._before = [*self._before, token][-LOOK_BACK:]
             if logprobs:
-                self._tokens.append(TextToken(text, logprobs[place], self._read))
+                others = tuple(
+                    (text if other == token else self._text_of(other), logprob)
+                    for other, logprob in alternatives
+                )
+                self._tokens.append(TextToken(text, logprobs[place], self._read, others))
+            self._before = [*self._before, token][-LOOK_BACK:]
             self._read += len(text)
             self._held += text
         if self.stopped:
@@ -74,10 +100,22 @@ class TextStream:
         text, self._held = self._held[:sure], self._held[sure:]
         return self._piece(text)
 
-    def end(self) -> Piece:
-        """The text that was held back: the block has ended."""
+    def end(self, *, by_token: bool = False) -> Piece:
+        """The text that was held back, and tokens without a text after it: the block has ended.
+
+        Args:
+            by_token: its last token ended it, and is no part of the text.
+        """
         text, self._held = self._held, ""
-        return self._piece(text)
+        piece = self._piece(text)
+        if self.stopped:
+            return piece
+        left = self._tokens[:-1] if by_token else self._tokens
+        self._tokens = []
+        return Piece(text, (*piece.tokens, *left))
+
+    def _text_of(self, token: int) -> str:
+        return added(self._decode, self._before, [token]) or self._named([token])
 
     def _piece(self, text: str) -> Piece:
         self._emitted += len(text)

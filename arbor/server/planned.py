@@ -50,6 +50,7 @@ class Planned:
         searched: whether they are searches.
         with_logprobs: whether each token's log probability is wanted.
         calls: calls of functions that are read in each choice, at most; 0: they stay text.
+        copies: how many of these choices are one that was decoded once: greedy ones are equal.
     """
 
     runs: tuple[Run, ...]
@@ -60,6 +61,7 @@ class Planned:
     searched: bool
     with_logprobs: bool
     calls: int = 0
+    copies: int = 1
 
 
 def plan_chat(body: ChatRequest, engine: SharedEngine, settings: ServerSettings) -> Planned:
@@ -68,15 +70,19 @@ def plan_chat(body: ChatRequest, engine: SharedEngine, settings: ServerSettings)
     Raises:
         Refusal, ArborError: it cannot be run.
     """
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
         raise Refusal(
             400,
             "invalid_request",
             "max_tokens and max_completion_tokens are the same; give one.",
             param="max_tokens",
         )
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    planning = _Planning(body, engine, settings, bool(body.logprobs))
+    if body.top_logprobs and not body.logprobs:
+        words = "top_logprobs needs logprobs: true."
+        raise Refusal(400, "invalid_request", words, param="top_logprobs")
+    most = next(iter(limits), None)
+    planning = _Planning(body, engine, settings, bool(body.logprobs), body.top_logprobs or 0)
     turns = _turns(body.messages)
     form = None if body.response_format is None else body.response_format.form
     if body.search is not None:
@@ -106,7 +112,7 @@ def plan_completion(
     Raises:
         Refusal, ArborError: it cannot be run.
     """
-    planning = _Planning(body, engine, settings, body.logprobs is not None)
+    planning = _Planning(body, engine, settings, body.logprobs is not None, body.logprobs or 0)
     prompts = body.prompts
     if body.search is not None:
         texts = [each for each in prompts if isinstance(each, str)]
@@ -139,7 +145,7 @@ def plan_solve(body: SolveRequest, engine: SharedEngine, settings: ServerSetting
     """
     generating = body.generating
     assert generating.arbor is not None, "a problem is searched"
-    planning = _Planning(generating, engine, settings, False, body.trace_level)
+    planning = _Planning(generating, engine, settings, False, detail=body.trace_level)
     return planning.searches(generating.arbor, [body.problem], body.max_tokens)
 
 
@@ -196,7 +202,7 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
             "content": message.text,
         }
         for name in ("name", "tool_call_id"):
-            if (value := getattr(message, name)) is not None:
+            if value := getattr(message, name):
                 turn[name] = value
         if message.tool_calls:
             turn["tool_calls"] = [
@@ -231,9 +237,11 @@ class _Planning:
         engine: SharedEngine,
         settings: ServerSettings,
         with_logprobs: bool,
+        alternatives: int = 0,
         detail: Detail = "events",
     ) -> None:
         self._body = body
+        self._alternatives = alternatives
         self._detail = detail
         self._engine = engine
         self._settings = settings
@@ -252,20 +260,17 @@ class _Planning:
 
         Args:
             prompts: token ids and text of each.
-            max_tokens: of each choice; None: as many as the server allows and the context holds.
+            max_tokens: of each choice, as far as the server allows and the context holds them;
+                None: that many.
             form: what each choice has to match; None: anything.
         """
         self._check_count(len(prompts))
-        limit = self._settings.max_tokens
-        if max_tokens is not None and max_tokens > limit:
-            raise Refusal(
-                400,
-                "limit_exceeded",
-                f"max_tokens is {max_tokens:,}; the server allows {limit:,}.",
-                param="max_tokens",
-            )
-        runs = [self._plain_run(tokens, text, max_tokens, form) for tokens, text in prompts]
-        return self._planned(runs, searched=False)
+        copies = self._choices if self._sampling().temperature == 0 else 1
+        choices = self._choices // copies
+        runs = [
+            self._plain_run(tokens, text, choices, max_tokens, form) for tokens, text in prompts
+        ]
+        return self._planned(runs, searched=False, copies=copies)
 
     def searches(
         self, search: Search, problems: Sequence[str], max_tokens: int | None, system: str = ""
@@ -292,7 +297,7 @@ class _Planning:
         runs = [self._engine.prepare(problem, options, **changes) for problem in problems]
         return self._planned(runs, searched=True)
 
-    def _planned(self, runs: Sequence[Run], *, searched: bool) -> Planned:
+    def _planned(self, runs: Sequence[Run], *, searched: bool, copies: int = 1) -> Planned:
         asked = None if self._body.arbor is None else self._body.arbor.timeout
         most = self._settings.timeout_s
         return Planned(
@@ -303,30 +308,38 @@ class _Planning:
             self._body.stops,
             searched,
             self._with_logprobs,
+            copies=copies,
         )
 
     def _plain_run(
-        self, tokens: list[int], text: str, max_tokens: int | None, form: StepFormat | None
+        self,
+        tokens: list[int],
+        text: str,
+        choices: int,
+        max_tokens: int | None,
+        form: StepFormat | None,
     ) -> Run:
         if not tokens:
             raise Refusal(400, "invalid_request", "The prompt is empty.")
         context = self._engine.setup.checkpoint.read().info.context
         left = context - len(tokens)
-        most = min(self._settings.max_tokens, left) if max_tokens is None else max_tokens
-        if most > left or most < 1:
-            more = "" if max_tokens is None else f" and max_tokens {max_tokens:,}"
+        if left < 1:
             raise Refusal(
                 400,
                 "context_length_exceeded",
-                f"The prompt has {len(tokens):,} tokens{more}; the model's context is {context:,}.",
+                f"The prompt has {len(tokens):,} tokens, and the model's context of {context:,} "
+                "has no room for one more.",
             )
+        most = min(self._settings.max_tokens, left, max_tokens or left)
         options: Options = {"seed": self._seed}
         if self._body.stream or self._with_logprobs:
             options["trace_level"] = "tokens"
         return self._engine.prepare(
             plain_problem(tokens, text),
             options,
-            **plain_decoding(self._body.stops, most, self._sampling(), self._choices, form),
+            **plain_decoding(
+                self._body.stops, most, self._sampling(), choices, form, self._alternatives
+            ),
         )
 
     def _sampling(self) -> Sampling:

@@ -182,18 +182,31 @@ class Format:
                         "token": token.text,
                         "logprob": token.logprob,
                         "bytes": list(token.text.encode()),
-                        "top_logprobs": [],
+                        "top_logprobs": [
+                            {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+                            for text, logprob in token.alternatives
+                        ],
                     }
                     for token in tokens
                 ],
                 "refusal": None,
             }
+        likeliest = [_by_text(token) for token in tokens]
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": None,
+            "top_logprobs": likeliest if any(token.alternatives for token in tokens) else None,
             "text_offset": [token.offset for token in tokens],
         }
+
+
+def _by_text(token: TextToken) -> dict[str, float]:
+    """The alternatives of a token by their texts, and the token itself; of equal texts the most
+    probable one counts."""
+    found: dict[str, float] = {}
+    for text, logprob in (*token.alternatives, (token.text, token.logprob)):
+        found.setdefault(text, logprob)
+    return found
 
 
 def _called(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:

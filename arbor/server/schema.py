@@ -1,7 +1,7 @@
 """Bodies of requests: OpenAI's fields as far as they are supported, and the search under `arbor`.
 
-A field that changes nothing here is accepted (`user`); one that is not supported is accepted with
-the value that switches it off, and refused otherwise.
+A field that changes nothing here is accepted (`user`), and so is any other that is null or empty;
+one that is not supported is accepted with the value that switches it off, and refused otherwise.
 """
 
 from __future__ import annotations
@@ -14,25 +14,31 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from arbor.tasks.step_format import StepFormat
 
 MOST_MESSAGES = 1024
+MOST_ALTERNATIVES = 20  # to a token
+NOTHING: tuple[Any, ...] = (None, "", [], {})  # values of a field that say nothing
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Words = Annotated[str, Field(max_length=256)]
+Tokens = Annotated[int, Field(ge=1)]  # any number: as many are generated as there may be
 Token = Annotated[int, Field(ge=0, le=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Nucleus = Annotated[float, Field(ge=0, le=1)]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Setting = bool | int | float | Annotated[str, Field(max_length=64)] | None
 Component = Words | dict[Words, Setting]
 
 
 def off(*values: Any) -> AfterValidator:
-    """What checks a field that is not supported: null and the values that switch it off pass."""
+    """What checks a field that is not supported: what says nothing (`NOTHING`) and the values that
+    switch it off pass."""
 
     def check(given: Any) -> Any:
         for each in values:
             if given == each and isinstance(given, bool) == isinstance(each, bool):
                 return given
-        if given is None:
-            return given
+        if given in NOTHING:
+            return None
         shown = " or ".join(json.dumps(each) for each in (*values, None)[: max(1, len(values))])
         raise ValueError(f"this value is not supported; leave the field out or send {shown}")
 
@@ -40,9 +46,18 @@ def off(*values: Any) -> AfterValidator:
 
 
 class Body(BaseModel):
-    """A JSON object of known fields with exact types."""
+    """A JSON object of known fields with exact types; other fields have to say nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, given: Any) -> Any:
+        """Leave out unknown fields that are null or empty."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: value for key, value in given.items() if key in known or value not in NOTHING}
 
 
 class Search(Body):
@@ -89,9 +104,9 @@ class SolveRequest(Search):
     problem: Annotated[str, Field(min_length=1)]
     model: Words | None = None
     seed: Seed | None = None
-    max_tokens: Count | None = None
+    max_tokens: Tokens | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Nucleus | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     stream: bool = True
     trace_level: Literal["events", "steps", "tokens"] = "events"
@@ -147,11 +162,11 @@ class Generating(Body):
 
     model: Words | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Nucleus | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     n: Count | None = None
     seed: Seed | None = None
-    max_tokens: Count | None = None
+    max_tokens: Tokens | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -197,6 +212,8 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    # without effect
+    cache_control: Any = None
 
 
 class CalledFunction(Body):
@@ -204,6 +221,8 @@ class CalledFunction(Body):
 
     name: Words
     arguments: str
+    # without effect: what OpenAI's client adds as it parses them
+    parsed_arguments: Any = None
 
     @model_validator(mode="after")
     def _check(self) -> CalledFunction:
@@ -226,6 +245,9 @@ class ToolCall(Body):
     id: Words | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+    # without effect
+    index: Annotated[int, Field(ge=0)] | None = None  # of a streamed one
+    cache_control: Any = None
 
 
 class Function(Body):
@@ -242,6 +264,8 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    # without effect
+    cache_control: Any = None
 
 
 class Message(Body):
@@ -252,6 +276,9 @@ class Message(Body):
     name: Words | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Words | None = None
+    # without effect
+    cache_control: Any = None
+    parsed: Any = None  # the content, as OpenAI's client parses it
     # only as switched off
     refusal: Annotated[Any, off()] = None
     audio: Annotated[Any, off()] = None
@@ -262,9 +289,9 @@ class Message(Body):
     def _check(self) -> Message:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls belong to an assistant's message")
-        if self.tool_call_id is not None and self.role != "tool":
+        if self.tool_call_id and self.role != "tool":
             raise ValueError("tool_call_id belongs to a tool's message")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":
             raise ValueError("content is missing")
         return self
 
@@ -280,8 +307,9 @@ class ChatRequest(Generating):
     """The body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
     tools: list[Tool] | None = None
     tool_choice: Annotated[Any, off("auto", "none")] = None
     response_format: ResponseFormat | None = None
@@ -293,7 +321,6 @@ class ChatRequest(Generating):
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
     # only as switched off
-    top_logprobs: Annotated[Any, off(0)] = None
     functions: Annotated[Any, off([])] = None
     function_call: Annotated[Any, off("none", "auto")] = None
     modalities: Annotated[Any, off(["text"])] = None
@@ -307,7 +334,10 @@ class ChatRequest(Generating):
         """The tools that the model may call."""
         if self.tool_choice == "none":
             return []
-        return [each.model_dump(exclude_none=True) for each in self.tools or ()]
+        return [
+            each.model_dump(exclude_none=True, exclude={"cache_control"})
+            for each in self.tools or ()
+        ]
 
 
 class CompletionRequest(Generating):
@@ -319,7 +349,7 @@ class CompletionRequest(Generating):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
     )
-    logprobs: Annotated[Any, off(0)] = None  # those of the chosen tokens
+    logprobs: Alternatives | None = None  # 0: those of the chosen tokens alone
     # only as switched off
     echo: Annotated[Any, off(False)] = None
     suffix: Annotated[Any, off("")] = None

@@ -79,28 +79,28 @@ def search_options(
 
     Args:
         search: as asked for.
-        max_tokens: to generate; None: the most allowed.
+        max_tokens: to generate, as far as they are allowed; None: that many.
         seed: of the run.
         settings: the server's limits.
     """
-    most = _within("max_tokens", max_tokens, settings.max_search_tokens, place="")
+    most = settings.max_search_tokens
     return {
         "seed": seed,
         "budget": search.budget,
-        "max_tokens": most or settings.max_search_tokens,
+        "max_tokens": min(most, max_tokens or most),
         "first": search.first,
         "confidence": search.confidence,
     }
 
 
-def _within(name: str, value: int | None, most: int, *, place: str = "arbor.") -> int | None:
+def _within(name: str, value: int | None, most: int) -> int | None:
     """A number within a limit of the server."""
     if value is not None and value > most:
         raise Refusal(
             400,
             "limit_exceeded",
             f"{name} is {value:,}; the server allows {most:,}.",
-            param=f"{place}{name}",
+            param=f"arbor.{name}",
         )
     return value
 

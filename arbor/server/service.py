@@ -93,6 +93,7 @@ class Service:
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="arbor-plan")
         tokenizer = solver.tokenizer
         self.decode: Decode = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+        self.named: Decode = lambda tokens: str(tokenizer.decode(tokens))
 
     def drain(self) -> None:
         """Admit nothing more."""
@@ -280,9 +281,14 @@ class Admitted:
     def _answers_of(self, job: SearchJob, planned: Planned) -> Answers:
         if planned.searched:
             return SearchAnswers(planned.choices)
-        prompt = job.run.prompt
         return PlainAnswers(
-            self._service.decode, prompt, planned.choices, planned.stops, planned.with_logprobs
+            self._service.decode,
+            job.run.prompt,
+            planned.choices // planned.copies,
+            planned.stops,
+            planned.with_logprobs,
+            self._service.named,
+            planned.copies,
         )
 
     def _solution(self, job: SearchJob) -> Solution:

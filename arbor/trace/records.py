@@ -285,7 +285,7 @@ def _builder(kind: type[Any]) -> Builder:
 
 def _absent(field: dataclasses.Field[Any], hint: Any) -> Builder:
     """The value of a field that a record lacks."""
-    if field.name in PRIVATE:
+    if field.name in PRIVATE and not field.metadata.get("only_if_set"):
         if types.NoneType in typing.get_args(hint):
             return lambda record: None
         return (lambda record: "") if hint is str else _ids_left_out

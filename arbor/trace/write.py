@@ -25,7 +25,7 @@ from arbor.events import EVENTS, KV, Event
 
 SCHEMA = "arbor.trace/1"
 # fields that hold words of the problem, of thoughts or of the answer; token ids are words too
-PRIVATE = ("problem", "expected", "text", "ids", "answer")
+PRIVATE = ("problem", "expected", "text", "ids", "alternatives", "answer")
 
 GZIP = 31  # zlib's window bits for a gzip stream
 LEVEL = 5  # of compression; 9 takes nearly three times as long for 3 % less
