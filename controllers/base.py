@@ -78,9 +78,10 @@ class ReadsValues(Protocol):
         """Those of the children whose values decide how the search goes on.
 
         It is asked before `tell`, with the same children, and may be asked before that with some of
-        them, about which questions are asked then while the others grow. Others are not valued, which leaves their
-        value at 0 and `Node.valued` false, unless something else reads it: `best` need not count,
-        since what the choice among finished paths reads is valued in any case.
+        them, about which questions are asked then while the others grow. Others are not valued,
+        which leaves their value at 0 and `Node.valued` false, unless something else reads it:
+        `best` need not count, since what the choice among finished paths reads is valued in any
+        case.
         """
         ...
 
