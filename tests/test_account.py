@@ -92,9 +92,11 @@ def of_full_retention(seed: int, count: int, budgets: int) -> None:
     choices = random.Random(seed)
     share = choices.choice(["exact", "exact", "off"])
     longest, rounds = shape(choices)
+    early = choices.choice([0.0, 0.7, 1.0])
 
     def searches() -> list[DrawnSearch]:
-        return [DrawnSearch(count * seed + at, longest, rounds) for at in range(count)]
+        numbers = range(count * seed, count * (seed + 1))
+        return [DrawnSearch(each, longest, rounds, early=early) for each in numbers]
 
     whole = Lab(MODEL, policy="reentry", share=share)
     expected = searches()
@@ -121,6 +123,19 @@ def of_full_retention(seed: int, count: int, budgets: int) -> None:
             run(lab, found)
             assert max(each.peak for each in lab.events if isinstance(each, Forwarded)) <= slots
         assert [each.tokens for each in found] == [each.tokens for each in expected]
+
+
+@pytest.mark.parametrize("seed", only({16, 25, 44, 47}, range(60)))
+def test_a_question_that_goes_first_leaves_room_for_the_blocks_of_others(seed: int) -> None:
+    choices = random.Random(seed)
+    longest, rounds = shape(choices)
+    lab = Lab(MODEL, policy="reentry")
+    found = [DrawnSearch(8 * seed + at, longest, rounds, early=1.0) for at in range(8)]
+    part = Fraction(choices.choice(["0.02", "0.1", "0.25"]))
+    for search in found:
+        lab.open(search.tree, 0, part=part, alone=False)
+
+    run(lab, found, Watch(lab, part))
 
 
 def lossy(seed: int, count: int) -> None:

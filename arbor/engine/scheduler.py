@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -381,13 +381,11 @@ class Scheduler:
         if self._focus is None:
             return 0
         running = {row.node.row for row in self.rows if row.started}
-        total = self._focus.end + self._question_tokens
-        for child in self._focus.children:
-            if child.state is not NodeState.PRUNED:
-                total += len(child.tokens)
-                # the next token of a block that runs is among its tokens already
-                total += child.state is NodeState.OPEN and child.row not in running
-        return total
+        # a question goes first; the oldest row goes on in any case
+        oldest = min(self.rows, key=_age).leaf if self.rows else self._focus
+        return self._question_tokens + max(
+            _expanded(leaf, running) for leaf in dict.fromkeys((self._focus, oldest))
+        )
 
     def _is_expansion(self, work: Work, joined: Joined) -> bool:
         """Whether all that runs and joins belongs to the expansion in progress, with this work."""
@@ -576,6 +574,21 @@ class WaveScheduler(Scheduler):
 def is_part(work: Work) -> bool:
     """Whether it computes the beginning of a path for work that waits."""
     return isinstance(work, Visit) and work.most is not None
+
+
+def _expanded(leaf: Node, running: Collection[int]) -> int:
+    """Tokens of the path to a block and of its children.
+
+    Args:
+        leaf: the block.
+        running: rows of blocks whose next token is among their tokens already.
+    """
+    total = leaf.end
+    for child in leaf.children:
+        if child.state is not NodeState.PRUNED:
+            total += len(child.tokens)
+            total += child.state is NodeState.OPEN and child.row not in running
+    return total
 
 
 def _parent(work: Work) -> Node:

@@ -9,7 +9,7 @@ from support.models import Words, config_of, random_model
 from support.trees import SAMPLED, Lab
 
 from arbor.engine.mode import Mode, Rehydrate, Share
-from arbor.engine.operation import GivenBlock, Operation
+from arbor.engine.operation import Asking, GivenBlock, Growing, Operation
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.memory.stores import LowerRoom
@@ -52,13 +52,16 @@ class DrawnSearch:
         longest: most tokens of a block.
         rounds: how often it grows.
         given: the part of the rounds whose blocks are given, each computed in one forward.
+        early: the part of the blocks that a question is asked about while others grow.
 
     Attributes:
         least: tokens of the longest path, and of a question after it, that it has needed at once.
         peak: what full retention of it has held at most, as the engine counts it.
     """
 
-    def __init__(self, seed: int, longest: int, rounds: int, given: float = 0.7) -> None:
+    def __init__(
+        self, seed: int, longest: int, rounds: int, given: float = 0.7, early: float = 0.0
+    ) -> None:
         self.choices = random.Random(seed)
         ends = range(0, 80, self.choices.choice([2, 4, 12, 60]))
         stop = StopRule(Words(), BlockLimits((), longest, DEPTH), ends)
@@ -70,6 +73,9 @@ class DrawnSearch:
         self.peak = 0
         self._rounds = rounds
         self._given = given
+        self._early, self._when = early, random.Random(seed)
+        self._questions: list[Asking] = []
+        self._looked: set[Node] = set()
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -93,7 +99,8 @@ class DrawnSearch:
             yield growing
             grown = growing.result()
             self.nodes |= {child.key: child for child in grown}
-            self.least = max(self.least, *(child.end for child in grown))
+            asked_early = QUESTION if self._early else 0
+            self.least = max(self.least, *(child.end + asked_early for child in grown))
             # of new blocks, or of any: equal tokens of siblings may have left at different times
             known = grown if choices.random() < 0.5 else [*self.nodes.values()]
             asked = choices.sample(known, choices.randint(0, min(len(known), 8)))
@@ -107,6 +114,24 @@ class DrawnSearch:
                 node = self.nodes.pop(key)
                 node.state = NodeState.PRUNED
                 lab.forget([node])
+
+    def meanwhile(self, lab: Lab, growing: Operation) -> None:
+        """Ask about blocks that have ended while others grow; the tree does not depend on it."""
+        if not self._early or not isinstance(growing, Growing):
+            return
+        for child in growing.children:
+            if child.state is NodeState.CLOSED and child not in self._looked:
+                self._looked.add(child)
+                if self._when.random() < self._early:
+                    question = [7] * self._when.randint(1, QUESTION)
+                    asking = lab.begin_ask([child], [question], counts=False, ahead_of=growing)
+                    self._questions.append(asking)
+
+    def check(self) -> None:
+        """Every early question has been answered, or is still to be."""
+        for asking in self._questions:
+            if asking.done:
+                asking.check()
 
     def _alike(self, leaf: Node) -> GivenBlock:
         """A block whose first tokens are those of its siblings, up to some place."""
@@ -129,11 +154,13 @@ def run(lab: Lab, searches: Sequence[DrawnSearch], look: Callable[[], None] = la
                 upcoming = next(going[search], None)
             if upcoming is None:
                 del waiting[search]
+                search.check()
                 search.peak = lab.state.trees[search.tree].retained.peak
                 lab.close(search.tree)
                 look()
             else:
                 waiting[search] = upcoming
+                search.meanwhile(lab, upcoming)
         if waiting:
             lab.step()
             look()
