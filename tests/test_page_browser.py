@@ -35,6 +35,7 @@ from arbor.events import (
     Rehydrated,
     Terminal,
     Transition,
+    Verified,
 )
 from arbor.measure.evaluation.compare import ArmRuns, compare_arms
 from arbor.measure.evaluation.compare_page import compare_page
@@ -266,7 +267,7 @@ def test_hostile_text_is_inert(page: Page, tmp_path: Path) -> None:
         file.write(to_line({"e": HOSTILE, "i": 7, "t": 1.0, "node": 1, "why": HOSTILE}) + b"\n")
 
     page.open(shown(trace))
-    for panel in range(6):
+    for panel in range(7):
         page.evaluate(f"arbor.show({panel})")
         page.settle()
 
@@ -326,7 +327,7 @@ def test_events_of_unknown_types_are_shown_by_their_fields(page: Page, trace: Pa
     with trace.open("ab") as file:
         file.write(to_line(record) + b"\n")
 
-    page.open(shown(trace), f"#e={len(types(trace)) - 1}&tab=2")
+    page.open(shown(trace), f"#e={len(types(trace)) - 1}&tab=3")
     page.settle()
     listed = text(page, ".space")
     page.evaluate("arbor.select(1)")
@@ -368,7 +369,7 @@ def test_no_event_of_a_later_version_breaks_it(page: Page, trace: Path, seed: in
     assert len(read_page_trace(trace).records) > len(known) * 1.2, "they are in the page"
 
     page.open(html)
-    for panel in range(6):
+    for panel in range(7):
         page.evaluate(f"arbor.show({panel})")
         for event in range(panel, len(records) - 20, 37):
             page.evaluate(f"arbor.seek({event}), arbor.select({event} % 8), arbor.draw()")
@@ -624,7 +625,7 @@ def test_blocks_are_found(page: Page, trace: Path, asked: str, test: str) -> Non
 
 def test_the_list_of_events_is_filtered_by_type(page: Page, trace: Path) -> None:
     kinds = types(trace)
-    page.open(shown(trace), "#tab=2")
+    page.open(shown(trace), "#tab=3")
     page.settle()
 
     page.evaluate(
@@ -632,7 +633,7 @@ def test_the_list_of_events_is_filtered_by_type(page: Page, trace: Path) -> None
     )
     page.settle()
 
-    assert page.evaluate("arbor.panels[1].shown.length") == len(kinds) - kinds.count("node")
+    assert page.evaluate("arbor.panels[2].shown.length") == len(kinds) - kinds.count("node")
 
 
 def test_regret_counts_what_was_given_up_and_needed_again(page: Page, tmp_path: Path) -> None:
@@ -643,16 +644,16 @@ def test_regret_counts_what_was_given_up_and_needed_again(page: Page, tmp_path: 
         Forwarded("decode", 1, 1, 1, 1, KV(4), 10, 0.1),
     ]
     events += [Rehydrated(((0, 6),), "recompute", KV(10)), Ended("exhausted", 1)]
-    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#tab=3")
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#tab=4")
     page.settle()
 
-    said = text(page, "#panel-2")
+    said = text(page, "#panel-3")
     page.evaluate(
         "(() => { const field = document.querySelector('.within input'); field.value = 1; field.dispatchEvent(new Event('input')); })()"
     )
 
     assert "6 tokens returned within 100 events: 100 % of 6 evicted." in said
-    assert "0 tokens returned within 1 event: 0 %" in text(page, "#panel-2")
+    assert "0 tokens returned within 1 event: 0 %" in text(page, "#panel-3")
 
 
 def test_an_exit_strip_shows_where_verification_left(page: Page, trace: Path) -> None:
@@ -705,12 +706,12 @@ def test_a_trace_without_words_has_an_answer_that_is_left_out(page: Page, tmp_pa
     page.open(shown(path))
     page.evaluate("arbor.seek(1e9), arbor.draw()")  # the end: the page opens before it
 
-    for panel in range(6):
+    for panel in range(7):
         page.evaluate(f"arbor.show({panel})")
         page.settle()
         assert "no answer" not in page.evaluate("document.body.innerText")
     assert "(left out)" in text(page, "#outcome")
-    assert text(page, "#panel-3").count("(left out)") == 2, "the answer, and that of its path"
+    assert text(page, "#panel-4").count("(left out)") == 2, "the answer, and that of its path"
 
 
 def test_a_trace_without_words_and_without_an_answer_has_none(page: Page, tmp_path: Path) -> None:
@@ -778,7 +779,7 @@ def test_two_runs_say_where_they_part(page: Page, tmp_path: Path) -> None:
     page.open(shown(first, second))
     page.settle()
 
-    assert "The trees differ from block #2 on." in text(page, "#panel-6")
+    assert "The trees differ from block #2 on." in text(page, "#panel-7")
 
 
 def test_equal_runs_are_reported_equal(page: Page, tmp_path: Path) -> None:
@@ -788,7 +789,7 @@ def test_equal_runs_are_reported_equal(page: Page, tmp_path: Path) -> None:
     page.open(shown(first, second))
     page.settle()
 
-    assert "The trees are equal" in text(page, "#panel-6")
+    assert "The trees are equal" in text(page, "#panel-7")
 
 
 def test_a_run_without_words_is_compared_by_its_lengths(page: Page, tmp_path: Path) -> None:
@@ -801,7 +802,7 @@ def test_a_run_without_words_is_compared_by_its_lengths(page: Page, tmp_path: Pa
     page.open(shown(full, none))
     page.settle()
 
-    assert "the same lengths (texts are left out)" in text(page, "#panel-6")
+    assert "the same lengths (texts are left out)" in text(page, "#panel-7")
 
 
 # What it says at the size of a laptop
@@ -818,9 +819,15 @@ def test_the_answers_path_carries_its_words_at_any_size(
     replay = Replay.of(read_trace(trace))
     assert replay.answered is not None
 
-    page.open(shown(trace), f"#e={len(types(trace)) - 1}", size=size)
+    page.open(shown(trace), f"#e={len(types(trace)) - 1}&tab=2", size=size)
     page.settle()
 
+    steps = "[...document.querySelectorAll('.step')].map((step) => step.textContent)"
+    for node, step in zip(replay.answered.path[1:], page.evaluate(steps), strict=True):
+        assert replay.blocks[node].text.strip() in step
+        assert f"value {replay.blocks[node].value:.2f}" in step
+    if size[0] == 360 or nodes > 193:
+        return  # the tree has no free place for every label
     words = page.evaluate(
         "arbor.current.map.words.map((word) => ({...word, id: arbor.current.run.id[word.block]}))"
     )
@@ -829,22 +836,26 @@ def test_the_answers_path_carries_its_words_at_any_size(
         block = replay.blocks[node]
         own = [word for word in words if word["id"] == node]
         assert any(block.text.startswith(word["text"].rstrip("…")) for word in own), node
-        assert f"{block.value:.2f}" in [word["text"] for word in own] or size[0] == 360
+        assert f"{block.value:.2f}" in [word["text"] for word in own]
         assert all(word["left"] < wide for word in own)
     assert any("✓ 42" in word["text"] for word in words), "the answer is in the tree"
 
 
 @pytest.mark.parametrize("nodes", [193, 1281])
-def test_labels_do_not_cover_each_other(page: Page, tmp_path: Path, nodes: int) -> None:
+def test_labels_cover_neither_each_other_nor_a_bar(page: Page, tmp_path: Path, nodes: int) -> None:
     trace = written(tmp_path / "run.arbor.jsonl", SIMULATION(nodes, seed=3).events())
 
     page.open(shown(trace), f"#e={len(types(trace)) - 1}", size=LAPTOP)
     page.settle()
 
     labels = page.evaluate("arbor.current.map.chips")
-    assert len(labels) > len(page.evaluate("[...arbor.current.run.answerPath].filter(Boolean)")) - 1
+    bars = page.evaluate(
+        "[...arbor.current.run.order].map((block) => arbor.current.map._box(block)).map((box) =>"
+        "({left: box.left, top: box.top, width: box.width, height: box.tall}))"
+    )
+    assert len(labels) >= 3
     for number, one in enumerate(labels):
-        for other in labels[:number]:
+        for other in labels[:number] + bars:
             apart = (
                 one["left"] >= other["left"] + other["width"]
                 or other["left"] >= one["left"] + one["width"]
@@ -852,6 +863,115 @@ def test_labels_do_not_cover_each_other(page: Page, tmp_path: Path, nodes: int) 
                 or other["top"] >= one["top"] + one["height"]
             )
             assert apart, (one, other)
+
+
+SENTENCE = "The train covers the rest of the way in three quarters of an hour, so {}. "
+
+
+def prose(stop: Literal["step", "length"] = "length") -> list[Event]:
+    """A search with a long prompt and thoughts of several lines; a limit cuts its only path."""
+    events: list[Event] = [header(), Opened(0, None, 0, 0, 900, "prompt")]
+    for node in (1, 2, 3):
+        events.append(Opened(node, node - 1, 0, node, 0, ""))
+        words = f"{node}. " + "\n".join(SENTENCE.format(line) for line in range(4))
+        ids = tuple(range(60))
+        ended = stop if node == 3 else "step"
+        events.append(Boundary(node, ids, words, ended, -1.0, 0.5, 0.5))
+        events.append(Verified("self", (node,), (0.25 * node,), 0, 0.0))
+    events.append(Terminal(3, "2", cut=stop == "length"))
+    return [*events, Answered(3, (0, 1, 2, 3), "2", 0.75, True), Ended("solved", 4)]
+
+
+def test_prose_opens_as_one_text_with_values_and_cuts(page: Page, tmp_path: Path) -> None:
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", prose())))
+    page.settle()
+
+    panel = text(page, "#panel-1")
+    assert is_seen(page, "#panel-1")
+    assert cursor(page) == len(prose()) - 1, "nothing was evicted: it opens at the answer"
+    for node in (1, 2, 3):
+        assert f"value {0.25 * node:.2f}" in panel
+    assert all(panel.count(SENTENCE.format(line).strip()) == 3 for line in range(4))
+    assert "cut at the longest thought" in panel and "a limit of paths cut" in panel
+    page.evaluate("document.querySelectorAll('.step .chip')[0].click()")
+    page.settle()
+    assert text(page, ".step.now .chip") == "#1"
+    assert is_seen(page, "#panel-1") and len(text(page, "#panel-1")) == len(panel)
+
+
+def test_thoughts_that_are_not_cut_have_no_mark(page: Page, tmp_path: Path) -> None:
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", prose("step"))))
+    page.settle()
+
+    assert page.evaluate("document.querySelectorAll('.cut').length") == 0
+
+
+def test_short_thoughts_open_at_their_block(page: Page, trace: Path) -> None:
+    page.open(shown(trace))
+    page.settle()
+
+    assert is_seen(page, "#panel-0") and not is_seen(page, "#panel-1")
+
+
+def test_a_long_prompt_leaves_the_width_to_the_thoughts(page: Page, tmp_path: Path) -> None:
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", prose())))
+    page.settle()
+
+    widths = page.evaluate("[1, 2, 3].map((block) => arbor.current.map._box(block).width)")
+    wide = page.evaluate("arbor.current.map.canvas.getBoundingClientRect().width")
+    assert sum(widths) > 0.55 * wide
+    page.press("h")
+    assert page.errors == []
+
+
+def test_table_and_events_have_the_whole_text(page: Page, tmp_path: Path) -> None:
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", prose())), "#e=3&tab=6")
+    page.settle()
+    assert all(text(page, ".tree").count(SENTENCE.format(line).strip()) == 3 for line in range(4))
+    seen = page.evaluate(
+        "[...document.querySelectorAll('.tree .says td')].every((cell) =>"
+        "cell.scrollWidth <= cell.clientWidth)"
+    )
+    assert seen
+
+    page.evaluate("arbor.show(2)")
+    page.settle()
+
+    assert all(SENTENCE.format(line).strip() in text(page, ".whole") for line in range(4))
+
+
+def test_it_never_opens_at_a_block_that_is_not_opened_yet(page: Page, tmp_path: Path) -> None:
+    events = prose()
+    middle = next(at for at, event in enumerate(events) if event.name == "verify") + 1
+    events[middle:middle] = [
+        Evicted("pressure", ((1, 20),), KV(5)),
+        Rehydrated(((1, 20),), "recompute", KV(9)),
+    ]
+
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)))
+    page.settle()
+
+    assert cursor(page) == middle + 1
+    assert page.evaluate("arbor.current.run.id[arbor.current.selected]") == 1
+    assert text(page, ".step.now .chip") == "#1"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_chosen_mode_is_readable_under_the_pointer(
+    page: Page, trace: Path, theme: Literal["light", "dark"]
+) -> None:
+    page.open(shown(trace), f"#theme={theme}")
+    page.settle()
+    chosen = "document.querySelector('[data-mode=icicle]')"
+    box = page.evaluate(f"(({{left, top}}) => ({{left, top}}))({chosen}.getBoundingClientRect())")
+
+    page.click(box["left"] + 8, box["top"] + 8)  # the pointer stays
+    page.wait(
+        f"getComputedStyle({chosen}).backgroundColor === getComputedStyle(document.body).color"
+    )
+
+    assert page.evaluate(f"{chosen}.matches(':hover')")
+    assert page.evaluate(f"{chosen}.getAttribute('aria-pressed')") == "true"
 
 
 def siblings(texts: list[str]) -> list[Event]:
@@ -869,14 +989,14 @@ def siblings(texts: list[str]) -> list[Event]:
 def test_equal_siblings_are_one_bar_with_their_number(page: Page, tmp_path: Path) -> None:
     events = siblings(["a + b", "a - b", "a + b", "a + b"])
 
-    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#e=99&tab=4")
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#e=99&tab=5")
     page.settle()
 
     drawn = page.evaluate("arbor.current.map.words.map(({text}) => text)")
     assert page.evaluate("arbor.current.map.layout.rows") == 2
     assert drawn.count("a + b ×3") == 1 and "✓ a + b" in drawn
     rows = page.evaluate(
-        "[...document.querySelectorAll('#panel-3 tbody tr')].map((row) => row.lastChild.textContent)"
+        "[...document.querySelectorAll('#panel-4 tbody tr')].map((row) => row.lastChild.textContent)"
     )
     assert sorted(rows) == ["a + b ×3", "a - b"]
     page.press("k")
@@ -975,23 +1095,18 @@ def test_a_problem_alone_shows_no_other(page: Page, trace: Path) -> None:
     assert "all problems" not in label
 
 
-@pytest.mark.parametrize("expected", [690, None])
-def test_the_run_has_the_expected_peak_and_the_worst_case(
-    page: Page, tmp_path: Path, expected: int | None
-) -> None:
+def test_the_run_has_the_worst_case_of_full_retention(page: Page, tmp_path: Path) -> None:
     plan = {"budget_tokens": 172, "full_tokens": 3533, "smallest_tokens": 50}
-    plan |= {} if expected is None else {"expected_tokens": expected}
     events = [
         header(kv={**plan, "bytes_per_token": 64}) if event.name == "header" else event
         for event in fake_run(6, rounds=20)
     ]
-    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#tab=6")
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#tab=7")
     page.settle()
 
-    panels = "".join(text(page, f"#panel-{number}") for number in range(6))
+    panels = "".join(text(page, f"#panel-{number}") for number in range(7))
 
     assert "full retention, at most3,533 tokens" in panels
-    assert ("full retention, expected690 tokens" in panels) is (expected is not None)
 
 
 @pytest.mark.parametrize("wide", [1280, 1400, 1440, 1920])
@@ -1316,7 +1431,7 @@ def test_it_fits_on_a_narrow_screen(page: Page, tmp_path: Path, count: int) -> N
 
     page.open(shown(*traces), size=(320, 640))
     page.settle()
-    for panel in range(6 + (count > 1)):
+    for panel in range(7 + (count > 1)):
         page.evaluate(f"arbor.show({panel})")
         page.settle()
         wide = page.evaluate("document.documentElement.scrollWidth")
@@ -1345,11 +1460,11 @@ def test_every_control_has_a_name(page: Page, trace: Path) -> None:
 def test_the_table_lists_what_the_picture_shows(page: Page, trace: Path) -> None:
     replay = Replay.of(read_trace(trace))
 
-    page.open(shown(trace), f"#e={len(types(trace)) - 1}&tab=5")
+    page.open(shown(trace), f"#e={len(types(trace)) - 1}&tab=6")
     page.settle()
 
     rows = page.evaluate(
-        "[...document.querySelectorAll('.tree tbody tr')].map((row) => [...row.children].map((cell) => cell.textContent))"
+        "[...document.querySelectorAll('.tree tbody tr:not(.says)')].map((row) => [...row.children].map((cell) => cell.textContent))"
     )
     listed = {row[0]: row[1:4] for row in rows}
     assert listed == {

@@ -337,7 +337,7 @@ def test_a_browser_runs_nothing_of_a_text(tab: Page, tmp_path: Path) -> None:
         page.write_text(html_page(page_trace_of("run", enumerate(hostile_run(seed)))), "utf-8")
         tab.blank()
         tab.open(page)
-        for panel in range(6):
+        for panel in range(7):
             tab.evaluate(f"arbor.show({panel})")
             tab.settle()
         assert tab.evaluate("window.hit === undefined && !document.querySelector('img, iframe')")

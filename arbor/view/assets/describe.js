@@ -119,7 +119,7 @@ function line(text) {
 
 /**
  * The event that a page opens at: the largest rehydration, else the first backtrack, the largest eviction under pressure,
- * or the moment with the most KV. `rank` orders them, for two runs; `says` is what one sees there.
+ * the end with its answer, or the moment with the most KV. `rank` orders them, for two runs; `says` is what one sees there.
  */
 function openingMoment(run) {
   const last = run.events - 1;
@@ -160,6 +160,7 @@ function openingMoment(run) {
       says: `Memory runs short: ${plural(sum(rows), "token")} of ${plural(rows.length, "block")} (orange) leave it${budget}.`,
     };
   }
+  if (answered >= 0) return { rank: 0, event: last, says: "" };
   let most = last;
   for (let event = last; event >= 0; event--) if (run.deviceAt[event] > run.deviceAt[most]) most = event;
   if (!run.deviceAt[most]) return { rank: 0, event: last, says: "" };

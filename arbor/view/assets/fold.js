@@ -12,6 +12,7 @@ const DEVICE = 0,
   TOKENS = 2,
   STATE = 3,
   VALUE = 4; // fields of the log
+const PROSE = 80; // characters of a thought
 const MOST_KEYFRAMES = 64,
   LEAST_APART = 256;
 
@@ -171,6 +172,12 @@ class Run {
     const closing = this.closing(block) || {};
     const text = closing.text || this.recordOf(block).text;
     return typeof text === "string" ? text : "";
+  }
+
+  /** Whether the thoughts are too long for bars and labels. */
+  get prose() {
+    this._prose ??= this.order.some((block) => this.parent[block] >= 0 && line(this.text(block)).length > PROSE);
+    return this._prose;
   }
 
   /** Blocks from the root to this one. */

@@ -70,7 +70,7 @@ class BlockPanel {
       make(
         "pre",
         { class: "text", tabindex: 0, "aria-label": "Text of the block" },
-        text || (run.closing(block) || run.parent[block] < 0 ? "(no text in this trace)" : "(never closed)"),
+        text || (run.closing(block) || run.parent[block] < 0 ? NO_TEXT : "(never closed)"),
       ),
       answer ? make("p", { class: "answers" }, "answers ", make("b", {}, answer)) : null,
     );

@@ -5,13 +5,16 @@ const THIN = 2,
   TALLEST = 30,
   WIDEST = 46,
   TEXT_FROM = 11.5; // CSS pixels; WIDEST is of one token
+const PROMPT_SHARE = 0.3; // of the width, at most
 const GUTTER = { left: 14, right: 14, top: 24, bottom: 10 };
 const ANSWER_ROOM = 190, // at most, after the longest path
   GLYPH = 6.7, // CSS pixels
   MOST_LINES = 4000;
 const CHIP_TALL = 15, // CSS pixels; a label of its own, where a bar has no room for words
-  CHIP_GLYPHS = 34,
-  CHIP_TRIES = 9; // places above the bar, and as many below
+  CHIP_LEAST = 110, // its width
+  CHIP_ENOUGH = 360, // for a long text the nearest place of this width is taken, as wide as it is
+  CHIP_REACH = 60, // cells above the bar, and as many below
+  CELL = 3; // CSS pixels: how finely free places are looked for
 const CUT_BELOW = 12; // glyphs of a bar; with fewer, a cut text says nothing
 const MONOSPACE = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
@@ -207,7 +210,7 @@ class TreeMap {
       { run, layout } = this;
     const top = whole ? 0 : layout.top[block],
       bottom = whole ? Math.max(1, layout.rows) : layout.bottom[block];
-    const left = whole ? 0 : this.x0(block);
+    const left = whole ? this._promptSeen() : this.x0(block);
     const height = Math.max(40, box.height - GUTTER.top - GUTTER.bottom);
     // thin rows leave a line for the note about them
     const ky = Math.min(TALLEST, (height < THIN * (bottom - top) ? height - 20 : height) / (bottom - top));
@@ -225,6 +228,14 @@ class TreeMap {
     // a tree that is smaller than its frame stands in the middle of it
     if (whole) this.view.y -= Math.max(0, height / ky - layout.rows) / 2;
     this.fitted = whole;
+  }
+
+  /** The first token in the frame of the whole tree: of a long prompt only its end is there. */
+  _promptSeen() {
+    const { run } = this;
+    if (this.mode === "links" || !run.count || run.leaf[0]) return 0;
+    const thoughts = run.width - run.length[0];
+    return Math.max(0, Math.round(run.length[0] - (PROMPT_SHARE / (1 - PROMPT_SHARE)) * thoughts));
   }
 
   zoom(factor, x, y, axis = "both") {
@@ -564,24 +575,25 @@ class TreeMap {
       this._wrote(block, value, value, x, middle, value.length * scene.glyph, 11);
       x += 5 * scene.glyph;
     }
-    if (answer && answer.text) {
-      const text = `${answer.chosen ? "✓ " : ""}${answer.text}`;
+    const room = Math.floor((this.fittedWidth - x - 2) / scene.glyph);
+    if (answer && answer.text && room > 3) {
+      const text = this._shortened(`${answer.chosen ? "✓ " : ""}${answer.text}`, room);
       pen.fillStyle = answer.chosen ? colours.ink : colours.muted;
       pen.font = answer.chosen ? scene.bold : scene.font;
       pen.fillText(text, x, middle + 0.5);
-      this._wrote(block, text, text, x, middle, text.length * scene.glyph, 11);
+      this._wrote(block, text, answer.text, x, middle, text.length * scene.glyph, 11);
       pen.font = scene.font;
     }
   }
 
-  /** Labels of a fixed size for the key blocks and the selected one, where their bars have no room for words. */
+  /** Labels for the key blocks and the selected one, where their bars have no room for words; none lies on a bar. */
   _drawChips({ pen, width, height }, scene) {
     const { colours } = scene,
       { run, layout } = this,
       glyph = scene.chipGlyph;
-    const wanted = [...this.keyBlocks];
-    if (scene.selected >= 0) wanted.push(scene.selected);
+    const wanted = scene.selected >= 0 ? [scene.selected, ...this.keyBlocks] : this.keyBlocks;
     const seen = new Set();
+    let taken = null; // worked out for the first label
     pen.font = `11px ${MONOSPACE}`;
     pen.textAlign = "left";
     for (let block of wanted) {
@@ -591,51 +603,87 @@ class TreeMap {
       const drawn = this._drawn(scene, block);
       if (drawn.state === UNBORN || drawn.state === OPEN) continue;
       const text = this._words(block, drawn);
-      const written = this.words.find((word) => word.block === block && word.whole === text);
-      const valued =
-        !Number.isFinite(drawn.value) ||
-        this.words.some((word) => word.block === block && word.text === fixed(drawn.value));
-      const cut =
-        written && run.answerPath[block] && written.text !== text && (written.text.length < CUT_BELOW || !valued);
-      const answer = run.leaf[block] ? this._answerOf(scene, block) : null;
-      const unseen = this.words.some((word) => word.block === block && word.left + word.width > width);
-      if (written && !cut && !unseen) continue;
-      const parts = [
-        [this._shortened(text, CHIP_GLYPHS), colours.ink],
-        ...(Number.isFinite(drawn.value) ? [[fixed(drawn.value), colours.muted]] : []),
-        ...(answer && answer.text ? [[`${answer.chosen ? "✓ " : "→ "}${answer.text}`, colours.ink]] : []),
-      ];
-      const glyphs = parts.reduce((total, [part]) => total + part.length + 1, -1);
-      const wide = Math.min(width - 8, glyphs * glyph + 10);
+      const words = this.words.filter((word) => word.block === block),
+        written = words.find((word) => word.whole === text);
+      const valued = !Number.isFinite(drawn.value) || words.some((word) => word.text === fixed(drawn.value));
+      if (written && written.text === text && valued) continue;
       const x = this.sx(this.x0(block)),
         y = this.sy(layout.row[block] + 0.5);
       if (x > width || this.sx(this.x1(block)) < 0 || y < GUTTER.top - 4 || y > height) continue;
-      const left = Math.max(4, Math.min(x, width - wide - 4));
-      const place = this._free(block, left, y, wide, height);
-      if (place === null) continue;
-      this._chip(pen, scene, block, { left, top: place, wide, parts, x, y, glyph });
+      const parts = [[text, colours.ink]];
+      if (!valued) parts.push([fixed(drawn.value), colours.muted]);
+      const answer = run.leaf[block] ? this._answerOf(scene, block) : null;
+      if (answer && answer.text && !words.some((word) => word.whole.endsWith(answer.text)))
+        parts.push([`${answer.chosen ? "✓ " : "→ "}${answer.text}`, colours.ink]);
+      const glyphs = parts.reduce((total, [part]) => total + part.length + 1, -1);
+      taken ||= this._taken(width, height);
+      const place = this._free(taken, Math.max(4, Math.min(x, width - CHIP_LEAST)), y, glyphs * glyph + 10);
+      if (!place || place.wide < CHIP_LEAST) continue;
+      const others = parts.slice(1).reduce((total, [part]) => total + part.length + 1, 0);
+      const shown = this._shortened(text, Math.floor((place.wide - 10) / glyph) - others);
+      // it says no more than the bar does
+      if (written && valued && shown.length < written.text.length + CUT_BELOW) continue;
+      parts[0][0] = shown;
+      const wide = Math.min(place.wide, (shown.length + others) * glyph + 10);
+      this._chip(pen, scene, block, { ...place, wide, parts, x, y, glyph });
+      this._take(taken, place.left, place.top, wide, CHIP_TALL);
     }
     pen.font = scene.font;
   }
 
-  /** The top of the free place nearest to a bar, or null. */
-  _free(block, left, y, wide, height) {
-    const inBars = this.words.filter((word) => word.block !== block && this.keyBlocks.includes(word.block));
-    const taken = [...this.chips, ...inBars];
-    for (let attempt = 0; attempt <= 2 * CHIP_TRIES; attempt++) {
-      const step = Math.ceil(attempt / 2) * (attempt % 2 ? -1 : 1);
-      const top = y - CHIP_TALL / 2 + step * (CHIP_TALL + 2);
-      if (top < GUTTER.top - 3 || top + CHIP_TALL > height) continue;
-      const overlaps = taken.some(
-        (other) =>
-          left < other.left + other.width + 2 &&
-          other.left < left + wide + 2 &&
-          top < other.top + other.height + 1 &&
-          other.top < top + CHIP_TALL + 1,
-      );
-      if (!overlaps) return top;
+  /** What bars, and words outside of them, cover: a cell is CELL pixels wide and high. */
+  _taken(width, height) {
+    const { view } = this,
+      key = `${this.mode} ${width} ${height} ${view.x} ${view.y} ${view.kx} ${view.ky}`;
+    if (this.barsKey !== key) this.bars = this._underBars(width, height); // as long as the view stays
+    this.barsKey = key;
+    const taken = { ...this.bars, cells: this.bars.cells.slice() };
+    for (const word of this.words) this._take(taken, word.left, word.top, word.width, word.height);
+    return taken;
+  }
+
+  _underBars(width, height) {
+    const taken = { wide: Math.ceil(width / CELL), tall: Math.floor(height / CELL) };
+    taken.cells = new Uint8Array(taken.wide * taken.tall);
+    const { run, layout, view } = this;
+    const [first, last] = this._visible(height);
+    for (let block = 0; block < run.count; block++) {
+      if (layout.bottom[block] < first || layout.top[block] > last || layout.first[block] !== block) continue;
+      const { left, width: wide, top, tall } = this._box(block);
+      if (this.mode === "links") this._take(taken, left - 10, top, 20, tall);
+      else this._take(taken, left, top, wide, Math.max(tall, view.ky < THIN ? 5 : tall + 2));
     }
-    return null;
+    return taken;
+  }
+
+  _take({ cells, wide, tall }, left, top, width, height) {
+    const from = Math.max(0, Math.floor(left / CELL)),
+      to = Math.min(wide, Math.ceil((left + width) / CELL));
+    const end = Math.min(tall, Math.ceil((top + height) / CELL));
+    for (let row = Math.max(0, Math.floor(top / CELL)); row < end; row++)
+      if (to > from) cells.fill(1, row * wide + from, row * wide + to);
+  }
+
+  /** The free place nearest to a bar that is wide enough, or the widest one near it; null without any. */
+  _free({ cells, wide, tall }, left, y, wanted) {
+    const rows = Math.ceil((CHIP_TALL + 2) / CELL),
+      home = Math.round((y - CHIP_TALL / 2) / CELL),
+      from = Math.floor(left / CELL);
+    let best = null;
+    for (let attempt = 0; attempt <= 2 * CHIP_REACH; attempt++) {
+      const row = home + Math.ceil(attempt / 2) * (attempt % 2 ? 1 : -1);
+      if (row * CELL < GUTTER.top || row + rows > tall) continue;
+      let to = wide - 1;
+      for (let each = row; each < row + rows && to > from; each++) {
+        const stop = cells.subarray(each * wide + from, each * wide + to).indexOf(1);
+        if (stop >= 0) to = from + stop;
+      }
+      const room = (to - from) * CELL - 4;
+      if (!best || Math.min(room, wanted) > best.wide)
+        best = { left, top: row * CELL + 1, wide: Math.min(room, wanted) };
+      if (room >= Math.min(wanted, CHIP_ENOUGH)) break;
+    }
+    return best;
   }
 
   _chip(pen, { colours, selected }, block, { left, top, wide, parts, x, y, glyph }) {

@@ -3,6 +3,113 @@
 const EVENT_TALL = 25; // CSS pixels of one row of the event list
 const PAGE = 200; // rows of the table on one page
 
+// A path as one text
+
+class PathPanel {
+  constructor(view) {
+    this.view = view;
+    this.name = "Path";
+    this.lists = true; // other blocks are selected in it
+    this.body = make("div", { class: "panel path" });
+  }
+
+  show({ run, state, selected, event }) {
+    const shown = `${run.name} ${selected} ${event}`;
+    if (this.shown === shown) return;
+    const end = this._end(run, selected),
+      [prompt, ...thoughts] = run.path(end);
+    const other = this.run !== run || this.end !== end,
+      moved = selected !== end && (other || this.selected !== selected);
+    const scroll = other ? 0 : this.body.scrollTop;
+    Object.assign(this, { shown, run, end, selected });
+    this.body.replaceChildren(
+      ...(end < 0
+        ? [make("p", { class: "hint" }, "Select a block in the tree, or press a for the answer.")]
+        : [
+            make(
+              "h2",
+              {},
+              run.answerPath[end] ? "The answer's path" : `The path to #${run.id[end]}`,
+              make("small", {}, this._length(run, thoughts)),
+            ),
+            make(
+              "details",
+              { open: thoughts.length === 0 },
+              make("summary", {}, `the prompt, ${plural(run.length[prompt], "token")}`),
+              make("p", { class: "prose" }, run.text(prompt) || line(run.header.problem) || NO_TEXT),
+            ),
+            ...thoughts.map((block) => this._thought(run, state, block, selected)),
+            this._answer(run, end),
+          ]),
+    );
+    const at = moved && this.body.querySelector(".step.now");
+    this.body.scrollTop = at ? Math.max(0, at.offsetTop - this.body.clientHeight / 3) : scroll;
+  }
+
+  /** The last block of the path that is shown: a block of the answer's path shows all of that path. */
+  _end(run, selected) {
+    const answered = run.answer ? run.blockOf(run.answer.node) : -1;
+    return selected >= 0 && answered >= 0 && run.path(answered).includes(selected) ? answered : selected;
+  }
+
+  _length(run, thoughts) {
+    const tokens = thoughts.reduce((total, block) => total + run.length[block], 0);
+    return `${plural(thoughts.length, "thought")}, ${plural(tokens, "token")}`;
+  }
+
+  _thought(run, state, block, selected) {
+    const born = state.state[block] !== UNBORN;
+    const value = state.value[block];
+    const marks = [
+      plural(run.length[block], "token"),
+      ...(born && state.state[block] === PRUNED ? ["pruned"] : []),
+      ...(born ? [] : ["not opened yet"]),
+    ];
+    const cut = CUTS[(run.closing(block) || {}).stop];
+    return make(
+      "section",
+      { class: `step ${block === selected ? "now" : ""} ${born ? "" : "later"}` },
+      make(
+        "p",
+        { class: "step-head" },
+        link(run.id[block], () => this.view.select(block)),
+        Number.isFinite(value) ? make("b", { class: "number" }, `value ${fixed(value)}`) : null,
+        make("span", { class: "hint" }, marks.join(", ")),
+      ),
+      make("p", { class: "prose" }, run.text(block).trim() || (run.closing(block) ? NO_TEXT : "(never closed)")),
+      cut ? make("p", { class: "cut" }, `✂ ${cut}`) : null,
+    );
+  }
+
+  /** How the path ends: its answer, and a limit that cut it. */
+  _answer(run, end) {
+    const ended = last(run.mentionsOf(end), (event) => run.records[event].e === "terminal");
+    if (ended < 0) return null;
+    const { answer, cut, guessed } = run.records[ended];
+    return make(
+      "div",
+      {},
+      cut ? make("p", { class: "cut" }, "✂ a limit of paths cut the text here") : null,
+      make(
+        "p",
+        { class: "answers" },
+        `${guessed ? "guessed" : "answers"} `,
+        make("b", {}, wordsOr(answer, "nothing")),
+      ),
+    );
+  }
+}
+
+const NO_TEXT = "(no text in this trace)";
+
+/** Where a block's text ends although its thought does not. */
+const CUTS = {
+  __proto__: null,
+  length: "cut at the longest thought",
+  limit: "cut at a limit of the run",
+  gate: "ended early by a more confident branch",
+};
+
 // The event list
 
 class EventPanel {
@@ -32,7 +139,8 @@ class EventPanel {
       this.space,
     );
     this.none = make("p", { class: "hint" });
-    this.body = make("div", { class: "panel events" }, this.chips, this.words, this.none, this.scroller);
+    this.whole = make("p", { class: "text whole", tabindex: 0, "aria-label": "The current event in full" });
+    this.body = make("div", { class: "panel events" }, this.chips, this.words, this.none, this.whole, this.scroller);
   }
 
   show(scene) {
@@ -43,6 +151,8 @@ class EventPanel {
     }
     if (this.event !== scene.event || !this.shown) {
       this.event = scene.event;
+      const record = this.run.records[this.event];
+      this.whole.replaceChildren(make("b", {}, `${count(this.event)} ${record.e} `), sentence(record));
       this._follow();
     }
     this._rows();
@@ -323,6 +433,7 @@ class TablePanel {
   constructor(view) {
     this.view = view;
     this.name = "Table";
+    this.lists = true; // other blocks are selected in it
     this.page = 0;
     this.caption = make("caption");
     this.rows = make("tbody");
@@ -340,7 +451,7 @@ class TablePanel {
           make(
             "tr",
             {},
-            ...["block", "state", "kept", "value", "text"].map((name) => make("th", { scope: "col" }, name)),
+            ...["block", "state", "kept", "value"].map((name) => make("th", { scope: "col" }, name)),
           ),
         ),
         this.rows,
@@ -361,11 +472,12 @@ class TablePanel {
     const pages = Math.max(1, Math.ceil(run.count / PAGE));
     this.caption.textContent = `${plural(run.count, "block")} at event ${count(scene.event)}, depth first`;
     this.rows.replaceChildren(
-      ...run.order.slice(this.page * PAGE, (this.page + 1) * PAGE).map((block) => {
+      ...run.order.slice(this.page * PAGE, (this.page + 1) * PAGE).flatMap((block) => {
         const born = state.state[block] !== UNBORN;
-        return make(
+        const kind = `${block === scene.selected ? "now" : ""} ${born ? "" : "later"}`;
+        const row = make(
           "tr",
-          { class: `${block === scene.selected ? "now" : ""} ${born ? "" : "later"}` },
+          { class: kind },
           make(
             "th",
             { scope: "row", style: { "--depth": Math.min(12, run.depth[block]) } },
@@ -378,8 +490,9 @@ class TablePanel {
             `${count(state.device[block] + state.host[block])}/${count(state.tokens[block])}`,
           ),
           make("td", { class: "number" }, fixed(state.value[block])),
-          make("td", { class: "says" }, line(run.text(block)).slice(0, 80)),
         );
+        const text = run.text(block).trim();
+        return text ? [row, make("tr", { class: `says ${kind}` }, make("td", { colspan: 4 }, text))] : [row];
       }),
     );
     const row = moved && this.rows.querySelector(".now");

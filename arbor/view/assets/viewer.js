@@ -17,10 +17,11 @@ const KEYS = [
   ["+ −", "zoom"],
   ["x", "axis: events, seconds, blocks"],
   ["c", "the other run, where two are compared"],
-  ["1 … 7", "panels"],
+  ["1 … 8", "panels"],
   ["d", "light, dark"],
   ["?", "this list"],
 ];
+const PATH = 1; // its panel
 const MODES = ["spans", "icicle", "links"];
 const AXES = ["event", "time", "blocks"];
 const WHOLE_RUN_S = 24; // playing at 1x
@@ -38,6 +39,7 @@ class View {
     this.panes = runs.map((run, place) => this._pane(run, place));
     this.panels = [
       new BlockPanel(this),
+      new PathPanel(this),
       new EventPanel(this),
       new RegretPanel(this),
       new AnswerPanel(this),
@@ -45,7 +47,7 @@ class View {
       new RunPanel(this),
     ];
     if (this.both) this.panels.push(new ComparePanel(this));
-    this.panel = this.both ? this.panels.length - 1 : 0;
+    this.panel = this.both ? this.panels.length - 1 : runs[0].prose ? PATH : 0;
     this._head();
     this._tabs();
     this._bars();
@@ -61,6 +63,23 @@ class View {
     this.seek(this.opening.event, this.opening.place);
     for (const pane of this.panes) pane.run.seek(pane.state, pane.event);
     this.readHash();
+    if (!/[#&]n=/.test(location.hash)) for (const pane of this.panes) this._selectOpened(pane);
+  }
+
+  /** The block that is selected at the end: the answer's, or the prompt; -1 without blocks. */
+  _answered(run) {
+    const answer = run.answer ? run.blockOf(run.answer.node) : -1;
+    return answer >= 0 ? answer : run.count ? 0 : -1;
+  }
+
+  /** Where the selected block is not opened yet, the deepest one that the event names or that runs is selected. */
+  _selectOpened(pane) {
+    const { run, state } = pane;
+    const born = (block) => block >= 0 && block < run.count && state.state[block] !== UNBORN;
+    if (born(pane.selected)) return;
+    const running = run.running(pane.event).map((id) => run.blockOf(id));
+    const named = [...this._touched(pane), ...running, 0].filter(born);
+    pane.selected = named.reduce((most, block) => (run.depth[block] > run.depth[most] ? block : most), named[0] ?? -1);
   }
 
   _pane(run, place) {
@@ -72,8 +91,7 @@ class View {
       selected: -1,
       found: null,
     };
-    const answer = run.answer ? run.blockOf(run.answer.node) : -1;
-    pane.selected = answer >= 0 ? answer : run.count ? 0 : -1;
+    pane.selected = this._answered(run);
     pane.map = new TreeMap(run, {
       select: (block) => {
         this.activate(place);
@@ -154,7 +172,7 @@ class View {
     if (block < 0) return;
     this.current.selected = block;
     if (!quiet) this.current.map.reveal(block);
-    if (this.panel !== 4) this.show(0);
+    if (!this.panels[this.panel].lists) this.show(0);
     this.invalidate();
   }
 
@@ -465,7 +483,11 @@ class View {
       button.addEventListener("click", () => this.setMode(button.dataset.mode));
     on("fit", () => this.fit());
     on("first", () => this.seek(0));
-    for (const id of ["last", "to-end"]) on(id, () => this.seek(this.current.run.events - 1));
+    on("last", () => this.seek(this.current.run.events - 1));
+    on("to-end", () => {
+      this.seek(this.current.run.events - 1);
+      this.current.selected = this._answered(this.current.run);
+    });
     on("back", () => this.seek(this.current.event - 1));
     on("next", () => this.seek(this.current.event + 1));
     on("play", () => this.play());
@@ -551,7 +573,7 @@ class View {
         this.setFilter("");
       },
     };
-    const action = actions[key] || (/^[1-7]$/.test(key) ? () => this.show(Number(key) - 1) : null);
+    const action = actions[key] || (/^[1-8]$/.test(key) ? () => this.show(Number(key) - 1) : null);
     if (!action) return;
     event.preventDefault();
     if (key !== " ") this.pause();
