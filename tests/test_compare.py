@@ -268,7 +268,7 @@ def test_without_json_the_table_is_lines(command: Arbor) -> None:
     head, first, second, *_ = ran.out.splitlines()
     assert head.split()[:3] == ["arm", "tokens", "n"]
     assert first.split()[:2] == ["a", "4"] and "75.0 (19.4 to 99.4)" in first
-    assert second.endswith("+0.0 (+0.0 to +0.0), p = 1")
+    assert second.endswith("+0.0, 4 problems decide nothing")
     assert ran.out.splitlines()[-1] == "folder out"
 
 
@@ -409,6 +409,14 @@ def test_the_page_has_a_row_for_each_problem_with_a_link_for_each_arm(command: A
 
     page = Path("out/index.html").read_text("utf-8")
 
+    assert 'href="arms' in page and ".gz" not in page, "a trace is not a page"
+    made = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert {"model", "seed", "arbor"} <= set(made)
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC", made["last search"])
+    assert "every setting of the first run" in page
+    Path("out/index.html").unlink()
+    assert command("view", "out", "--samples").code == 0
+    page = Path("out/index.html").read_text("utf-8")
     listed = page[page.index('<table id="list">') :]
     assert re.findall(r'data-outcome="([^"]+)"', listed) == [
         *("all right", "none right", "all right", "all right")
@@ -436,6 +444,8 @@ def test_pages_of_the_searches_are_linked_once_they_are_there(
 
     page = Path("out/index.html").read_text("utf-8")
     links = re.findall(r'href="(arms/[^"]+/traces/[^"]+)"', page)
+    assert "<dt>search</dt><dd>chain" in page and "<dt>task</dt><dd>game24</dd>" in page
+    assert "<small>sampling temperature=0.0" in page, "what only an arm has"
     assert len(links) == 2
     assert all(each.endswith(".html") and Path("out", each).is_file() for each in links)
 

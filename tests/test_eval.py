@@ -25,12 +25,13 @@ from support import fake_run, fake_solver
 from support.run_cli import REAL, Arbor, await_line, in_process, spawn
 
 from arbor import Solver
+from arbor._version import __version__
 from arbor.cli.evaluation.eval_report import result_lines
 from arbor.cli.progress import WINDOW, Progress
 from arbor.engine.rehydration import Rehydration
 from arbor.errors import UsageError
 from arbor.events import Ended
-from arbor.measure.evaluation.compare import ArmRuns, compare_arms
+from arbor.measure.evaluation.compare import ArmRuns, compare_arms, difference_text
 from arbor.measure.evaluation.dataset import of_task, window
 from arbor.measure.evaluation.folder import RunFolder, digest
 from arbor.measure.evaluation.page import index_page
@@ -919,16 +920,41 @@ def test_the_digest_is_of_what_a_result_depends_on() -> None:
 # The page
 
 
-def test_the_page_lists_every_sample_and_links_to_its_trace(command: Arbor) -> None:
+def test_the_page_lists_every_sample_and_links_to_pages_only(command: Arbor) -> None:
     run(command, three())
 
     page = Path("out/index.html").read_text("utf-8")
 
     assert re.findall(r'<tr class="(\w+)"', page) == ["right", "wrong", "right"]
-    links = re.findall(r'<a href="([^"]+)"', page)
-    assert links == [row["trace"] for row in rows()]
-    assert f"<code>arbor view {links[0]} --open</code>" in page
+    assert "<a " not in page, "a trace is downloaded and not shown"
+    assert f"<code>arbor view {rows()[0]['trace']} --open</code>" in page
     assert "2 of 3 right" in page
+    assert command("view", "out", "--samples").code == 0
+    page = Path("out/index.html").read_text("utf-8")
+    links = re.findall(r'<a href="([^"]+)"', page)
+    assert links == [row["trace"].replace(".arbor.jsonl.gz", ".html") for row in rows()]
+
+
+def test_the_page_says_what_the_run_was_made_with(command: Arbor) -> None:
+    run(command, three(), "--seed", "7")
+
+    page = Path("out/index.html").read_text("utf-8")
+
+    made = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert made["seed"] == "7" and made["arbor"] == __version__ and made["model"]
+    assert made["search"]
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC", made["last search"])
+    assert re.search("<pre>.*seed = .*</pre>", page, re.DOTALL), "every setting is there"
+
+
+def test_too_few_samples_and_ties_are_not_given_a_p_value() -> None:
+    pair = {"value": 0.0, "interval": [0.0, 0.0], "p": 1.0}
+
+    assert difference_text({**pair, "n": 3}) == "+0.0, 3 problems decide nothing"
+    assert difference_text({**pair, "n": 1}) == "+0.0, 1 problem decides nothing"
+    assert difference_text({**pair, "n": 40}) == "+0.0, the same on all 40"
+    differs = {"value": 0.5, "interval": [0.1, 0.9], "p": 0.03, "n": 6}
+    assert difference_text(differs) == "+50.0 (+10.0 to +90.0), p = 0.03"
 
 
 def test_the_page_has_the_run_over_time(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -959,7 +985,9 @@ def test_the_page_runs_its_own_script_only_and_asks_nobody() -> None:
     hostile = '<script>alert(1)</script><img src=x onerror="alert(1)">"\'&'
     row = {"id": hostile, "problem": hostile, "answer": hostile, "expected": hostile}
 
-    page = index_page(hostile, [hostile], [row | {"trace": f"traces/{hostile}"}])
+    pages = {f"traces/{hostile}": f"traces/{hostile}.html"}
+
+    page = index_page(hostile, [hostile], [row | {"trace": f"traces/{hostile}"}], pages)
 
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
     assert policy is not None

@@ -3,6 +3,8 @@ inert."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import random
 import re
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from xml.etree import ElementTree
 
 import pytest
 from playwright.sync_api import Frame
@@ -1189,7 +1192,9 @@ def evaluation(folder: Path, samples: int, lanes: int = 3) -> Path:
     used = tuple(place % 500 for place in range(BINS))
     timeline = RunTimeline(seconds, used, (600,) * BINS, tuple(bars), (seconds / 2,))
     page = folder / "index.html"
-    text = index_page("run", [], rows, accuracy=(0.667, 0.6, 0.7), timeline=timeline, key="k")
+    pages = {row["trace"]: f"traces/{row['id']}.html" for row in rows}
+    accuracy = (0.667, 0.6, 0.7)
+    text = index_page("run", [], rows, pages, accuracy=accuracy, timeline=timeline, key="k")
     page.write_text(text, encoding="utf-8")
     return page
 
@@ -1233,12 +1238,12 @@ def test_a_bar_of_the_run_is_a_link_to_its_search(page: Page, tmp_path: Path) ->
         return left + wide * second / 10, box[1] + 84 + 10 + 14 * lane + 7
 
     page.wheel(*at(4.5, 2), 0)  # moves there
-    assert page.evaluate("bar.getAttribute('href')") == "traces/s00014.arbor.jsonl.gz"
+    assert page.evaluate("bar.getAttribute('href')") == "traces/s00014.html"
     assert page.evaluate("at.textContent").startswith("s00014: right, 1.0 s from 4.0 s")
     assert page.evaluate(f"document.elementFromPoint{at(4.5, 2)}.id") == "bar", "a link is there"
     page.evaluate("bar.focus()")
     page.press("ArrowRight")
-    assert page.evaluate("bar.getAttribute('href')") == "traces/s00015.arbor.jsonl.gz"
+    assert page.evaluate("bar.getAttribute('href')") == "traces/s00015.html"
     page.press("End")
     assert page.evaluate("bar.getAttribute('aria-label')").startswith("s00029: right")
 
@@ -1281,7 +1286,12 @@ def test_an_evaluation_of_ten_thousand_samples_lays_out_few_rows(
 
 
 def compared(folder: Path) -> Path:
-    """The page of a comparison of three arms on nine problems, on some of which they differ."""
+    """The page of a comparison of three arms on nine problems, on some of which they differ; the
+    second one's searches have pages."""
+    searches = folder / "arms/second/400-tokens-seed-0/traces"
+    searches.mkdir(parents=True)
+    for place in range(9):
+        (searches / f"s{place}.html").touch()
     arms = []
     for label in ("first", "second", "third"):
         rows = {}
@@ -1290,7 +1300,7 @@ def compared(folder: Path) -> Path:
             metrics = {"tokens_generated": 100 * place, "peak_tokens": 50 + place}
             rows[f"s{place}"] = {"id": f"s{place}", "problem": f"Problem {place}"} | {
                 "correct": right,
-                "answer": "1",
+                "answer": f"{label} {place}",
                 "trace": f"traces/s{place}.arbor.jsonl.gz",
                 "metrics": metrics,
             }
@@ -1322,7 +1332,12 @@ def test_problems_on_which_arms_differ_are_chosen_and_sorted(page: Page, tmp_pat
         page.evaluate("document.querySelectorAll('#list th button')[4].click()")
     assert page.evaluate(listed) == ["s6", "s5", "s4", "s2", "s1"]
     href = page.evaluate("document.querySelector('#list tbody tr').cells[5].firstChild.href")
-    assert href.endswith("/arms/second/400-tokens-seed-0/traces/s6.arbor.jsonl.gz")
+    assert href.endswith("/arms/second/400-tokens-seed-0/traces/s6.html")
+    shown = page.evaluate(
+        "[3, 5].map((at) => document.querySelector('#list tbody tr').cells[at].innerText)"
+    )
+    assert [each.split() for each in shown] == [["wrong", "first", "6"], ["right", "second", "6"]]
+    assert page.evaluate("document.querySelectorAll('a[href*=\".gz\"]').length") == 0
     assert page.errors == [] and len(page.requests) == 1
 
 
@@ -1335,13 +1350,81 @@ def test_the_table_of_the_arms_scrolls_alone(page: Page, tmp_path: Path) -> None
     assert marks == 2 * (3 + 3), "points and the legend, in both plots"
 
 
+def saved(page: Page, button: str) -> str:
+    """What a button saves, as text."""
+    page.evaluate("window.kept = []")
+    page.evaluate(
+        "URL.createObjectURL = (blob) => (blob.text().then((text) => kept.push(text)), '#')"
+    )
+    page.evaluate(f"[...document.querySelectorAll('button.save')].find({button}).click()")
+    page.wait("kept.length === 1")
+    text = page.evaluate("kept[0]")
+    assert isinstance(text, str)
+    return text
+
+
+def test_tables_are_saved_as_csv(page: Page, tmp_path: Path) -> None:
+    page.open(compared(tmp_path))
+    page.evaluate(
+        "((box) => (box.value = 's4', box.dispatchEvent(new Event('input'))))(document.getElementById('find'))"
+    )
+
+    listed = list(csv.reader(io.StringIO(saved(page, "(each) => each.closest('.tools')"))))
+    arms = list(csv.reader(io.StringIO(saved(page, "(each) => !each.closest('.tools, .plot')"))))
+
+    assert listed[0][:4] == ["sample", "problem", "key", "first"]
+    assert [row[0] for row in listed[1:]] == ["s4"], "what is found"
+    assert listed[1][3] == "right first 4"
+    assert [row[0].split()[0] for row in arms] == ["arm", "first", "second", "third"]
+    assert arms[2][2:4] == ["9", "33.3 (7.5 to 70.1)"]
+    assert page.errors == []
+
+
+def test_a_plot_is_saved_as_a_drawing_of_its_own(page: Page, tmp_path: Path) -> None:
+    page.open(compared(tmp_path))
+
+    drawing = saved(page, "(each) => each.closest('.plot')")
+
+    (tmp_path / "plot.svg").write_text(drawing, encoding="utf-8")
+    root = ElementTree.fromstring(drawing)
+    words = [each.text for each in root.iter() if each.tag.endswith("}text")]
+    assert {"first", "second", "third"} <= set(words)
+    assert "Success by tokens generated, mean of a search" in words
+    assert "var(" not in "".join(each.get("fill", "") for each in root.iter())
+    marks = [each for each in root.iter() if each.get("class") == "mark"]
+    assert len(marks) == 3 and all(each.get("fill", "").startswith("rgb") for each in marks)
+    assert page.errors == []
+
+
+def test_nothing_of_the_arms_is_clipped_on_a_laptop(page: Page, tmp_path: Path) -> None:
+    page.open(compared(tmp_path), size=(1440, 900))
+    page.settle()
+
+    assert page.evaluate(
+        "[...document.querySelectorAll('.scroll')].every((each) => each.scrollWidth <= each.clientWidth)"
+    )
+
+
+def test_a_long_title_and_its_hint_fit_a_phone(page: Page, tmp_path: Path) -> None:
+    path = evaluation(tmp_path, 3)
+    text = path.read_text("utf-8").replace("<h1>run</h1>", f"<h1>{'data/' * 30}</h1>")
+    path.write_text(text, encoding="utf-8")
+
+    page.open(path, size=(390, 844))
+    page.settle()
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.evaluate("at.scrollWidth <= at.clientWidth")
+
+
 def test_an_evaluation_next_to_another_one(page: Page, tmp_path: Path) -> None:
     here = [{"id": f"s{n}", "problem": "p", "correct": n < 2, "answer": "1"} for n in range(4)]
     there = {
         f"s{n}": {"correct": n % 2 == 0, "answer": "1", "trace": f"traces/s{n}.arbor.jsonl.gz"}
         for n in range(4)
     }
-    other = ComparedRun("../other", there, {}, (0.5, 0.1, 0.9))
+    pages = {row["trace"]: f"traces/{name}.html" for name, row in there.items()}
+    other = ComparedRun("../other", there, pages, (0.5, 0.1, 0.9))
     text = index_page("run", [], here, accuracy=(0.5, 0.1, 0.9), other=other)
     path = tmp_path / "index.html"
     path.write_text(text.replace("<html", "<html data-ready='0'", 1), encoding="utf-8")
@@ -1358,7 +1441,7 @@ def test_an_evaluation_next_to_another_one(page: Page, tmp_path: Path) -> None:
         assert page.evaluate(LISTED) == found
     assert page.evaluate("document.querySelectorAll('.accuracy').length") == 2
     link = page.evaluate("document.querySelector('#list tbody tr').cells[10].firstChild.href")
-    assert link.endswith("/other/traces/s2.arbor.jsonl.gz")
+    assert link.endswith("/other/traces/s2.html")
     assert page.errors == []
 
 

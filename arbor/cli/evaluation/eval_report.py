@@ -12,10 +12,12 @@ from typing import Any
 from arbor._version import __version__
 from arbor.cli.evaluation.eval_dataset import name_of
 from arbor.errors import InputError, UsageError
+from arbor.measure.evaluation.compare import difference_text, is_decided
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import PAGE, RESULTS, RunFolder, digest, read_rows
 from arbor.measure.evaluation.page import ComparedRun, index_page
 from arbor.measure.evaluation.results import compare, is_right, results
+from arbor.measure.evaluation.run_facts import RunFacts
 from arbor.measure.evaluation.run_timeline import from_page, run_timeline, timeline_key
 from arbor.measure.evaluation.sample_pages import linked_pages, write_sample_pages
 from arbor.measure.statistics import clopper_pearson
@@ -111,6 +113,7 @@ def write_index(folder: Path, found: Mapping[str, Any], rows: Sequence[Mapping[s
         timeline=timeline,
         key=key,
         other=other,
+        made=RunFacts.read(folder),
     )
     write_atomically(folder / PAGE, text)
     return folder / PAGE
@@ -209,12 +212,14 @@ def result_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _comparison(pair: Mapping[str, Any]) -> list[str]:
-    low, high = pair["interval"]
+    text, p, n = difference_text({**pair, "value": pair["difference"]}), "", pair["n"]
+    if is_decided(pair):
+        low, high = pair["interval"]
+        text = f"{100 * pair['difference']:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
+        p = f"; McNemar p = {pair['p']:.3g}"
     lines = [
-        f"{'compared':<12}{100 * pair['difference']:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}) "
-        f"against {pair['with']}, {pair['n']:,} samples in both",
-        f"{'':<12}right: only this run {pair['only_first']:,}, only the other {pair['only_second']:,}; "
-        f"McNemar p = {pair['p']:.3g}",
+        f"{'compared':<12}{text} against {pair['with']}, {n:,} samples in both",
+        f"{'':<12}right: only this run {pair['only_first']:,}, only the other {pair['only_second']:,}{p}",
     ]
     for name, what in (
         ("tokens_recomputed", "recomputed"),

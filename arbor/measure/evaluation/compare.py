@@ -20,6 +20,8 @@ COSTS = (
     "cpu_s",
     "wall_s",
 )
+# problems; with fewer, McNemar's exact p-value is above 0.05 even where all of them differ
+LEAST_DECIDING = 6
 _OF_ROW = ("tokens_reused", "cpu_s", "wall_s")  # the others are metrics of the search
 
 
@@ -161,12 +163,25 @@ def percent_text(share: Mapping[str, Any]) -> str:
 
 
 def difference_text(difference: Mapping[str, Any] | None) -> str:
-    """A paired difference in points, with its interval and McNemar's p where there is one."""
+    """A paired difference in points, with its interval and McNemar's p where there is one.
+
+    Of fewer than `LEAST_DECIDING` problems, and of outcomes that are all the same, it says that.
+    """
     if difference is None:
         return ""
-    low, high = difference["interval"]
+    (low, high), n = difference["interval"], difference["n"]
+    if n < LEAST_DECIDING:
+        what = "1 problem decides" if n == 1 else f"{n} problems decide"
+        return f"{100 * difference['value']:+.1f}, {what} nothing"
+    if not is_decided(difference):
+        return f"+0.0, the same on all {n:,}"
     text = f"{100 * difference['value']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
     return text if difference["p"] is None else f"{text}, p = {difference['p']:.2g}"
+
+
+def is_decided(difference: Mapping[str, Any]) -> bool:
+    """Whether there are enough problems, and some whose outcomes differ."""
+    return difference["n"] >= LEAST_DECIDING and any(difference["interval"])
 
 
 def csv_rows(table: Sequence[Mapping[str, Any]]) -> list[list[Any]]:

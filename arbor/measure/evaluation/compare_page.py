@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from arbor.measure.evaluation.compare import ArmRuns, difference_text, percent_text
+from arbor.measure.evaluation.compare import LEAST_DECIDING, ArmRuns, difference_text, percent_text
 from arbor.measure.evaluation.list_page import (
     escaped,
     list_page,
     list_row,
     number_cell,
     share_bar,
+    short,
     words_cell,
 )
 from arbor.measure.evaluation.page import marked_outcome, search_link
 from arbor.measure.evaluation.plot import Point, Series, plot
 from arbor.measure.evaluation.results import is_right
+from arbor.measure.evaluation.run_facts import RunFacts, facts_html, shared_facts
 from arbor.measure.evaluation.sample_pages import linked_pages
 
 OUTCOMES = ("all right", "none right", "arms differ")
@@ -39,7 +41,8 @@ _COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 _NOTES = (
     "Costs are means of a search. Intervals cover 95 %: exact (Clopper and Pearson) with one seed, "
-    "a bootstrap over problems with several; differences are paired by problem, p is McNemar's.",
+    "a bootstrap over problems with several; differences are paired by problem, p is McNemar's. "
+    f"Fewer than {LEAST_DECIDING} problems decide nothing, whatever their outcomes.",
     "Reused: tokens above each new block, whose KV its path already had. Shared: tokens of the "
     "prompt that another problem's KV gave. Recomputed: tokens whose KV had been evicted.",
 )
@@ -61,10 +64,14 @@ def compare_page(found: Mapping[str, Any], runs: Sequence[ArmRuns], path: Path) 
     lines = (
         f"{found['samples']:,} problems of {found['dataset']}; KV budget of a search: {budgets}.",
     )
+    made = [[RunFacts.read(path / each) for each in row["folders"]] for row in found["table"]]
+    every = [each for row in made for each in row]
+    shared = shared_facts(every)
     head = "\n".join(
         (
             *(f"<p>{escaped(line)}</p>" for line in lines),
-            _table(found["table"]),
+            facts_html(every),
+            _table(found["table"], [_own(row, shared) for row in made]),
             *(f'<p class="hint">{escaped(note)}</p>' for note in _NOTES),
             _plots(found["table"]),
             _hint(runs),
@@ -85,10 +92,21 @@ def compare_page(found: Mapping[str, Any], runs: Sequence[ArmRuns], path: Path) 
     return list_page(title, head, columns, _rows(shown, pages), OUTCOMES)
 
 
-def _table(table: Sequence[Mapping[str, Any]]) -> str:
-    """The table of the arms."""
+def _own(made: Sequence[RunFacts], shared: Mapping[str, str]) -> str:
+    """What an arm's runs have in common and other arms do not."""
+    own = shared_facts(made).items()
+    return ", ".join(f"{name} {text}" for name, text in own if name not in shared)
+
+
+def _table(table: Sequence[Mapping[str, Any]], made: Sequence[str]) -> str:
+    """The table of the arms.
+
+    Args:
+        table: as in ``compare.json``.
+        made: what only the arm of each row was made with.
+    """
     heads = ("arm", "tokens", "n", "success, %", "against the first, points", "any right, %")
-    rows = "\n".join(_table_row(row) for row in table)
+    rows = "\n".join(_table_row(row, own) for row, own in zip(table, made, strict=True))
     columns = "".join(
         f'<th scope="col">{escaped(head)}</th>'
         for head in (*heads, *(name for name, _, _ in _COSTS))
@@ -99,19 +117,19 @@ def _table(table: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _table_row(row: Mapping[str, Any]) -> str:
+def _table_row(row: Mapping[str, Any], own: str) -> str:
     links = " ".join(
         f'<a href="{quote(folder)}/index.html">seed {seed}</a>'
         for seed, folder in zip(row["seeds"], row["folders"], strict=True)
     )
     success, (low, high) = row["success"], row["success"]["interval"]
     cells = [
-        f"<td>{escaped(row['arm'])}<br>{links}</td>",
+        f"<td>{escaped(row['arm'])}<br>{links}<br><small>{escaped(own)}</small></td>",
         number_cell("" if row["tokens"] is None else f"{row['tokens']:,}"),
         number_cell(f"{row['n']:,}"),
-        f"<td>{percent_text(success)}{share_bar(success['value'], low, high, 'success')}</td>",
+        f'<td class="share">{percent_text(success)}{share_bar(success["value"], low, high, "success")}</td>',
         f"<td>{escaped(difference_text(row['difference']))}</td>",
-        f"<td>{percent_text(row['any_correct'])}</td>",
+        f'<td class="share">{percent_text(row["any_correct"])}</td>',
         *(number_cell(text(row[name])) for _, name, text in _COSTS),
     ]
     return f"<tr>{''.join(cells)}</tr>"
@@ -157,8 +175,8 @@ def _hint(runs: Sequence[ArmRuns]) -> str:
     at = f" at {max(tokens or 0 for tokens in levels):,} tokens" if len(levels) > 1 else ""
     command = "arbor view . --samples --open"
     return (
-        f"<p>Each problem and its outcome under every arm{at}, a link to the search; "
-        f"searches as pages, in this folder: <code>{command}</code></p>"
+        f"<p>Each problem with its outcome and answer under every arm{at}; "
+        f"outcomes become links to searches by, in this folder: <code>{command}</code></p>"
     )
 
 
@@ -186,7 +204,9 @@ def _row(
             for rows, known, folder in zip(arm.rows, linked, arm.folders, strict=True)
         ]
         shares.append(arm.share(sample, is_right))
-        cells.append(f"<td>{', '.join(links)}</td>")
+        answers = dict.fromkeys(short(rows[sample].get("answer")) for rows in arm.rows)
+        given = ", ".join(filter(None, answers))
+        cells.append(f'<td class="words">{", ".join(links)}<br><b>{given}</b></td>')
         cells.append(number_cell(f"{arm.mean_cost(sample, 'tokens_generated'):,.0f}"))
     best, worst = max(shares), min(shares)
     outcome = OUTCOMES[0] if worst == 1 else OUTCOMES[1] if best == 0 else OUTCOMES[2]

@@ -24,6 +24,7 @@ from arbor.measure.evaluation.list_page import (
 )
 from arbor.measure.evaluation.plot import binned, plot
 from arbor.measure.evaluation.results import Row, cost, is_cut, is_guessed, is_right
+from arbor.measure.evaluation.run_facts import RunFacts, facts_html
 from arbor.measure.evaluation.run_timeline import RunTimeline, as_attributes
 
 COLUMNS = (
@@ -52,8 +53,8 @@ _TIMELINE = """<section id="run" aria-label="The run over time" {attributes}>
 </section>
 """
 _HINT = (
-    "KV slots that all searches held together, and the samples in progress: a bar opens its search, "
-    "the arrow keys go from bar to bar, a drag above zooms."
+    "KV slots that all searches held together, and the samples in progress: {opens}the arrow keys go "
+    "from bar to bar, a drag above zooms."
 )
 
 
@@ -84,18 +85,19 @@ def index_page(
     timeline: RunTimeline | None = None,
     key: str = "",
     other: ComparedRun | None = None,
+    made: RunFacts | None = None,
 ) -> str:
     """The page.
 
     Args:
         title, lines: text above the list.
         rows: rows of ``samples.jsonl``.
-        pages: trace -> page of its search, both in the run's folder; a sample without a page links
-            to its trace.
+        pages: trace -> page of its search, both in the run's folder.
         accuracy: of the run, and the ends of its interval.
         timeline: the run over time.
         key: of the timeline, see `timeline_key`.
         other: a run to compare with.
+        made: what the run was made with.
     """
     pages = pages or {}
     bars = "" if accuracy is None else share_bar(*accuracy)
@@ -106,12 +108,13 @@ def index_page(
     names = COLUMNS if other is None else (*COLUMNS, *OTHER_COLUMNS)
     return list_page(
         title,
-        bars
+        (facts_html([made]) if made else "")
+        + bars
         + texts
         + _traces_line(rows, pages)
         + _plots(rows, other)
         + "\n"
-        + _over_time(rows, timeline, key),
+        + _over_time(rows, timeline, key, bool(pages)),
         [(name, name in NUMBERS or name in OTHER_COLUMNS[1:]) for name in names],
         [_row(row, pages, other) for row in rows],
         (*OUTCOMES, *MARKS) if other is None else (*OUTCOMES, *MARKS, *COMPARED),
@@ -137,7 +140,7 @@ def _plots(rows: Sequence[Row], other: ComparedRun | None) -> str:
     return f'\n<div class="plots">{"".join(figures)}</div>'
 
 
-def _over_time(rows: Sequence[Row], timeline: RunTimeline | None, key: str) -> str:
+def _over_time(rows: Sequence[Row], timeline: RunTimeline | None, key: str, linked: bool) -> str:
     """The run over time, and how many samples are not part of it."""
     if not rows:
         return ""
@@ -147,7 +150,8 @@ def _over_time(rows: Sequence[Row], timeline: RunTimeline | None, key: str) -> s
         f"{len(timeline.bars):,} samples in {timeline.seconds:,.0f} s, "
         f"at most {max(timeline.used):,} of {max(timeline.budget):,} KV slots"
     )
-    missing, hint = len(rows) - len(timeline.bars), _HINT
+    missing = len(rows) - len(timeline.bars)
+    hint = _HINT.format(opens="a bar opens its search, " if linked else "")
     if missing:
         hint = f"{missing:,} of {len(rows):,} samples have no readable trace and no bar. {hint}"
     return _TIMELINE.format(attributes=as_attributes(key, timeline), says=says, hint=hint)
@@ -188,7 +192,7 @@ def marked_outcome(row: Row) -> str:
 
 
 def search_link(row: Row, pages: Mapping[str, str], folder: str = "", text: str = "") -> str:
-    """A link to a sample's search: its page, or else its trace; the plain text without a trace.
+    """A link to the page of a sample's search; the plain text where there is none.
 
     Args:
         row: of ``samples.jsonl``.
@@ -196,9 +200,10 @@ def search_link(row: Row, pages: Mapping[str, str], folder: str = "", text: str 
         folder: of the run, relative to the page.
         text: of the link, as HTML; by default the name of the file.
     """
-    if not row.get("trace"):
-        return text
-    target = pages.get(str(row["trace"]), str(row["trace"]))
+    trace = str(row.get("trace") or "")
+    target = pages.get(trace)
+    if target is None:
+        return text or short(PurePath(trace).name)
     address = quote(f"{folder}/{target}" if folder else target, errors="replace")
     return f'<a href="{address}">{text or short(PurePath(target).name)}</a>'
 

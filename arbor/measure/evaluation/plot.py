@@ -11,7 +11,7 @@ from arbor.measure.evaluation.results import Row, is_right
 from arbor.measure.statistics import clopper_pearson
 
 WIDTH, HEIGHT = 520, 280
-LEFT, RIGHT, TOP, BOTTOM = 44, 14, 12, 40  # margins
+LEFT, RIGHT, TOP, BOTTOM = 52, 26, 12, 40  # margins
 COLOURS = ("active", "host", "pick", "budget", "full", "mark", "edge")  # of viewer.css
 MOST_BINS = 8
 LEAST_IN_BIN = 10  # samples
