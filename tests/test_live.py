@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
+from rich.text import Text
 from support.fake_run import fake_run
 
 from arbor.events import KV, Ended, Evicted, Rehydrated
+from arbor.metrics import Metrics
 from arbor.support.units import human_bytes
 from arbor.trace.fold import Replay
 from arbor.tree import NodeState
-from arbor.view.draw import ASCII, CELLS, UNICODE, Glyphs, bar, draw, movement, tree_lines
-from arbor.view.live import PAUSES_S, LiveView, LogView, ShowView, glyphs_of
+from arbor.view.draw import (
+    ASCII,
+    CELLS,
+    UNICODE,
+    Glyphs,
+    bar,
+    draw,
+    movement,
+    time_left,
+    tree_lines,
+)
+from arbor.view.live import PAUSES_S, LiveView, LogView, ShowView, glyphs_of, progress_line
+from arbor.view.redraw import Redraw
 
 
 def console(terminal: bool) -> Console:
@@ -216,3 +230,60 @@ def test_text_of_a_model_cannot_steer_the_terminal() -> None:
 
     assert "\x1b" not in row and "\x07" not in row
     assert "[red]gone[/red]" in row
+
+
+def reflowed(text: str, width: int, narrower: int) -> list[str]:
+    """The rows of a terminal that breaks its lines when it becomes narrower at the mark ``\\0``."""
+    rows, row, now = [""], 0, width
+    for part in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|\x00|[^\x1b\x00]", text):
+        if part == "\0":
+            now = narrower
+            broken = [
+                [each[at : at + now] for at in range(0, max(1, len(each)), now)] for each in rows
+            ]
+            row = sum(map(len, broken[: row + 1])) - 1
+            rows = [each for line in broken for each in line]
+        elif part == "\n":
+            row += 1
+            rows += [""] * (row + 1 - len(rows))
+        elif part.endswith("A"):
+            row = max(0, row - int(part[2:-1] or 1))
+        elif part == "\x1b[2K":
+            rows[row] = ""
+        elif not part.startswith("\x1b") and part != "\r":
+            rows[row] += part
+    return rows
+
+
+def test_a_narrower_terminal_keeps_no_row_of_before() -> None:
+    on = console(terminal=True)
+    on.size = ConsoleDimensions(80, 30)
+    on.print("what stood above")
+    display = Redraw(on)
+    display.start()
+    display.update(Text("\n".join(letter * 70 for letter in "abc")))
+    assert isinstance(on.file, io.StringIO)
+    on.file.write("\0")
+    on.size = ConsoleDimensions(30, 30)
+
+    display.update(Text("short"))
+    display.stop()
+
+    rows = [row for row in reflowed(written(on), 80, 30) if row.strip()]
+    assert rows == ["what stood above"]
+
+
+def test_one_of_a_kind_is_not_counted_as_several() -> None:
+    line = progress_line(Metrics(nodes=2, expansions=1, wall_s=3.0), 5)
+
+    assert "1 block, 1 expansion, " in line and "left" not in line
+    assert "2 blocks, 1,200 expansions, " in progress_line(Metrics(nodes=3, expansions=1200), 5)
+
+
+def test_the_time_left_follows_the_blocks_of_the_plan() -> None:
+    metrics = Metrics(nodes=11, wall_s=60.0)
+
+    assert time_left(metrics, 40) == "up to about 3 min left"
+    assert "60 s, up to about 3 min left, 10 blocks" in progress_line(metrics, 5, 40)
+    assert time_left(metrics, 10) == time_left(metrics, 0) == "", "nothing is left, or known"
+    assert time_left(Metrics(nodes=2, wall_s=0.5), 40) == "", "too early"

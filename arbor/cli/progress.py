@@ -9,10 +9,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from arbor.events import Ended, Event, Header
+from arbor.support.units import duration_text
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.live import Live
+
+    from arbor.view.redraw import Redraw
 
 FRAME_S = 0.25  # at most four frames a second
 LINE_S = 30.0
@@ -43,11 +45,11 @@ class Progress:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._console = console
-        self._live: Live | None = None
+        self._live: Redraw | None = None
         if live and console is not None:
-            from rich.live import Live  # here: a finished evaluation shows no progress
+            from arbor.view.redraw import Redraw  # here: a finished evaluation shows no progress
 
-            self._live = Live(console=console, auto_refresh=False, transient=True)
+            self._live = Redraw(console)
         self._clock = clock
         self._drawn = clock()
         self._begun = False
@@ -103,7 +105,7 @@ class Progress:
                 from rich.text import Text
 
                 self._drawn = now
-                self._live.update(Text(self.line(), "dim", no_wrap=True), refresh=True)
+                self._live.update(Text(self.line(), "dim", no_wrap=True))
         elif self._console is not None and now - self._drawn >= LINE_S:
             self._drawn = now
             self._console.print(f"arbor: {self.line()}", soft_wrap=True, markup=False)
@@ -117,7 +119,7 @@ class Progress:
             parts.append(f"{100 * self.right / self.done:.1f} % right")
             seconds = max(self._clock() - self._finished[0], 1e-9)
             each = seconds / (len(self._finished) - 1)
-            parts += [_rate(each), f"{_duration(each * (self.total - self.done))} left"]
+            parts += [_rate(each), f"{duration_text(each * (self.total - self.done))} left"]
         return ", ".join(parts)
 
 
@@ -126,9 +128,3 @@ def _rate(each: float) -> str:
     unit, seconds = ("minute", 60.0) if each <= 60 else ("hour", 3600.0)
     rate = seconds / each
     return f"{rate:,.0f} per {unit}" if rate >= 100 else f"{rate:.1f} per {unit}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

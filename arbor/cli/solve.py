@@ -198,7 +198,7 @@ def solve(output: Output, /, **values: Any) -> int:
             trace=writer,
             trace_level=options.trace_detail.trace_level,
         )
-        solution, events = watch(output, stream, signals, options.html is not None)
+        solution, events = watch(output, stream, signals, options.html is not None, plan.blocks)
         rounding = solver.rounding
         if writer is not None and solution.trace_path is None:  # stopped before it began
             writer.close()
@@ -303,7 +303,7 @@ def print_config(
 
 
 def watch(
-    output: Output, stream: SearchStream, signals: StopSignals, keep: bool
+    output: Output, stream: SearchStream, signals: StopSignals, keep: bool, most_blocks: int
 ) -> tuple[Solution, list[tuple[float, Event]]]:
     """Shows a search until it ends, or until a signal ends it.
 
@@ -314,9 +314,9 @@ def watch(
 
     view: LiveView | LogView | None = None
     if output.progress == "live":
-        view = LiveView(output.console())
+        view = LiveView(output.console(), most_blocks=most_blocks)
     elif output.progress == "plain":
-        view = LogView(output.console())
+        view = LogView(output.console(), most_blocks=most_blocks)
     kept: list[tuple[float, Event]] = []
     began = time.perf_counter()
     with signals.stopping(stream), view or contextlib.nullcontext():

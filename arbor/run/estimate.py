@@ -6,6 +6,7 @@ import time
 
 from arbor.model.model_info import ModelInfo
 from arbor.model.names import BYTES_OF
+from arbor.support.units import duration_text
 from arbor.tasks.base import BlockLimits
 
 WORTH_SAYING_S = 10.0  # of a path; a shorter one is not announced
@@ -47,9 +48,5 @@ def estimate_line(blocks: int, boundary: BlockLimits, info: ModelInfo, device: s
         return ""
     return (
         f"at most {blocks:,} thoughts, {most:,} tokens a path · estimate: {seconds:.2g} s a "
-        f"token, {_duration(seconds * most)} for the longest path on this CPU; its siblings decode with it"
+        f"token, {duration_text(seconds * most)} for the longest path on this CPU; its siblings decode with it"
     )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

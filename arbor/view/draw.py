@@ -11,13 +11,14 @@ from rich.text import Text
 
 from arbor.events import Compared, Event, Evicted, Merged, Rehydrated, Shared
 from arbor.metrics import Metrics
-from arbor.support.units import human_bytes
+from arbor.support.units import counted, duration_text, human_bytes
 from arbor.trace.fold import Block, Replay
 from arbor.trace.siblings import identical_siblings
 from arbor.tree import NodeState
 
 CELLS = 8  # of a block's bar
 METER_CELLS = 30
+SETTLED_S = 5.0  # of a run; before, the time left is not estimated
 NARROW = 60  # columns; below this there is only the meter
 MOST_ROWS = 24
 MOST_SIBLINGS = 3  # off the running paths, per parent
@@ -46,16 +47,19 @@ UNICODE = Glyphs("█", "▏▎▍▌▋▊▉", "·", "├── ", "└── 
 ASCII = Glyphs("#", "", ".", "|-- ", "`-- ", "|   ", "+", "x", "*", "...", "x")
 
 
-def draw(replay: Replay, width: int, height: int, glyphs: Glyphs = UNICODE) -> Group:
+def draw(
+    replay: Replay, width: int, height: int, glyphs: Glyphs = UNICODE, most_blocks: int = 0
+) -> Group:
     """The current state of a replay.
 
     Args:
         replay: of a trace, or of a run in progress.
         width, height: of the terminal; below `NARROW` columns the tree is left out.
         glyphs: `ASCII` for terminals without Unicode.
+        most_blocks: thoughts that the plan has at most; 0 for unknown.
     """
     metrics = replay.metrics()
-    meter = list(meter_lines(replay, metrics, glyphs, width))
+    meter = list(meter_lines(replay, metrics, glyphs, width, most_blocks))
     if width < NARROW:
         return Group(*meter)
     shown: list[Text | Panel] = list(meter)
@@ -67,8 +71,10 @@ def draw(replay: Replay, width: int, height: int, glyphs: Glyphs = UNICODE) -> G
     return Group(*shown, *tree_lines(replay, glyphs, width, rows))
 
 
-def meter_lines(replay: Replay, metrics: Metrics, glyphs: Glyphs, width: int) -> Iterator[Text]:
-    """KV against the budget, KV of each lower tier, and the counters."""
+def meter_lines(
+    replay: Replay, metrics: Metrics, glyphs: Glyphs, width: int, most_blocks: int = 0
+) -> Iterator[Text]:
+    """KV against the budget, KV of each lower tier, the counters, and the time left."""
     held, budget = replay.kv, metrics.budget_tokens
     part = held.device / budget if budget else 0.0
     cells = min(METER_CELLS, max(CELLS, width - 50))
@@ -85,14 +91,31 @@ def meter_lines(replay: Replay, metrics: Metrics, glyphs: Glyphs, width: int) ->
             size = human_bytes(tokens * (packed if name == "packed" else metrics.bytes_per_token))
             yield Text(f"{name:<7}{tokens:,} tokens, {size}")
     yield Text(
-        f"{metrics.blocks:,} blocks  {metrics.expansions:,} expansions  "
-        f"{metrics.tok_per_s:.0f} tok/s  {metrics.transitions:,} transitions  "
+        f"{counted(metrics.blocks, 'block')}  {counted(metrics.expansions, 'expansion')}  "
+        f"{metrics.tok_per_s:.0f} tok/s  {counted(metrics.transitions, 'transition')}  "
         f"{metrics.pressure_events:,} pressure"
     )
     yield Text(
-        f"{metrics.evictions:,} evictions  {metrics.rehydrations:,} rehydrations  "
+        f"{counted(metrics.evictions, 'eviction')}  "
+        f"{counted(metrics.rehydrations, 'rehydration')}  "
         f"{metrics.tokens_recomputed:,} recomputed  {metrics.asked:,} judged  {metrics.wall_s:.1f} s"
     )
+    left = "" if replay.ended else time_left(metrics, most_blocks)
+    if left:
+        yield Text(left)
+
+
+def time_left(metrics: Metrics, most_blocks: int) -> str:
+    """About how long a run may still take, if it grows all blocks of its plan; empty at first.
+
+    Args:
+        metrics: so far.
+        most_blocks: thoughts that the plan has at most; 0 for unknown.
+    """
+    if not 0 < metrics.blocks < most_blocks or metrics.wall_s < SETTLED_S:
+        return ""
+    seconds = metrics.wall_s / metrics.blocks * (most_blocks - metrics.blocks)
+    return f"up to about {duration_text(seconds)} left"
 
 
 def movement(event: Event) -> str:

@@ -8,13 +8,14 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 
 from arbor.events import Ended, Event, Rehydrated
 from arbor.metrics import Metrics
+from arbor.support.units import counted
 from arbor.trace.fold import Replay
-from arbor.view.draw import ASCII, UNICODE, Glyphs, draw, movement
+from arbor.view.draw import ASCII, UNICODE, Glyphs, draw, movement, time_left
+from arbor.view.redraw import Redraw
 
 FRAME_S = 0.25  # at most four frames a second
 LINE_S = 30.0
@@ -22,10 +23,18 @@ LINE_S = 30.0
 PAUSES_S = {"boundary": 0.05, "evict": 0.07, "rehydrate": 0.2, "verify": 0.3, "answer": 0.8}
 
 
-def progress_line(metrics: Metrics, held_tokens: int) -> str:
-    """The state of a run as one line of a log."""
+def progress_line(metrics: Metrics, held_tokens: int, most_blocks: int = 0) -> str:
+    """The state of a run as one line of a log.
+
+    Args:
+        metrics: so far.
+        held_tokens: on the device.
+        most_blocks: thoughts that the plan has at most; 0 for unknown.
+    """
+    left = time_left(metrics, most_blocks)
     return (
-        f"{metrics.wall_s:.0f} s, {metrics.blocks:,} blocks, {metrics.expansions:,} expansions, "
+        f"{metrics.wall_s:.0f} s, {f'{left}, ' if left else ''}"
+        f"{counted(metrics.blocks, 'block')}, {counted(metrics.expansions, 'expansion')}, "
         f"{metrics.tok_per_s:.0f} tok/s, "
         f"KV {held_tokens:,} of {metrics.budget_tokens:,} tokens, "
         f"{metrics.tokens_recomputed:,} recomputed"
@@ -38,11 +47,18 @@ class LogView:
     Args:
         console: destination.
         clock: seconds.
+        most_blocks: thoughts that the plan has at most; 0 for unknown.
     """
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.perf_counter,
+        most_blocks: int = 0,
+    ) -> None:
         self._console = console
         self._clock = clock
+        self._most_blocks = most_blocks
         self._replay = Replay()
         self._start = self._last = clock()
 
@@ -51,7 +67,8 @@ class LogView:
         self._replay.feed(event, now - self._start)
         if now - self._last >= LINE_S and not isinstance(event, Ended):
             self._last = now
-            line = progress_line(self._replay.metrics(), self._replay.kv.device)
+            metrics, held = self._replay.metrics(), self._replay.kv.device
+            line = progress_line(metrics, held, self._most_blocks)
             self._console.print(f"arbor: {line}", soft_wrap=True, highlight=False, markup=False)
 
     def __enter__(self) -> Self:
@@ -74,22 +91,29 @@ class LiveView:
     Args:
         console: a terminal.
         clock: seconds.
+        most_blocks: thoughts that the plan has at most; 0 for unknown.
     """
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.perf_counter,
+        most_blocks: int = 0,
+    ) -> None:
         self._console = console
         self._clock = clock
+        self._most_blocks = most_blocks
         self._replay = Replay()
         self._start = clock()
         self._last = self._start - FRAME_S
-        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live = Redraw(console)
 
     def __call__(self, event: Event) -> None:
         now = self._clock()
         self._replay.feed(event, now - self._start)
         if now - self._last >= FRAME_S:
             self._last = now
-            self._live.update(self.frame(), refresh=True)
+            self._live.update(self.frame())
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -106,7 +130,8 @@ class LiveView:
     def frame(self) -> Group:
         """The current state, in characters of the terminal."""
         size = self._console.size
-        return draw(self._replay, size.width, size.height, glyphs_of(self._console))
+        glyphs = glyphs_of(self._console)
+        return draw(self._replay, size.width, size.height, glyphs, self._most_blocks)
 
 
 class ShowView(LiveView):
