@@ -192,6 +192,22 @@ class GGUFHeader:
         """Whether weights are kept in blocks that share a scale."""
         return any(each.type_name not in PLAIN for each in self.tensors)
 
+    def floats(self, name: str) -> list[float]:
+        """The numbers of a small tensor; empty without one of that name.
+
+        Raises:
+            ModelError: they are not F32 or F16.
+        """
+        for each in self.tensors:
+            if each.name == name:
+                kind = {"F32": "f", "F16": "e"}.get(each.type_name)
+                if kind is None:
+                    raise self._unknown(name, f"numbers of type {each.type_name}")
+                with self.path.open("rb") as file:
+                    file.seek(each.start)
+                    return list(struct.unpack(f"<{prod(each.shape)}{kind}", file.read(each.length)))
+        return []
+
     def check(self) -> None:
         """Refuse a file that cannot be loaded, before any weight is read.
 

@@ -12,10 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbor.errors import ModelError, UnknownName, UsageError
+from arbor.errors import ArborError, ModelError, UnknownName, UsageError
 from arbor.model.adapters import check_adapter, merged
 from arbor.model.bfloat16 import auto_dtype
+from arbor.model.gguf_ends import ending_ids, set_ends
 from arbor.model.gguf_header import is_gguf, read_gguf_header
+from arbor.model.gguf_pretokenizers import split_as_named
+from arbor.model.gguf_rope import divide_frequencies, scale_rotary
+from arbor.model.gguf_tags import restore_tags
 from arbor.model.hub import cache_if_unreachable, is_reachable
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
@@ -245,6 +249,10 @@ def load_config(source: ModelLocation) -> Any:
     try:
         with read_once(source) as (path, packed):
             config: Any = AutoConfig.from_pretrained(path, **packed, **source.loading)
+        if source.gguf is not None:
+            scale_rotary(config, read_gguf_header(_gguf_path(source)))
+    except ArborError:
+        raise
     except Exception as error:  # transformers checks little of what a file holds
         if not _is_the_files(source, error, OSError, ValueError, KeyError):
             raise
@@ -335,6 +343,12 @@ def load_tokenizer(source: ModelLocation) -> Any:
     try:
         with read_once(source) as (path, packed):
             tokenizer: Any = AutoTokenizer.from_pretrained(path, **packed, **source.loading)
+        if source.gguf is not None:
+            header = read_gguf_header(_gguf_path(source))
+            split_as_named(tokenizer, header)
+            restore_tags(tokenizer, header, ending_ids(header))
+    except ArborError:
+        raise
     except Exception as error:
         if not _is_the_files(source, error, OSError, ValueError, KeyError, TypeError):
             raise
@@ -390,10 +404,12 @@ def load_model(
     def shown(done: int, tensors: int) -> None:
         show(f"loading {source.label}: tensor {done + 1:,} of {tensors:,}")
 
-    check_quantized(load_config(source), source.name, device.type)
+    config = load_config(source)
+    check_quantized(config, source.name, device.type)
     direct = device.type != "cpu" and is_accelerate_available()
     placement: dict[str, Any] = {"device_map": {"": device}} if direct else {}
     if source.gguf is not None:
+        placement["config"] = config
         placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         with _no_progress_bar(), read_once(source, shown) as (path, packed):
@@ -415,6 +431,10 @@ def load_model(
             raise
         raise _unreadable(source, error) from error
     model, report = loaded
+    if source.gguf is not None:
+        header = read_gguf_header(_gguf_path(source))
+        set_ends(model, header)
+        divide_frequencies(model, header)
     missing = sorted(report.get("missing_keys") or ())
     if missing:
         lost = "1 tensor" if len(missing) == 1 else f"{len(missing)} tensors, among them"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 64, 2
+NAMED = 260  # id of the first token that a test names
 
 
 def llama() -> Any:
@@ -41,8 +42,11 @@ def write_gguf(
     quantized: bool = False,
     *,
     without: str = "",
-    settings: Mapping[str, int] | None = None,
+    settings: Mapping[str, int | float | bool | str] | None = None,
     template: str = "",
+    pre: str = "gpt-2",
+    named: Mapping[str, int] | None = None,
+    factors: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """The model as llama.cpp writes it: heads of q and k are interleaved.
 
@@ -53,6 +57,9 @@ def write_gguf(
         without: a tensor to leave out, as the file calls it.
         settings: more of them, or others.
         template: of chats.
+        pre: how texts are split; empty: the file does not say.
+        named: further tokens, each with its type; the first of them has the id `NAMED`.
+        factors: one-dimensional tensors besides the weights.
     """
     import gguf
     import numpy as np
@@ -71,18 +78,26 @@ def write_gguf(
     writer.add_vocab_size(config.vocab_size)
     alphabet = gguf_alphabet()
     tokens = ["<pad>", "<bos>", "<eos>", *alphabet, "4Ġ"]
+    assert len(tokens) == NAMED
+    tokens += list(named or ())
     tokens += [f"<unused{number}>" for number in range(config.vocab_size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    if pre:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    kinds = [3] * 3 + [1] * (len(tokens) - 3)
+    kinds[NAMED : NAMED + len(named or ())] = (named or {}).values()
+    writer.add_token_types(kinds)
     writer.add_token_merges(["4 Ġ"])
     if template:
         writer.add_chat_template(template)
     ids = {"bos": 1, "eos": 2, "padding": 0}
     given = {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items()}
+    add = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}
     for key, value in (given | dict(settings or {})).items():
-        writer.add_uint32(key, value)
+        add.get(type(value), writer.add_uint32)(key, value)
+    for name, numbers in (factors or {}).items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
     names = {
         "model.embed_tokens": "token_embd",
         "model.norm": "output_norm",

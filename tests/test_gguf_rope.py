@@ -1,0 +1,175 @@
+"""Rotary embeddings of GGUF files: scaled as the file says, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.gguf_files import llama, write_gguf
+
+from arbor import ModelError, Solver
+from arbor.model.loading import load_config, load_model, locate_model
+
+pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that convert
+
+CPU = torch.device("cpu")
+IDS = torch.arange(200).view(1, -1) % 97
+SCALING = "llama.rope.scaling."
+YARN = {f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0}
+SHORT, LONG = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5], [float(each) for each in range(1, 9)]
+
+
+def scaled(**rope: Any) -> Any:
+    """The model that `llama` writes, with another rotary embedding in transformers."""
+    model = llama()
+    config = model.config
+    config.rope_parameters = {**config.rope_parameters, **rope}
+    other = type(model)(config).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(IDS).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "rope"),
+    [
+        ({f"{SCALING}type": "linear", f"{SCALING}factor": 4.0}, ("linear", {"factor": 4.0})),
+        ({f"{SCALING}factor": 4.0}, ("linear", {"factor": 4.0})),
+        ({"llama.rope.scale_linear": 4.0}, ("linear", {"factor": 4.0})),
+        (YARN, ("yarn", {"factor": 4.0, "original_max_position_embeddings": 256})),
+        (
+            YARN | {f"{SCALING}original_context_length": 64, f"{SCALING}yarn_beta_fast": 16.0},
+            ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}),
+        ),
+        (
+            YARN | {f"{SCALING}attn_factor": 2.0},
+            (
+                "yarn",
+                {
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                    "attention_factor": 2.0 * 1.1386294361119891,
+                },
+            ),
+        ),
+        ({f"{SCALING}type": "none", f"{SCALING}factor": 4.0}, ("default", {})),
+        ({f"{SCALING}type": "linear", f"{SCALING}factor": 1.0}, ("default", {})),
+    ],
+)
+def test_scaling_by_settings_is_that_of_transformers(
+    settings: Mapping[str, Any], rope: tuple[str, Mapping[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(llama(), path, settings=settings)
+    kind, parameters = rope
+
+    ours = load_model(locate_model(path), torch.float32, CPU)
+
+    wanted = logits(scaled(rope_type=kind, **parameters))
+    assert torch.allclose(logits(ours), wanted, atol=1e-5)
+    assert (kind == "default") == torch.allclose(wanted, logits(llama()), atol=1e-5)
+
+
+def test_factors_divide_the_frequencies(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    llama3 = scaled(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+    plain, own = (each.model.rotary_emb.inv_freq for each in (llama(), llama3))
+    write_gguf(llama(), path, factors={"rope_freqs.weight": (plain / own).tolist()})
+
+    ours = load_model(locate_model(path), torch.float32, CPU)
+
+    assert torch.allclose(logits(ours), logits(llama3), atol=1e-5)
+    assert not torch.allclose(logits(ours), logits(llama()), atol=1e-3)
+    with Solver(path, dtype="float32", controller="chain", max_expansions=1) as solver:
+        solver.solve("4 5 6 10")  # its logits are compared with the model's own
+
+
+def test_factors_of_two_lengths_keep_paths_within_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    settings = {f"{SCALING}original_context_length": 64, f"{SCALING}attn_factor": 1.25}
+    factors = {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG}
+    write_gguf(llama(), path, settings=settings, factors=factors)
+    wanted = scaled(
+        rope_type="longrope",
+        short_factor=SHORT,
+        long_factor=LONG,
+        original_max_position_embeddings=64,
+        attention_factor=1.25,
+    )
+
+    ours = load_model(locate_model(path), torch.float32, CPU)
+
+    assert torch.allclose(logits(ours), logits(wanted), atol=1e-5)
+    with Solver(path) as solver:
+        assert solver.describe().context == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "factors", "words"),
+    [
+        ({f"{SCALING}type": "dynamic", f"{SCALING}factor": 2.0}, {}, "'dynamic'"),
+        ({f"{SCALING}attn_factor": 2.0}, {}, "attn_factor 2"),
+        (YARN | {f"{SCALING}yarn_log_multiplier": 0.1}, {}, "'yarn'"),
+        (YARN, {"rope_freqs.weight": SHORT}, "rope_freqs.weight together"),
+        ({}, {"rope_freqs.weight": SHORT[:4]}, "rope_freqs.weight of 4 numbers"),
+        ({}, {"rope_factors_short.weight": SHORT}, "rope_factors_short.weight"),
+    ],
+)
+def test_other_scaling_is_refused_by_name(
+    settings: Mapping[str, Any], factors: Mapping[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(llama(), path, settings=settings, factors=factors)
+
+    with pytest.raises(ModelError) as refused:
+        load_model(locate_model(path), torch.float32, CPU)
+
+    said = str(refused.value)
+    assert refused.value.code == "model-gguf" and str(path) in said
+    assert words in said and "safetensors" in said
+
+
+@pytest.mark.parametrize("scaling", [{"type": "linear"}, {}])
+def test_layers_with_a_window_are_not_scaled(scaling: Mapping[str, str], tmp_path: Path) -> None:
+    import gguf
+
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_context_length(131072)
+    writer.add_embedding_length(64)
+    writer.add_block_count(12)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(2)
+    writer.add_sliding_window(512)
+    writer.add_rope_freq_base(1000000.0)
+    writer.add_float32("gemma3.rope.scaling.factor", 8.0)
+    for name, value in scaling.items():
+        writer.add_string(f"gemma3.rope.scaling.{name}", value)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<pad>", "<eos>", "<bos>"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    rope = load_config(locate_model(path)).rope_parameters
+
+    wanted = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0}
+    assert rope["full_attention"].items() >= wanted.items()
+    assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}

@@ -1,0 +1,240 @@
+"""Tokens of GGUF files: split as the file says, tags whole, and texts that end where they end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.gguf_files import NAMED, llama, write_gguf
+from support.real_models import model_file
+
+from arbor import ModelError, Solver
+from arbor.model.gguf_ends import ending_ids
+from arbor.model.gguf_header import read_gguf_header
+from arbor.model.loading import eos_ids, load_model, load_tokenizer, locate_model
+from arbor.model.plain_tokenizer import PlainTokenizer, plain_parts
+
+pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that convert
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
+
+
+def written(path: Path, **given: Any) -> Path:
+    write_gguf(llama(), path, **given)
+    return path
+
+
+def tokenizer_of(path: Path) -> Any:
+    return load_tokenizer(locate_model(path))
+
+
+# Splitting
+
+
+OF_LLAMA_CPP = {
+    "1. Take 25 stones.\r\n2. Leave 7.\r\n": (
+        "33 30 7285 216 34 37 8989 30 2738 34 30 22726 216 39 30 2738"
+    ),
+    "| a | 12 | 3.5 |\n|---|---:|\n": (
+        "108 253 2504 216 33 34 2504 216 35 30 37 2504 198 108 5583 108 5583 44189 198"
+    ),
+    "key:\n  - 'x1'\n  - 2024-10-30\n": (
+        "2393 42 3805 731 637 104 33 23 3805 731 216 34 32 34 36 29 33 32 29 35 32 198"
+    ),
+    "½ Ⅷ ١٢ x²  \n\n\tend": (
+        "16738 216 173 223 117 216 164 111 164 112 1792 19133 256 1116 197 486"
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "ids"), OF_LLAMA_CPP.items())
+def test_a_real_model_reads_the_tokens_that_it_was_trained_on(
+    smollm2: Path, text: str, ids: str
+) -> None:
+    tokenizer = tokenizer_of(smollm2)
+    parts = plain_parts(tokenizer)
+
+    wanted = [int(each) for each in ids.split()]
+    assert tokenizer.encode(text) == wanted
+    assert parts is not None and PlainTokenizer(*parts).encode(text) == wanted
+
+
+TEXT = "a1234 — don't DON'T été\r\n\n  x²，水"
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("gpt-2", "a|1234| —| don|'t| DON|'|T| été|\r\n\n | x|²|，|水"),
+        ("smollm", "a|1|2|3|4| —| don|'t| DON|'|T| été|\r\n\n | x|²|，|水"),
+        ("starcoder", "a|1|2|3|4| —| don|'t| DON|'|T| été|\r\n\n | x|²|，|水"),
+        ("qwen2", "a|1|2|3|4| —| don|'t| DON|'T| été|\r\n\n| | x|²|，水"),
+        ("llama-bpe", "a|123|4| —| don|'t| DON|'T| été|\r\n\n| | x|²|，水"),
+        ("dbrx", "a|123|4| —| don|'t| DON|'T| été|\r\n\n| | x|²|，水"),
+        ("tekken", "a|1|2|3|4| —| don|'t| DON|'T| été|\r\n\n| | x|²|，水"),
+        ("gpt-4o", "a|123|4| —| don't| DON'T| été|\r\n\n| | x|²|，水"),
+        ("deepseek-coder", "a|1|2|3|4| |—| don|'|t| DON|'|T| été|\r|\n|\n| | x|²|，|水"),
+        ("deepseek-llm", "a|1234| |—| don|'|t| DON|'|T| é|t|é|\r|\n|\n| | x|²|，|水"),
+        ("falcon", "a|123|4| |—| don|'|t| DON|'|T| été|\r\n\n | x|²|，|水"),
+    ],
+)
+def test_texts_are_split_as_the_file_says(name: str, pieces: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(written(tmp_path / "m.gguf", pre=name))
+    split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
+
+    found = "|".join(TEXT[begin:end] for _, (begin, end) in split)
+    assert found == pieces
+
+
+def test_an_unknown_way_of_splitting_is_refused_by_name(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", pre="of-another-model")
+
+    with pytest.raises(ModelError) as refused:
+        tokenizer_of(path)
+
+    said = str(refused.value)
+    assert refused.value.code == "model-gguf" and str(path) in said
+    assert "'of-another-model'" in said and "smollm" in said and "safetensors" in said
+
+
+@pytest.mark.parametrize("pre", ["", "default"])
+def test_a_file_that_does_not_say_is_warned_of(
+    pre: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path / "m.gguf", pre=pre)
+
+    tokenizer_of(path)
+
+    assert str(path) in caplog.text and "tokenizer.ggml.pre" in caplog.text
+
+
+@pytest.mark.parametrize(("pre", "ids"), [("gpt-2", 2), ("tekken", 1), ("llama-bpe", 1)])
+def test_a_piece_in_the_vocabulary_is_a_token_where_merges_are_ignored(
+    pre: str, ids: int, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(written(tmp_path / "m.gguf", pre=pre, named={"ab": NORMAL}))
+
+    assert len(tokenizer.encode("ab", add_special_tokens=False)) == ids
+
+
+@pytest.mark.parametrize(
+    ("pre", "settings", "begins"),
+    [
+        ("llama-bpe", {}, True),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
+        ("gpt-2", {}, False),
+        ("gpt-2", {"tokenizer.ggml.add_bos_token": True}, True),
+    ],
+)
+def test_a_text_begins_as_the_file_and_its_kind_say(
+    pre: str, settings: dict[str, Any], begins: bool, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(written(tmp_path / "m.gguf", pre=pre, settings=settings))
+
+    assert (tokenizer.encode("4")[0] == tokenizer.bos_token_id) == begins
+    assert tokenizer.bos_token_id not in tokenizer.encode("4", add_special_tokens=False)
+
+
+# Tags
+
+
+@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
+def test_a_tag_with_signs_of_its_own_is_one_token(kind: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", named={"<｜User｜>": kind, "<|a|>": kind})
+    tokenizer = tokenizer_of(path)
+
+    assert tokenizer.encode("<｜User｜><|a|>4", add_special_tokens=False)[:2] == [NAMED, NAMED + 1]
+    assert len(tokenizer) == len(tokenizer_of(written(tmp_path / "other.gguf")))
+    shown = tokenizer.decode([NAMED], skip_special_tokens=True)
+    assert shown == ("" if kind == CONTROL else "<｜User｜>")
+
+
+def test_what_ends_a_text_is_not_part_of_it(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(written(tmp_path / "m.gguf", named={"</s>": NORMAL}))
+
+    assert tokenizer.decode([*tokenizer.encode("4"), NAMED], skip_special_tokens=True) == "4"
+
+
+# Ends
+
+
+@pytest.mark.parametrize(
+    ("named", "settings", "ends"),
+    [
+        ([], {}, []),
+        (["<a>"], {"eot": NAMED}, ["<a>"]),
+        (["<a>", "<b>"], {"eom": NAMED, "eot": NAMED + 1}, ["<b>", "<a>"]),
+        (["<|im_end|>", "<|a|>"], {}, ["<|im_end|>"]),
+        (["<|eot_id|>", "<|eom_id|>", "<end_of_turn>"], {}, None),
+        (["<|endoftext|>", "<|end|>", "</s>"], {}, None),
+        (["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_middle|>"], {}, 3),
+        (["<reponame>", "<filename>"], {}, ["<reponame>"]),
+        (["<a>", "<|fim_pad|>"], {"fim_pad": NAMED}, ["<a>"]),
+        (["<|end|>", "<|return|>", "<|call|>"], {}, ["<|return|>", "<|call|>"]),
+        (["</s>", "<|tool_response>"], {}, ["<|tool_response>"]),
+    ],
+)
+def test_texts_end_at_the_tokens_that_end_them(
+    named: list[str], settings: dict[str, int], ends: list[str] | int | None, tmp_path: Path
+) -> None:
+    if not isinstance(ends, list):
+        ends = named[:ends]
+    path = written(
+        tmp_path / "m.gguf",
+        named=dict.fromkeys(named, CONTROL),
+        settings={f"tokenizer.ggml.{kind}_token_id": each for kind, each in settings.items()},
+    )
+    found = ending_ids(read_gguf_header(path))
+
+    assert found[0] == 2  # the file's own
+    assert sorted(found[1:]) == sorted(NAMED + named.index(each) for each in ends)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML.replace("<|im_end|>", "<over>"), True),
+        (CHATML.replace("<|im_end|>", "\n<over>"), True),
+        (CHATML.replace("<|im_end|>", ""), False),
+        ("{% if %}<over>", False),
+        ("{{ raise_exception('no') }}<over>", False),
+    ],
+)
+def test_a_chat_ends_at_the_tag_behind_an_answer(template: str, ends: bool, tmp_path: Path) -> None:
+    named = {"<|im_start|>": CONTROL, "<over>": CONTROL}
+    path = written(tmp_path / "m.gguf", named=named, template=template)
+
+    assert ending_ids(read_gguf_header(path)) == ((2, NAMED + 1) if ends else (2,))
+
+
+def test_generation_ends_where_the_file_ends_texts(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", named={"<|im_end|>": CONTROL})
+    source = locate_model(path)
+    model = load_model(source, torch.float32, torch.device("cpu"))
+
+    assert eos_ids(model, load_tokenizer(source)) == (2, NAMED)
+    with Solver(path) as solver:
+        assert solver.eos == (2, NAMED)
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("smollm2", {0, 2, 4}),
+        pytest.param(
+            "qwen-small",
+            {128247, 151643, 151645, 151662, 151663, 151664},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("gemma", {1, 106, 212}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_real_model_ends_where_llama_cpp_ends(name: str, ends: set[int]) -> None:
+    assert set(ending_ids(read_gguf_header(model_file(name)))) == ends
