@@ -89,7 +89,9 @@ def kept_tokenizer(source: ModelLocation) -> PlainTokenizer | None:
         serialized = tokenizer_file(record["content"]).read_bytes()
         if _digest_of_bytes(serialized) != record["content"]:
             return None
-        return PlainTokenizer(serialized, record["chat_template"], record["special_tokens"])
+        return PlainTokenizer(
+            serialized, record["chat_template"], record["special_tokens"], source.file
+        )
     except Exception:
         return None
 

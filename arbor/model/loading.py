@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from arbor.errors import ArborError, ModelError, UnknownName, UsageError
 from arbor.model.adapters import check_adapter, merged
 from arbor.model.bfloat16 import auto_dtype
+from arbor.model.chat_template import named_templates
 from arbor.model.gguf_ends import ending_ids, set_ends
 from arbor.model.gguf_header import is_gguf, read_gguf_header
 from arbor.model.gguf_pretokenizers import split_as_named
@@ -89,8 +90,12 @@ class ModelLocation:
     @property
     def place(self) -> str:
         """What identifies the weights on this machine; empty for a ready model."""
-        path = self.path if self.gguf is None else f"{self.path}/{self.gguf}"
-        return path if self.adapter is None else f"{path}+{self.adapter}"
+        return self.file if self.adapter is None else f"{self.file}+{self.adapter}"
+
+    @property
+    def file(self) -> str:
+        """Where config, tokenizer and weights are: a directory, a Hub id, or a GGUF file."""
+        return self.path if self.gguf is None else f"{self.path}/{self.gguf}"
 
     @property
     def label(self) -> str:
@@ -347,6 +352,7 @@ def load_tokenizer(source: ModelLocation) -> Any:
             header = read_gguf_header(_gguf_path(source))
             split_as_named(tokenizer, header)
             restore_tags(tokenizer, header, ending_ids(header))
+            tokenizer.chat_template = tokenizer.chat_template or named_templates(header)
     except ArborError:
         raise
     except Exception as error:
@@ -355,7 +361,7 @@ def load_tokenizer(source: ModelLocation) -> Any:
         if Path(source.path).is_dir() and not needs_remote_code(error):
             raise _no_tokenizer(source, _first_line(error)) from error
         raise _unreadable(source, error) from error
-    tokenizer.name_or_path = source.path
+    tokenizer.name_or_path = source.file
     special = set(tokenizer.all_special_tokens)
     if len(tokenizer) <= len(special) and set(tokenizer.get_vocab()) <= special:
         # what transformers builds without files, for some architectures

@@ -22,6 +22,7 @@ class PlainTokenizer:
         serialized: content of the file.
         chat_template: of the model; None: it has none.
         special_tokens: what a chat template reads, as in ``bos_token``.
+        name_or_path: where the model is, for messages.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class PlainTokenizer:
         serialized: bytes,
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        name_or_path: str = "",
     ) -> None:
         from tokenizers import Tokenizer
 
@@ -36,6 +38,7 @@ class PlainTokenizer:
         self.backend_tokenizer.no_truncation()
         self.backend_tokenizer.no_padding()
         self.chat_template = chat_template
+        self.name_or_path = name_or_path
         self.special_tokens_map = dict(special_tokens or {})
 
     @classmethod

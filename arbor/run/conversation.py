@@ -10,6 +10,7 @@ from arbor import components
 from arbor.aggregate.best import Best
 from arbor.controllers.chain import Chain
 from arbor.errors import UsageError
+from arbor.model.chat_template import refuse_broken_template
 from arbor.model.control_tokens import control_tokens, encode_marked
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits, Converses, Task
@@ -36,9 +37,10 @@ def conversation_tokens(
         tools: functions that the model may call, as chat templates read them.
 
     Raises:
-        UsageError: the chat template leaves tools or calls out.
+        UsageError: the chat template cannot be used, or leaves tools or calls out.
         Exception: the chat template's own, where it refuses the messages.
     """
+    refuse_broken_template(tokenizer)
     mark = control_tokens(tokenizer).mark
     turns, offered = _marked(messages, mark), _marked(tools, mark) or None
     template = getattr(tokenizer, "chat_template", None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from arbor.budget import Budget, Footprint, Plan
 from arbor.controllers.base import Controller
-from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
+from arbor.errors import ArborError, BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.model.control_tokens import control_tokens, encode_marked
 from arbor.model.names import BYTES_OF
 from arbor.registry import name_of
@@ -107,7 +107,7 @@ def encode_prompt(
 
     Raises:
         InputError: the prompt has half of a character.
-        UsageError: the chat template refuses the messages.
+        UsageError: the chat template refuses the messages, or cannot be used.
     """
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     for each in turns:
@@ -120,13 +120,16 @@ def encode_prompt(
         messages: list[Mapping[str, str]] = [*first, *turns]
         try:
             return conversation_tokens(tokenizer, messages)
-        except Exception as error:  # of a template that has no system messages
-            if not system:
-                raise
+        except ArborError:
+            raise
+        except Exception as error:  # the template's own
+            what = "a system message" if system else "a user's message"
             raise UsageError(
                 "chat-template",
-                f"the model's chat template refuses a system message: {one_line(str(error))}.",
-                "Put its text into the prompt (--set template=FILE), or use --set chat=off.",
+                f"the model's chat template refuses {what}: {one_line(str(error))}.",
+                "Put its text into the prompt (--set template=FILE), or use --set chat=off."
+                if system
+                else "Use --set chat=off.",
             ) from error
     prompt = control_tokens(tokenizer).mark_in(prompt, problem)
     return encode_marked(tokenizer, f"{system}\n\n{prompt}" if system else prompt)
