@@ -78,7 +78,7 @@ KINDS: list[tuple[str, str, str, bool]] = [
     (WORDED, "18", "The answer is 18 dollars (2 * 9).", True),
     (WORDED, "20", "The answer is not 18 but 20.", True),
     (WORDED, "18", "The answer is a total of eighteen dollars.", True),
-    # several numbers are no answer where one is asked for
+    # several numbers, where one is asked for
     ("gsm8k aime", "18", "The answer is between 17 and 18.", False),
     ("gsm8k aime", "18", "The answer is 17-18.", False),
     ("gsm8k aime", "40", "The answer is 2 hours and 40 minutes.", False),
@@ -191,7 +191,7 @@ KINDS: list[tuple[str, str, str, bool]] = [
     (WORDED, "5", "The answer is five six.", False),
     (WORDED, "1", "The answer is one of the friends.", False),
     (WORDED, "1", "The answer is one that we know.", False),
-    (WORDED, "1", "The answer is no one.", False),
+    (WORDED, "1", "The answer: no one.", False),
     (WORDED, "1", "First, we count.", False),
     (WORDED, "1", "The answer is the first.", False),
     ("gsm8k reasoning", "1000000.5", "The answer is a million and a half.", False),

@@ -149,9 +149,8 @@ def test_the_same_seed_gives_the_same_tree_and_another_seed_another() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_feasible_budget_gives_the_same_tree(deterministic: bool) -> None:
     full, events = search("builtin:sapling", deterministic=deterministic)
-    smallest = enough()
 
-    for tokens in (smallest, smallest + 16):
+    for tokens in (50, enough() - 16):
         squeezed, seen = search(
             "builtin:sapling", deterministic=deterministic, budget=f"{tokens}tok", debug=True
         )

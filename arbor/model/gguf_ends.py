@@ -102,7 +102,7 @@ def _rendered(template: str, messages: list[dict[str, str]], special: dict[str, 
         (text,), _ = chat_renderer()(
             conversations=[messages], chat_template=template, add_generation_prompt=False, **special
         )
-    except Exception:  # a template raises what it likes; whoever uses it is told
+    except Exception:  # a template may raise anything; its use is refused by name
         return ""
     return str(text)
 

@@ -1,7 +1,7 @@
 """Tags of a GGUF file's vocabulary, as in ``<|im_end|>``, that transformers does not read as such.
 
 transformers reads a control token of a byte-level vocabulary as text where its name has characters
-that are no spelling of bytes, as in DeepSeek's: a chat template then writes no turn that the model
+that spell no bytes, as in DeepSeek's: a chat template then writes no turn that the model
 knows. And a token that ends texts by its name is a control token, whatever the file calls it.
 """
 

@@ -104,7 +104,7 @@ class TextStream:
         """The text that was held back, and tokens without a text after it: the block has ended.
 
         Args:
-            by_token: its last token ended it, and is no part of the text.
+            by_token: its last token ended it, and does not belong to the text.
         """
         text, self._held = self._held, ""
         piece = self._piece(text)

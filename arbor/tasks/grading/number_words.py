@@ -59,7 +59,7 @@ def numbers_in_words(text: str) -> list[str]:
 
 
 def _read(found: re.Match[str]) -> str | None:
-    """A number in words in digits; None where it is none, or counts nothing by itself."""
+    """A number in words in digits; None where the words count nothing by themselves."""
     if _COUNTS_NOT.match(found.string, found.end()):
         return None
     words = _TOKEN.findall((found[2] or "").lower())
@@ -71,7 +71,7 @@ def _read(found: re.Match[str]) -> str | None:
 
 
 def _value(words: Sequence[str], scales: Sequence[str]) -> int | None:
-    """The value of number words; None if they are no number, as "twenty twelve" is none.
+    """The value of number words; None where they do not name a number: "twenty twelve".
 
     Args:
         words: in lower case, with the commas between them.

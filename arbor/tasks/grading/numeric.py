@@ -73,7 +73,7 @@ class Integer:
 
 
 def said_number(text: str) -> str | None:
-    """What a text says is its answer, if that is a number, or several, which are none."""
+    """What a text says is its answer, if that is a number; several are refused later."""
     said = stated(text)
     return said if said and (number_of(said) is not None or len(numbers_in(said)) > 1) else None
 
