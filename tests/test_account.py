@@ -125,6 +125,11 @@ def of_full_retention(seed: int, count: int, budgets: int) -> None:
         assert [each.tokens for each in found] == [each.tokens for each in expected]
 
 
+def test_a_block_lends_nothing_that_it_is_lent_itself() -> None:
+    """Three siblings begin alike: one was fetched, a second took from it and gave to the third."""
+    of_full_retention(667, 1, 4)
+
+
 @pytest.mark.parametrize("seed", only({16, 25, 44, 47}, range(60)))
 def test_a_question_that_goes_first_leaves_room_for_the_blocks_of_others(seed: int) -> None:
     choices = random.Random(seed)

@@ -82,7 +82,9 @@ class Fetching:
         if not self._memory.lower:
             return _NO_FETCH
         own = self._stored(path, holes, wanted, most)
-        lent = [*self._equal(own), *self._lent(path, holes, wanted, most)]
+        lent = self._equal(own)
+        for each in self._lent(path, holes, wanted, most):
+            lent += _first_hand(each, lent)
         stored = dict(own)
         for each in lent:
             _add(each.offsets, each.leader.row, stored)
@@ -220,6 +222,18 @@ def _add(offsets: Offsets, row: int, holes: Holes) -> None:
     """Add tokens of a block to others of it."""
     if len(offsets):
         holes[row] = np.union1d(holes.get(row, _NOTHING), offsets)
+
+
+def _first_hand(lent: Follower, earlier: Sequence[Follower]) -> list[Follower]:
+    """A loan, of which what the lender itself is lent comes from the block that has it fetched."""
+    found, rest = [], lent.offsets
+    for each in earlier:
+        if each.node is lent.leader:
+            passed = np.intersect1d(rest, each.offsets, assume_unique=True)
+            if len(passed):
+                found.append(replace(lent, leader=each.leader, offsets=passed))
+                rest = np.setdiff1d(rest, passed, assume_unique=True)
+    return [*found, replace(lent, offsets=rest)] if len(rest) else found
 
 
 def _loan(lent: Follower, stored: Holes, holes: Holes) -> Follower:
