@@ -105,6 +105,7 @@ class ForestState:
             self._own[opened.tree] = Account(self.memory, limit, opened.tree)
         self.trees[opened.tree] = opened
         opened.turn = self._turns
+        opened.rank = 0 if self._shared.part is not None else self._turns
         self._turns += 1
         self.table.touch(opened.tree.root)
 

@@ -76,6 +76,8 @@ class OpenTree:
     Attributes:
         run: the run in progress; after `finish` one that listens to nothing.
         turn: order in which the trees of the engine were opened.
+        rank: its operations come after those of trees with a lower one; alike where searches share
+            a part of full retention, so that the oldest operation comes first and all trees grow.
         failure: the first exception of a listener that has not been raised yet.
         operation: number of the operation in progress.
         read_early: ids of blocks that the next operation would read at their ends, and that were
@@ -105,7 +107,7 @@ class OpenTree:
         self.least = least
         self.run = run
         self.reads = reads
-        self.turn = 0
+        self.turn = self.rank = 0
         self.failure: Exception | None = None
         self.operation = 0
         self.read_early: set[int] = set()

@@ -49,8 +49,8 @@ class Operation:
         ahead_of: an older one that it is ahead of in the order; None: it comes last.
 
     Attributes:
-        order: its place among the operations of an engine: those of the tree that was opened first
-            come first, and of one tree the older ones.
+        order: its place among the operations of an engine: by the rank of its tree, then the older
+            ones first.
         waiting: work that has not joined a forward yet.
         left: pieces of work that are not finished.
         error: what ended it before it was finished.
@@ -60,7 +60,7 @@ class Operation:
     def __init__(self, opened: OpenTree, ahead_of: Operation | None = None) -> None:
         self.opened = opened
         serial = next(_serials) if ahead_of is None else ahead_of.order[1] - 0.5
-        self.order: tuple[int, float] = (opened.turn, serial)
+        self.order: tuple[int, float] = (opened.rank, serial)
         self.waiting: deque[Work] = deque()
         self.left = 0
         self.error: BaseException | None = None

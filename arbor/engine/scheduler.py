@@ -212,14 +212,16 @@ class Joined:
 class Scheduler:
     """Rows that decode now within one budget, and the work that waits.
 
-    Work joins tree by tree in the order in which these were opened (first come, first served),
-    within a tree in the order of its operations, and within one in depth-first order, so that
-    blocks which share a path run together. It joins as soon as it can be expected to fit, with the
-    paths of all that run, until the others have ended; where blocks grow longer than expected, the
-    last row of the last operation has to wait again (`preempt`). No work overtakes that of an older
-    tree, so none waits longer than the searches before it take. Taking turns instead would let
-    every tree wait for the room of all others: with eight searches in a small budget 1.7 times as
-    many tokens are computed again (docs/experiments/concurrency.md).
+    Work joins operation by operation (`Operation.order`), and within one in depth-first order, so
+    that blocks which share a path run together. It joins as soon as it can be expected to fit, with
+    the paths of all that run, until the others have ended; where blocks grow longer than expected,
+    the last row of the last operation has to wait again (`preempt`).
+
+    In an amount, no work overtakes that of a tree opened earlier: taking turns would let every tree
+    wait for the room of all others, and with eight searches in a small budget 1.7 times as many
+    tokens are computed again (docs/experiments/concurrency.md). A part of full retention grows with
+    the trees, so there the oldest operation of any tree comes first: one search after the other
+    would have the room of one (docs/experiments/ratio.md).
 
     Args:
         account: the budget, and what is free of it.
@@ -286,7 +288,7 @@ class Scheduler:
         return [row.node for row in self.rows]
 
     def take(self, operation: Operation) -> None:
-        """Take an operation, after those of trees opened earlier and before those of later ones."""
+        """Take an operation, at its place in the order."""
         insort(self.operations, operation, key=lambda each: each.order)
 
     def admit(self) -> Joined:

@@ -98,6 +98,7 @@ class DrawnSearch:
                 growing = lab.begin_grow(pairs, self.growth)
             yield growing
             grown = growing.result()
+            yield from self._questions  # as a session does before it gives blocks up
             self.nodes |= {child.key: child for child in grown}
             asked_early = QUESTION if self._early else 0
             self.least = max(self.least, *(child.end + asked_early for child in grown))
