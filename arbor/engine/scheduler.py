@@ -259,7 +259,7 @@ class Scheduler:
         self._missing = 0  # tokens that are computed before what joined for the next forward runs
         self._slots = 0  # of the account, as work began to join
         self._focus: Node | None = None  # whose expansion is in progress, or was the last one
-        self._question_tokens = 0  # of the longest question about it that joined
+        self._question_tokens = 0  # of the longest question that waits or joined
         if account.part is not None and self._expands:
             account.part.least = self.expansion
         self._begun = 0  # the same of blocks of rows that joined, where `_missing` lacks them
@@ -378,8 +378,8 @@ class Scheduler:
             self._look()
 
     def expansion(self) -> int:
-        """Tokens of the path to the block that is being expanded, of its children, and of a
-        question about one of them: the least that lets a search go on."""
+        """Tokens of the path to the block that is being expanded, of its children, and of one
+        question that waits: the least that lets a search go on."""
         if self._focus is None:
             return 0
         running = {row.node.row for row in self.rows if row.started}

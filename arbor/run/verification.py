@@ -108,10 +108,11 @@ class Verification:
         Returns:
             whether the values depend on answers of the model.
         """
+        yield from self._early.waiting  # what it is about may be given up afterwards
         if not children:
+            self._early.clear()
             return False
         began = time.perf_counter()
-        yield from self._early.waiting
         found = yield from self._verdict(self._verifier, children)
         verdict = _checked(self._verifier, children, found)
         for child, value in zip(children, verdict.values, strict=True):
