@@ -31,6 +31,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import operator
 import os
 import sys
 import warnings
@@ -40,8 +41,9 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from arbor.errors import UnknownName, UsageError
+from arbor.feature import features
 
-BUILTIN: Mapping[str, Mapping[str, str]] = {
+_CORE: Mapping[str, Mapping[str, str]] = {
     "controller": {
         "ab-mcts": "arbor.controllers.ab_mcts:ABMCTS",
         "beam": "arbor.controllers.beam:Beam",
@@ -160,6 +162,13 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+BUILTIN: Mapping[str, Mapping[str, str]] = {
+    kind: functools.reduce(
+        operator.or_, (dict(each.names.get(kind, {})) for each in features()), dict(named)
+    )
+    for kind, named in _CORE.items()
+}
+
 FILE = ".py"
 KINDS = tuple(BUILTIN)
 
@@ -167,7 +176,9 @@ KINDS = tuple(BUILTIN)
 RENAMED: Mapping[tuple[str, str], str] = {("scorer", "chance"): "random"}
 
 # packages whose classes are made into components, and what does so
-ADAPTERS: Mapping[str, str] = {"kvpress": "arbor.retention.press:adapted"}
+ADAPTERS: Mapping[str, str] = {
+    package: path for each in features() for package, path in each.adapters.items()
+} | {"kvpress": "arbor.retention.press:adapted"}
 
 C = TypeVar("C")
 T = TypeVar("T", bound=type[Any])

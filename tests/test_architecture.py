@@ -16,7 +16,7 @@ PACKAGE = ROOT / "arbor"
 
 # Bottom first. A unit is a module or a folder of arbor; it may import itself and lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors"),
+    ("_version", "errors", "feature"),
     ("registry", "support"),
     ("components",),
     ("aggregate", "budget", "events", "kernels", "sapling", "tasks", "tree"),
@@ -29,12 +29,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("solver",),
     ("measure", "server"),
     ("cli",),
+    ("integrations", "papers"),
     ("__main__",),
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 
 # A folder of more entries is no longer read at a glance.
-MOST_ROOMS = 29
+MOST_ROOMS = 31
 
 # Narrower than the floors: a controller sees the tree and nothing of the machine.
 ONLY = {"controllers": {"controllers", "errors", "tree"}}

@@ -23,6 +23,7 @@ from arbor.cli.options import COMPLETION, output_options
 from arbor.cli.output import ClosedStdout, Output, close_log, configure_log, encodable
 from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
+from arbor.feature import features
 from arbor.support.atomic_write import DISK_FULL, FREE_SPACE
 from arbor.support.stages import showing
 
@@ -54,7 +55,7 @@ COMMANDS = {
         "Print a shell script for completion on TAB.",
     ),
     "man": ("arbor.cli.man:man", "Print the manual page."),
-}
+} | {name: command for each in features() for name, command in each.commands.items()}
 # options of other programs that spread one model over several devices
 SPREADING = ("--device-map", "--tensor-parallel-size", "--tensor-parallel", "--tp")
 EXIT_BUG = 1

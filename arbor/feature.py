@@ -1,0 +1,44 @@
+"""Feature: what a folder of `arbor/papers` or `arbor/integrations` adds to arbor, by name.
+
+The rest of arbor imports neither of them. It finds what they add here, and works without it where
+a folder was taken out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GROUPS = ("papers", "integrations")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What one folder adds; the constant ``FEATURE`` of its ``__init__.py``, which imports nothing
+    else. Paths are dotted, as in ``package.module:Name``, and imported when they are first used.
+
+    Attributes:
+        names: components by kind and name, see `arbor.registry`.
+        adapters: by the package whose classes are made into components, what does so.
+        commands: path and purpose of each command of ``arbor``, by its name.
+        calibrations: likewise those of ``arbor calibrate``.
+    """
+
+    names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    calibrations: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@functools.cache
+def features() -> tuple[Feature, ...]:
+    """Those of all folders that are there, in the order of their names."""
+    here = Path(__file__).parent
+    return tuple(
+        importlib.import_module(f"arbor.{group}.{folder.parent.name}").FEATURE
+        for group in GROUPS
+        for folder in sorted((here / group).glob("*/__init__.py"))
+    )
