@@ -72,7 +72,7 @@ from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.model.similarity import similarity
-from arbor.retention.policy import POLICIES
+from arbor.registry import resolve
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains, Fact, chain_to
 from arbor.tree import Node, ThoughtTree
@@ -373,7 +373,7 @@ class Pipeline:
         ]
         self.question = prefix(QUESTION, vocabulary)
         self.slots = BRANCHES * (n + SUFFIX + decoded + QUESTION)
-        lru = POLICIES["lru"]
+        lru = resolve("policy", "lru")
         self.engine = Engine(self.runner, NoText(), policy=lru, share="off")
         self.leaves: list[Node] = []
 

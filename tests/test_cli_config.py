@@ -26,10 +26,10 @@ from support.fake_run import fake_run, tick
 from support.run_cli import FAKE, Arbor, environment, in_process
 
 import arbor.cli.demo
-import arbor.measure.calibrate
 import arbor.measure.calibrate_exit
-import arbor.measure.calibrate_queries
-import arbor.measure.calibrate_window
+import arbor.papers.arborkv.calibrate
+import arbor.papers.lazyeviction.calibrate
+import arbor.papers.related.calibrate_queries
 import arbor.server.serving
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
@@ -44,13 +44,13 @@ from arbor.cli.serve import ServeOptions
 from arbor.cli.solve import SolveOptions
 from arbor.cli.trace import ConvertOptions, RepairOptions
 from arbor.cli.view import ViewOptions
-from arbor.measure.calibrate import Example
 from arbor.measure.calibrate_exit import Verification
-from arbor.measure.calibrate_queries import CollectedQueries
-from arbor.measure.calibrate_window import Recurrence
 from arbor.model.loading import BUILTIN
+from arbor.papers.arborkv.calibrate import Example
+from arbor.papers.lazyeviction.calibrate import Recurrence
+from arbor.papers.related.calibrate_queries import CollectedQueries
+from arbor.papers.related.query_means import LayerMeans, QueryMeans
 from arbor.retention.msve import MSVE
-from arbor.retention.query_means import LayerMeans, QueryMeans
 from arbor.run.presets import preset
 from arbor.tasks.splits import dataset_split_of
 from arbor.trace import TraceWriter
@@ -649,7 +649,7 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     monkeypatch.setattr(arbor.server.serving.Server, "run", lambda server, sockets: server.ready())
     monkeypatch.setattr(arbor.cli.demo, "search", lambda output, folder, seed: solution)
     monkeypatch.setattr(
-        arbor.measure.calibrate, "collect", lambda solver, problems: made_up_losses()
+        arbor.papers.arborkv.calibrate, "collect", lambda solver, problems: made_up_losses()
     )
     monkeypatch.setattr(
         arbor.measure.calibrate_exit,
@@ -657,12 +657,12 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
         lambda solver, problems: made_up_verifications(),
     )
     monkeypatch.setattr(
-        arbor.measure.calibrate_window,
+        arbor.papers.lazyeviction.calibrate,
         "calibrate_window",
         lambda solver, problems, percentile: MADE_UP_WINDOW,
     )
     monkeypatch.setattr(
-        arbor.measure.calibrate_queries,
+        arbor.papers.related.calibrate_queries,
         "collect_queries",
         lambda solver, problems: MADE_UP_QUERIES,
     )

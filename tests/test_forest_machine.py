@@ -28,6 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.models import VOCABULARY, Words, build, path_logits
+from support.policies import POLICIES
 from support.trees import Lab, path_ids, relative_error
 from torch import Tensor
 
@@ -49,7 +50,7 @@ from arbor.model.fetch_costs import FetchCosts
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.allocators.per_tree import Among
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.support.packed_size import BITS
 from arbor.tasks.base import BlockLimits

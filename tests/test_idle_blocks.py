@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from support.models import build
+from support.policies import POLICIES
 from support.trees import GREEDY, Lab
 
 from arbor.components import build as built
@@ -14,7 +15,7 @@ from arbor.errors import UsageError
 from arbor.events import Allocated
 from arbor.retention.allocators.per_tree import divided
 from arbor.retention.allocators.uniform import Uniform
-from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.tree import ThoughtTree
 

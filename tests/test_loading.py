@@ -171,8 +171,8 @@ def test_a_replay_trusts_code_only_on_request(command: Arbor, own: Path) -> None
 @pytest.fixture
 def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
     """``arbor calibrate`` with made-up losses; lists its solvers here, writes ``kept``."""
-    import arbor.measure.calibrate
-    from arbor.measure.calibrate import Example
+    import arbor.papers.arborkv.calibrate
+    from arbor.papers.arborkv.calibrate import Example
 
     solvers: list[Solver] = []
 
@@ -185,7 +185,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
             for block in range(6)
         ]
 
-    monkeypatch.setattr(arbor.measure.calibrate, "collect", losses)
+    monkeypatch.setattr(arbor.papers.arborkv.calibrate, "collect", losses)
     monkeypatch.setenv("ARBOR_CACHE", str(tmp_path / "kept"))
     return solvers
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.models import build
+from support.policies import POLICIES
 from support.trees import PROMPT, SAMPLED, Lab, Words
 from test_batch import PROBLEMS, Together, found, solver_of
 from test_deterministic import deterministic_runner
@@ -22,7 +23,7 @@ from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Allocated, Event, Evicted, Pressure, Rehydrated
 from arbor.model.checkpoint import Checkpoint
 from arbor.retention.base import Blocks, Scorer
-from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.policy import Policy
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import VOCABULARY, WINDOW, Words, build
+from support.policies import POLICIES
 from support.slow_cases import every, only
 from support.trees import (
     GREEDY,
@@ -38,7 +39,7 @@ from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.base import NEVER, Blocks, Ints, Scorer, Tokens
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree
 

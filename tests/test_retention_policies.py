@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.offers import EVERY, SEEDS, evict, held, offer, permuted, room_for
+from support.policies import POLICIES
 
 from arbor.components import build, spec_of
 from arbor.errors import BudgetInfeasible, UsageError
+from arbor.papers.arborkv.kkt import KKT
+from arbor.papers.arborkv.ratio import Ratio
 from arbor.registry import BUILTIN
-from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.base import Allocator, Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import lowest, order
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.selection import best_tokens, select, select_all_but, select_by_count

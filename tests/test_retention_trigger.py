@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.models import Words, build
+from support.policies import POLICIES
 from support.trees import SAMPLED, Lab, relative_error
 from support.trees import grown as grown_tree
 
@@ -16,7 +17,7 @@ from arbor.engine.token_source import Growth
 from arbor.errors import UsageError
 from arbor.events import Event, Evicted, Forwarded, Rehydrated
 from arbor.retention.allocators.rsbcm import RSBCM
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.tree import NodeState, ThoughtTree

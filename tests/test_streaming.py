@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 from support.masked_reads import masked_logits, recorded
 from support.models import Words, build, path_logits
+from support.policies import POLICIES
 from support.slow_cases import only
 from support.trees import (
     GREEDY,
@@ -57,8 +58,8 @@ from arbor.memory.stores import LowerRoom
 from arbor.model.plan import Segment, SegmentTable
 from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention, chunks_of
-from arbor.retention.allocators.hierarchy import Hierarchy
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.papers.hierarchy.hierarchy import Hierarchy
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits

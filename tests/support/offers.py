@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from support.policies import POLICIES
 
 from arbor.retention.base import NEVER, Blocks, Tokens
-from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.policy import Policy
 from arbor.testing import random_kv
 
 SEEDS = st.integers(0, 2**32 - 1)

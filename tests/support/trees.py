@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from support.models import Words, path_logits
+from support.policies import POLICIES
 from torch import Tensor
 
 from arbor.engine.engine import Engine
@@ -24,7 +25,7 @@ from arbor.model.graphs import Recorder
 from arbor.model.level_rule import LevelRule
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
-from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.policy import Policy
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree
 
