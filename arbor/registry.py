@@ -120,11 +120,11 @@ _CORE: Mapping[str, Mapping[str, str]] = {
         "window": "arbor.retention.scorers.window:Window",
     },
     "backend": {
-        "reference": "arbor.kernels.reference:ReferenceAttention",
-        "rowwise": "arbor.kernels.rowwise:RowwiseAttention",
-        "invariant": "arbor.kernels.invariant_cascade:InvariantCascade",
-        "native": "arbor.kernels.native_cascade:NativeCascade",
-        "torch": "arbor.kernels.torch_cascade:TorchCascade",
+        "reference": "arbor.kernels.attention.reference:ReferenceAttention",
+        "rowwise": "arbor.kernels.attention.rowwise:RowwiseAttention",
+        "invariant": "arbor.kernels.attention.invariant_cascade:InvariantCascade",
+        "native": "arbor.kernels.attention.native_cascade:NativeCascade",
+        "torch": "arbor.kernels.attention.torch_cascade:TorchCascade",
     },
 }
 

@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .int8 import encode
-from .native import LANES, NUMBERS, StoreJob, native_library
+from arbor.kernels.int8 import encode
+from arbor.kernels.native import LANES, NUMBERS, StoreJob, native_library
 
 DTYPES = {getattr(torch, name): number for name, number in NUMBERS.items()}
 

@@ -33,8 +33,8 @@ from torch import Tensor
 from arbor import Solver
 from arbor.budget import Budget, Footprint
 from arbor.engine.engine import Engine
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.model.loading import load_model, load_tokenizer, locate_model
 from arbor.model.runner import ModelRunner
 from arbor.model.scoring import TokenScores

@@ -57,8 +57,8 @@ from arbor.engine.operation import GivenBlock, Operation
 from arbor.engine.similar_prompts import Comparison, SimilarPrompts, differing
 from arbor.engine.token_source import Growth
 from arbor.events import preferred
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.measure.calibrate_exit import (
     Recorder,
     Verification,

@@ -17,7 +17,7 @@ from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
-from arbor.kernels.base import CascadeLayout
+from arbor.kernels.attention.base import CascadeLayout
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.model.level_rule import LevelRule

@@ -379,7 +379,7 @@ def test_the_plan_names_dtype_and_memory_of_the_weights(
 RESIDENT = """
 import sys
 from arbor import Solver
-from arbor.kernels.linear import weight_bytes
+from arbor.kernels.linear.layers import weight_bytes
 
 def resident():
     lines = open("/proc/self/status").read().splitlines()

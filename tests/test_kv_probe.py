@@ -15,7 +15,7 @@ from support.models import build
 from arbor import Solver
 from arbor.errors import UsageError
 from arbor.events import Event, Header
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.model import kv_probe
 from arbor.model.kv_probe import ROWS, keep_rule, kept_rule, measure, measured_rule
 from arbor.model.level_rule import BUCKET, NEVER, LevelRule

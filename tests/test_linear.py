@@ -10,8 +10,7 @@ import torch
 from support.models import build
 from torch import Tensor, nn
 
-from arbor.kernels import linear
-from arbor.kernels.linear import (
+from arbor.kernels.linear.layers import (
     PackedLinear,
     Packing,
     batch_dependent,
@@ -20,6 +19,7 @@ from arbor.kernels.linear import (
     pack_linears,
     weight_bytes,
 )
+from arbor.kernels.linear import layers as linear
 from arbor.kernels.native import native_library, without_native
 
 PACKINGS: tuple[Packing, ...] = ("native", "mkl", "onednn", "dense")

@@ -16,10 +16,10 @@ from support.slow_cases import only
 
 from arbor import Solver
 from arbor.errors import UsageError
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library, without_native
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.rowwise import RowwiseAttention
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model.describe import describe
 from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE

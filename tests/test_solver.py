@@ -43,7 +43,7 @@ from arbor.events import (
     Selected,
     Verified,
 )
-from arbor.kernels.linear import PackedLinear
+from arbor.kernels.linear.layers import PackedLinear
 from arbor.metrics import MetricsFold
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.loading import BUILTIN

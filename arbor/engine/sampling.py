@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arbor.errors import ModelError
-from arbor.kernels.row_sums import row_sums
+from arbor.kernels.fused.row_sums import row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
 
@@ -132,7 +132,7 @@ def sample(
     Probable tokens come first, equally probable ones by id. Probabilities are float64 softmaxes
     over the whole vocabulary, computed for a few rows at a time (`_CPU_SLICE`, `_GPU_SLICE`); a
     softmax treats rows separately, so the slices change no bit, and neither do other rows of the
-    batch. On CUDA they are quotients by sums of a kernel of ours (`arbor.kernels.row_sums`). Only
+    batch. On CUDA they are quotients by sums of a kernel of ours (`fused.row_sums`). Only
     probabilities of tokens that a cut-off can keep are stored: `topk` of the logits, in their own
     type, finds these. It leaves open which of several equal logits it takes, which cannot matter
     while all tokens that the cut-offs keep lie strictly above the least probable token examined.

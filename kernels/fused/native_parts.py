@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .fused import ACTIVATIONS, Activation, NormForm
-from .native import NUMBERS, GatedJob, Library, NormJob
+from arbor.kernels.fused.parts import ACTIVATIONS, Activation, NormForm
+from arbor.kernels.native import NUMBERS, GatedJob, Library, NormJob
 
 DTYPES = {getattr(torch, name): number for name, number in NUMBERS.items()}
 
@@ -20,7 +20,7 @@ class NativeFusedOps:
         library: with the kernels.
 
     Example:
-        >>> from arbor.kernels.fused import NORM_FORMS, fused_ops
+        >>> from arbor.kernels.fused.parts import NORM_FORMS, fused_ops
         >>> ops, x = fused_ops(torch.device("cpu")), torch.tensor([[3.0, 4.0]])
         >>> ops is None or ops.rms_norm(x, torch.ones(2), 0.0, NORM_FORMS[0]).pow(2).mean().item()
         1.0

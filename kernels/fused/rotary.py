@@ -1,8 +1,8 @@
 """Rotary position embedding: its forms, in torch, and with the write of K and V to their slots.
 
 `arbor.model.fuse_attention` finds the form of a layer by comparing it with the layer's own forward,
-bit for bit. A CPU has a kernel (`arbor.kernels.native_rotary`) where the native library is built,
-CUDA one in Triton (`arbor.kernels.triton_rotary`).
+bit for bit. A CPU has a kernel (`native_rotary.py`) where the native library is built, CUDA one in
+Triton (`triton_rotary.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from .native import native_library
-from .triton_module import triton_module
+from arbor.kernels.native import native_library
+from arbor.kernels.triton_module import triton_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,12 @@ def rotary_ops(device: torch.device) -> RotaryOps | None:
         True
     """
     if device.type == "cuda":
-        module = triton_module("triton_rotary", "rotary embeddings")
+        module = triton_module("fused.triton_rotary", "rotary embeddings")
         return None if module is None else cast(RotaryOps, module.TritonRotary())
     library = native_library() if device.type == "cpu" else None
     if library is None:
         return None
-    from .native_rotary import NativeRotary
+    from arbor.kernels.fused.native_rotary import NativeRotary
 
     return NativeRotary(library)
 

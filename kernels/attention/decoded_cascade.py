@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import AttentionBackend, AttentionShape, CascadeLayout, CascadeLevel, apply_sinks
-from .int8 import read_slots
+from arbor.kernels.attention.base import (
+    AttentionBackend,
+    AttentionShape,
+    CascadeLayout,
+    CascadeLevel,
+    apply_sinks,
+)
+from arbor.kernels.int8 import read_slots
 
 # K and V that are decoded at once, as float32. At 8 heads of 128 channels, 4,096 keys.
 DECODED_BYTES = 32 << 20

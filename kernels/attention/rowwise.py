@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, CascadeLayout, apply_sinks
-from .int8 import is_stored, read_slots
-from .invariant import plain
-from .logits import attention_logits, matmul_float32
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
+from arbor.kernels.attention.logits import attention_logits, matmul_float32
+from arbor.kernels.int8 import is_stored, read_slots
+from arbor.kernels.invariant import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RowwiseAttention:
     Example:
         The same two keys in other slots, in a batch of two rows or of one (float32, D = 2):
 
-        >>> from arbor.kernels.base import CascadeLevel
+        >>> from arbor.kernels.attention.base import CascadeLevel
         >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
         >>> backend, shape = RowwiseAttention(), AttentionShape(1, 1, 2, 2, scaling=1.0)
         >>> two = CascadeLevel(ints(0, 1, 2), ints(0, 2, 4), ints(0, 1, 2, 3), causal=True)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused import Activation, NormForm
+from arbor.kernels.fused.parts import Activation, NormForm
 
 # Values of one program of `gated_kernel`, at most.
 GATED_BLOCK = 1024

@@ -1,8 +1,8 @@
 """Fused parts of a decoder: RMS norms and gated activations as one kernel each.
 
 `arbor.model.fuse` puts them into a model. A device's kernels are an object with the methods of
-`FusedOps`; CUDA has one in Triton (`arbor.kernels.triton_fused`), a CPU the native kernels'
-(`arbor.kernels.native_fused`) where they are built.
+`FusedOps`; CUDA has one in Triton (`arbor.kernels.fused.triton_parts`), a CPU the native kernels'
+(`arbor.kernels.fused.native_parts`) where they are built.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from .native import native_library
-from .triton_module import triton_module
+from arbor.kernels.native import native_library
+from arbor.kernels.triton_module import triton_module
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
@@ -93,10 +93,10 @@ def fused_ops(device: torch.device) -> FusedOps | None:
         library = native_library()
         if library is None:
             return None
-        from .native_fused import NativeFusedOps
+        from arbor.kernels.fused.native_parts import NativeFusedOps
 
         return NativeFusedOps(library)
     if device.type != "cuda":
         return None
-    module = triton_module("triton_fused", "norms and activations")
+    module = triton_module("fused.triton_parts", "norms and activations")
     return None if module is None else cast(FusedOps, module.TritonFusedOps())

@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .native import MOST_DIM, NUMBERS, Library, RotaryJob
-from .rotary import RotaryForm
+from arbor.kernels.fused.rotary import RotaryForm
+from arbor.kernels.native import MOST_DIM, NUMBERS, Library, RotaryJob
 
 DTYPES = {getattr(torch, name): number for name, number in NUMBERS.items()}
 
@@ -20,7 +20,7 @@ class NativeRotary:
         library: with the kernel.
 
     Example:
-        >>> from arbor.kernels.rotary import ROTARY_FORMS, rotary_ops, rotate_by_torch
+        >>> from arbor.kernels.fused.rotary import ROTARY_FORMS, rotary_ops, rotate_by_torch
         >>> ops, (q, k) = rotary_ops(torch.device("cpu")), torch.randn(2, 3, 4, 16)
         >>> cos, sin = torch.randn(2, 3, 16)
         >>> def agrees(form):

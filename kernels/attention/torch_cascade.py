@@ -8,13 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, CascadeLayout, apply_sinks
-from .decoded_cascade import DecodedCascade, DecodedPlan
-from .int8 import is_stored
-from .logits import attention_logits, matmul_float32
-from .mass_kernel import MassKernel
-from .mass_work import MassWork, mass_work
-from .torch_tasks import JOINED_KEYS, AttentionTask, TaskPiece, fusable, level_tasks
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
+from arbor.kernels.attention.decoded_cascade import DecodedCascade, DecodedPlan
+from arbor.kernels.attention.logits import attention_logits, matmul_float32
+from arbor.kernels.attention.mass_kernel import MassKernel
+from arbor.kernels.attention.mass_work import MassWork, mass_work
+from arbor.kernels.attention.torch_tasks import (
+    JOINED_KEYS,
+    AttentionTask,
+    TaskPiece,
+    fusable,
+    level_tasks,
+)
+from arbor.kernels.int8 import is_stored
 
 # The fused CPU kernel (q, k, v, dropout, is_causal, mask, scale); private, but the only one that
 # returns the logsumexp. Keys of length 0 end the process, a fully masked row reports lse 0, and
@@ -87,7 +93,7 @@ class TorchCascade:
     Example:
         Two rows share slots 0 .. 2, and each has one key of its own (float32; 1 head, D = 2):
 
-        >>> from arbor.kernels.base import CascadeLevel
+        >>> from arbor.kernels.attention.base import CascadeLevel
         >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
         >>> shared = CascadeLevel(ints(0, 2), ints(0, 3), ints(0, 1, 2), causal=False)
         >>> own = CascadeLevel(ints(0, 1, 2), ints(0, 1, 2), ints(3, 4), causal=True)

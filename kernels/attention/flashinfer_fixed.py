@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, CascadeLayout, CascadeLevel
-from .fixed import ROWS, Bucket, pad_last, pad_shared
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.fixed import ROWS, Bucket, pad_last, pad_shared
 
 # Keys of a last level beyond one per slot: rows that share a short span each list it themselves.
 REPEATED_KEYS = 1 << 16

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 
 Numbers = npt.NDArray[np.int64]
 

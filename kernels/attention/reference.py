@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, CascadeLayout, apply_sinks
-from .int8 import decode, is_stored
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
+from arbor.kernels.int8 import decode, is_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ReferenceAttention:
     Example:
         One row of one head reads two equal keys (float32, D = 2):
 
-        >>> from arbor.kernels.base import CascadeLevel
+        >>> from arbor.kernels.attention.base import CascadeLevel
         >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
         >>> level = CascadeLevel(ints(0, 1), ints(0, 2), ints(0, 1), causal=True)
         >>> backend, shape = ReferenceAttention(), AttentionShape(1, 1, 2, 2, scaling=1.0)

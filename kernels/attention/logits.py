@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import AttentionShape
+from arbor.kernels.attention.base import AttentionShape
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 

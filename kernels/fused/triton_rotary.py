@@ -2,7 +2,7 @@
 triton.
 
 transformers rotates queries and keys by ten kernels, and storing K and V takes two more; all of it
-is one here, with the bits of torch (`arbor.kernels.rotary.rotate_by_torch`).
+is one here, with the bits of torch (`arbor.kernels.fused.rotary.rotate_by_torch`).
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rotary import RotaryForm
+from arbor.kernels.fused.rotary import RotaryForm
 
 # Products and sums stay two operations, as they are in torch.
 FUSION = {"enable_fp_fusion": False}

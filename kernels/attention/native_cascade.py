@@ -9,10 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, CascadeLayout
-from .int8 import is_stored
-from .native import INT8, NUMBERS, AttentionJob, LevelStruct, head_dim_fits, native_library
-from .torch_cascade import CascadePlan, TorchCascade
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout
+from arbor.kernels.attention.torch_cascade import CascadePlan, TorchCascade
+from arbor.kernels.int8 import is_stored
+from arbor.kernels.native import (
+    INT8,
+    NUMBERS,
+    AttentionJob,
+    LevelStruct,
+    head_dim_fits,
+    native_library,
+)
 
 DTYPES = {getattr(torch, name): number for name, number in NUMBERS.items()}
 
@@ -55,7 +62,7 @@ class NativeCascade:
     Example:
         The same two keys, alone or as two levels, give the same bits (float32, D = 16):
 
-        >>> from arbor.kernels.base import CascadeLevel
+        >>> from arbor.kernels.attention.base import CascadeLevel
         >>> from arbor.kernels.native import native_library
         >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
         >>> one = CascadeLevel(ints(0, 1), ints(0, 2), ints(5, 9), causal=True)

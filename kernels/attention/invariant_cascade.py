@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .base import AttentionShape, CascadeLayout, apply_sinks
-from .invariant import plain
-from .rowwise import RowwiseAttention, RowwisePlan
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
+from arbor.kernels.attention.rowwise import RowwiseAttention, RowwisePlan
+from arbor.kernels.invariant import plain
 
 # Rows of one launch: bounds the memory of the parts.
 LAUNCH_ROWS = 256
@@ -101,7 +101,7 @@ class InvariantCascade:
         """
         if q.dtype not in DTYPES:
             raise ValueError(f"the backend 'invariant' has no kernels for {q.dtype}")
-        from .invariant_triton import attend, attention_tile
+        from arbor.kernels.invariant_triton import attend, attention_tile
 
         shape = plan.rowwise.shape
         tile = attention_tile(shape, q.dtype)

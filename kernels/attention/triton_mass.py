@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .mass_work import ITEM_KEYS, MassWork
+from arbor.kernels.attention.mass_work import ITEM_KEYS, MassWork
 
 WARPS = 4
 SMALLEST_DOT = 16  # values of a head that one product takes, at least

@@ -68,10 +68,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .hugepages import on_huge_pages
-from .int8_weights import PANEL, int8_bytes, int8_panels
-from .invariant import ALIGNMENT_BYTES
-from .native import INT8, NUMBERS, Library, LinearJob, native_library
+from arbor.kernels.hugepages import on_huge_pages
+from arbor.kernels.invariant import ALIGNMENT_BYTES
+from arbor.kernels.linear.int8_weights import PANEL, int8_bytes, int8_panels
+from arbor.kernels.native import INT8, NUMBERS, Library, LinearJob, native_library
 
 Packing = Literal["native", "int8", "mkl", "onednn", "dense"]
 NATIVE = ("native", "int8")  # packings that the native kernels read
@@ -217,7 +217,7 @@ class JointLinear:
         layers: as `joint_linear` accepts them.
 
     Example:
-        >>> from arbor.kernels.linear import PackedLinear, joint_linear, packing
+        >>> from arbor.kernels.linear.layers import PackedLinear, joint_linear, packing
         >>> layers = [nn.Linear(8, 16), nn.Linear(8, 32)]
         >>> kinds = {packing(each.weight, torch.float32) for each in layers}
         >>> packed, x = [PackedLinear(each, "native") for each in layers], torch.ones(3, 8)
@@ -369,7 +369,7 @@ def _joined(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _by_triton(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from .invariant_triton import linear
+    from arbor.kernels.invariant_triton import linear
 
     return linear(rows, weight, bias)
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, CascadeLevel
+from arbor.kernels.attention.base import AttentionShape, CascadeLevel
 
 Slots = npt.NDArray[np.int64]
 

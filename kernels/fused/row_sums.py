@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .triton_module import triton_module
+from arbor.kernels.triton_module import triton_module
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ Kernel = Callable[[Tensor, float], Tensor]
 @functools.cache
 def _kernel(device: torch.device) -> Kernel | None:
     """The kernel of a device, if it computes what torch does."""
-    module = triton_module("triton_sampling", "sums of logits")
+    module = triton_module("fused.triton_sampling", "sums of logits")
     if module is None:
         return None
     try:

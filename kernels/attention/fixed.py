@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 
 # Rows of a padded decode step. Decoding up to 256 rows mostly reads weights, so a third more rows
 # costs little; more rows run without a graph.

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import AttentionShape
-from .fused import ACTIVATIONS, Activation, NormForm
-from .linear import Product
-from .native import (
+from arbor.kernels.attention.base import AttentionShape
+from arbor.kernels.attention.native_cascade import NativePlan
+from arbor.kernels.fused.parts import ACTIVATIONS, Activation, NormForm
+from arbor.kernels.fused.rotary import RotaryForm
+from arbor.kernels.linear.layers import Product
+from arbor.kernels.native import (
     CALLS,
     AddJob,
     AttentionJob,
@@ -25,8 +27,6 @@ from .native import (
     NormJob,
     RotaryJob,
 )
-from .native_cascade import NativePlan
-from .rotary import RotaryForm
 
 MOST_ROWS = 128  # of a call: with more, a layer's own calls cost little next to its products
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .hugepages import on_huge_pages
+from arbor.kernels.hugepages import on_huge_pages
 
 GROUP = 64  # inputs that share a scale, as in kernels/csrc/linear.h
 MOST_CODE = 127

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .mass_work import MassWork
+from arbor.kernels.attention.mass_work import MassWork
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class MassKernel:
         if self._failed:
             return None
         try:
-            module = importlib.import_module("arbor.kernels.triton_mass")
+            module = importlib.import_module("arbor.kernels.attention.triton_mass")
             mass: Tensor = module.triton_mass(work, q, k_pool, lse, heads)
         except torch.OutOfMemoryError:
             raise

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, CascadeLayout, CascadeLevel, apply_sinks
-from .fixed import Bucket
-from .flashinfer_fixed import (
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel, apply_sinks
+from arbor.kernels.attention.fixed import Bucket
+from arbor.kernels.attention.flashinfer_fixed import (
     MOST_WORKSPACE_BYTES,
     FixedCascade,
     IndexBuffer,
@@ -21,7 +21,7 @@ from .flashinfer_fixed import (
     key_capacity,
     launch_of,
 )
-from .torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
