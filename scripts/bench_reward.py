@@ -41,7 +41,7 @@ from arbor.model.scoring import TokenScores
 from arbor.retention.policy import POLICIES
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.reward.mirror import Mirror
-from arbor.verifiers.reward.scores import values_of
+from arbor.verifiers.reward.engine import values_of
 from arbor.verifiers.reward_model import ProcessRewardModel
 
 PROMPT, STEP, BEAM, WIDTH = 128, 32, 4, 4

@@ -24,9 +24,8 @@ from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
-from arbor.kernels.int8 import GROUP, MOST_CODE, decode, encode, groups_of, stored_width
+from arbor.kernels.int8 import GROUP, MOST_CODE, decode, encode, groups_of, store, stored_width
 from arbor.kernels.native import SETS, native_library
-from arbor.kernels.native_int8 import store
 
 needs_native = pytest.mark.skipif(native_library() is None, reason="the library is not built")
 BACKENDS = [

@@ -633,7 +633,7 @@ def test_products_of_full_precision_keep_their_bits(dtype: torch.dtype) -> None:
         "attention.mass_work",
         "native",
         pytest.param("attention.native_cascade", marks=needs_native),
-        pytest.param("fused.native_parts", marks=needs_native),
+        pytest.param("fused.parts", marks=needs_native),
         "attention.reference",
         "attention.rowwise",
         "attention.torch_cascade",

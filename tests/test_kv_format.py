@@ -23,8 +23,7 @@ from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.int8 import decode, encode, stored_width
 from arbor.kernels.native import native_library, without_native
-from arbor.memory.kv_format import Int8KV, PlainKV, kv_format
-from arbor.memory.pool import KVPool, LayerKV, bytes_per_token
+from arbor.memory.pool import Int8KV, KVPool, LayerKV, PlainKV, bytes_per_token, kv_format
 from arbor.memory.stores import DiskStore, HostStore, Store
 from arbor.run.solution import Solution
 

@@ -10,6 +10,7 @@ import torch
 from support.models import build
 from torch import Tensor, nn
 
+from arbor.kernels.linear import layers as linear
 from arbor.kernels.linear.layers import (
     PackedLinear,
     Packing,
@@ -19,7 +20,6 @@ from arbor.kernels.linear.layers import (
     pack_linears,
     weight_bytes,
 )
-from arbor.kernels.linear import layers as linear
 from arbor.kernels.native import native_library, without_native
 
 PACKINGS: tuple[Packing, ...] = ("native", "mkl", "onednn", "dense")

@@ -20,9 +20,8 @@ import torch
 from test_kernels import decode_level, make_case, make_level, make_shape, random_layout
 from torch import Tensor
 
-from arbor.kernels.attention import mass_kernel
-from arbor.kernels.attention.mass_kernel import MassKernel
-from arbor.kernels.attention.mass_work import ITEM_KEYS, ITEM_ROWS, MassWork, mass_work
+from arbor.kernels.attention import mass_work as mass_kernel
+from arbor.kernels.attention.mass_work import ITEM_KEYS, ITEM_ROWS, MassKernel, MassWork, mass_work
 from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 

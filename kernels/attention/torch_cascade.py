@@ -11,8 +11,7 @@ from torch import Tensor
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
 from arbor.kernels.attention.decoded_cascade import DecodedCascade, DecodedPlan
 from arbor.kernels.attention.logits import attention_logits, matmul_float32
-from arbor.kernels.attention.mass_kernel import MassKernel
-from arbor.kernels.attention.mass_work import MassWork, mass_work
+from arbor.kernels.attention.mass_work import MassKernel, MassWork, mass_work
 from arbor.kernels.attention.torch_tasks import (
     JOINED_KEYS,
     AttentionTask,

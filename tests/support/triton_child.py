@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_kernels import Case, decode_level, make_case, make_level, make_shape, random_layout
 
 from arbor.kernels.attention.base import AttentionShape
-from arbor.kernels.attention.mass_kernel import MassKernel
-from arbor.kernels.attention.mass_work import TILES, MassWork, mass_work
+from arbor.kernels.attention.mass_work import TILES, MassKernel, MassWork, mass_work
 from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 

@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from arbor.errors import UsageError
-from arbor.papers.related.kmeans import representatives
-from arbor.papers.related.sparsity import token_sparsity
 from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
 from arbor.retention.observation import Observation
 from arbor.retention.ordering import order
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import checked_scores, filled_floors, select_all_but
-from arbor.retention.token_kv import TokenKV
+from arbor.retention.token_kv import KVSequence, TokenKV, attention_of
 from arbor.retention.trigger import Trigger
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Choose = Literal["cluster", "score"]
 _PIECES = 1 << 20  # sparsity is remembered as a multiple of 1 / _PIECES, so that sums are exact
@@ -392,3 +394,136 @@ POLICY = Policy(
     summary="Keeps the prompt, and of each thought fewer and fewer tokens that stand for the "
     "others: at each change of direction, the oldest and least important first (ThinKV).",
 )
+
+
+_ROUNDS = 20  # of Lloyd's algorithm; most sets settle in fewer
+_EQUAL = 1e-5  # squared distances closer than this part of the mean square are equal
+
+
+def representatives(products: Floats, count: int) -> Ints:
+    """The points nearest to the centres of K-means with k = `count`.
+
+    Nothing is drawn: the first centre is the point nearest to the mean, each further one the point
+    farthest from those before, then Lloyd's algorithm runs until no point changes its centre, or
+    for 20 rounds. A centre is represented by the nearest of its own points. Centres without points
+    vanish; in their place stand the points farthest from all representatives. Of equal distances
+    the later point counts, and a point between centres belongs to the earlier one; distances are
+    equal up to the rounding of float32.
+
+    Args:
+        products: float64 [n, n], inner products of the points.
+        count: how many, 0 <= count <= n.
+
+    Returns:
+        int64 [count], increasing.
+    """
+    size = len(products)
+    if count in (0, size):
+        return np.arange(count)
+    square = products.diagonal()
+    equal = _EQUAL * max(float(square.mean() - products.mean()), 0.0)
+    apart = np.maximum(square[:, None] + square - 2 * products, 0)
+    seeds = _spread(apart, [_last(2 * products.mean(0) - square, equal)], count, equal)
+    centres = np.zeros((count, size))  # weights of the points in each centre
+    centres[np.arange(count), seeds] = 1
+    owner = np.full(size, -1)
+    for _ in range(_ROUNDS):
+        away = _distances(products, centres)
+        nearest = (away <= away.min(0) + equal).argmax(0)
+        if (nearest == owner).all():
+            break
+        owner = nearest
+        centres = (owner == np.unique(owner)[:, None]).astype(np.float64)
+        centres /= centres.sum(1, keepdims=True)
+        owner = centres.argmax(0)  # numbered without the centres that vanished
+    near = np.where(centres > 0, -_distances(products, centres) - square, -np.inf)
+    found = [_last(each, equal) for each in near]
+    return np.sort(_spread(apart, found, count, equal))
+
+
+def _distances(products: Floats, centres: Floats) -> Floats:
+    """Squared distances of points to centres [k, n], less each point's own square."""
+    along: Floats = centres @ products
+    distances: Floats = (along * centres).sum(1, keepdims=True) - 2 * along
+    return distances
+
+
+def _spread(apart: Floats, chosen: list[int], count: int, equal: float) -> Ints:
+    """Points and more of them, `count` in all: each the farthest from those before.
+
+    Args:
+        apart: float64 [n, n], squared distances.
+        chosen: the first ones.
+        count: at most n.
+        equal: largest difference of equal distances.
+    """
+    chosen = list(chosen)
+    near = apart[chosen].min(0)
+    near[chosen] = -np.inf
+    while len(chosen) < count:
+        chosen.append(_last(near, equal))
+        near = np.minimum(near, apart[chosen[-1]])
+        near[chosen[-1]] = -np.inf
+    return np.array(chosen, np.int64)
+
+
+def _last(values: Floats, equal: float) -> int:
+    """The last index of the greatest of values, which may differ by `equal`."""
+    return int(np.flatnonzero(values >= values.max() - equal)[-1])
+
+
+FAINT = 0.01  # of a row's largest attention: what receives less counts as zero
+
+
+def token_sparsity(kv: TokenKV) -> NDArray[np.float64]:
+    """The sparsity of each token's own query, float64 [T]; nan where it is not kept any more.
+
+    A query is measured over the tokens it sees that are on the device now.
+
+    Args:
+        kv: of T tokens, with queries.
+    """
+    found = [np.zeros(0)]
+    for sequence in kv.sequences:
+        each = np.full(len(sequence), np.nan)
+        here = sequence.wrote >= 0
+        if here.any():
+            each[sequence.wrote[here]] = query_sparsity(sequence)[here]
+        found.append(each)
+    # the last number is of the tokens at place -1
+    every = np.append(np.concatenate(found), np.nan)
+    sparsity: NDArray[np.float64] = every[kv.places]
+    return sparsity
+
+
+def query_sparsity(sequence: KVSequence) -> NDArray[np.float64]:
+    """The sparsity of each query of a sequence, the mean over the observed layers, float64 [w]."""
+    layers = [
+        np.concatenate(
+            [
+                row_sparsity(logits, sequence.keys(layer).shape[1]).double().cpu().numpy()
+                for logits in sequence.whole(layer)
+            ][::-1]
+        )
+        for layer in sequence.layers
+    ]
+    mean: NDArray[np.float64] = np.mean(layers, axis=0)
+    return mean
+
+
+def row_sparsity(logits: Tensor, heads: int) -> Tensor:
+    """The part of the tokens each query sees that receive less than `FAINT` of the row's largest
+    attention, [w].
+
+    Of the query heads that read one KV head the largest logit counts; a row is the mean over the KV
+    heads of their softmax.
+
+    Args:
+        logits: [w, H_q, n], -inf where a query does not see a token.
+        heads: KV heads, H_kv.
+    """
+    grouped = logits.view(len(logits), heads, -1, logits.shape[-1]).amax(2)
+    attention = attention_of(grouped).mean(1)
+    seen = logits[:, 0] > -np.inf
+    faint = seen & (attention < FAINT * attention.amax(-1, keepdim=True))
+    return faint.sum(-1) / seen.sum(-1).clamp_min(1)

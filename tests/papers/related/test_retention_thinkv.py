@@ -22,15 +22,17 @@ from arbor.components import build as component
 from arbor.errors import UsageError
 from arbor.model.runner import ModelRunner
 from arbor.papers.related.keydiff import KeyDiff
-from arbor.papers.related.kmeans import representatives
 from arbor.papers.related.rkv import RKV
-from arbor.papers.related.sparsity import query_sparsity, row_sparsity, token_sparsity
 from arbor.papers.related.thinkv import (
     Segments,
     ThinKV,
     clustered,
     credit_of,
+    query_sparsity,
     remembered,
+    representatives,
+    row_sparsity,
+    token_sparsity,
 )
 from arbor.papers.related.window_attention import WindowAttention
 from arbor.retention.base import NEVER, Blocks, Floats, Tokens
