@@ -92,7 +92,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "beam": {"controller": {"name": "beam", "beam_size": 5, "width": 4}},
     "dpts": {"controller": {"name": "dpts", "max_visited": 60}},
 }
-# of the calibration in docs/experiments/layer_exit.md, by the paper's percentiles
+# of the calibration in docs/experiments/rksc.md, by the paper's percentiles
 PAPER_GATE = CGEE(confidence=0.9962, gap=0.0006)
 PAPER_EXIT = LayerExit(threshold=0.198, patience=1)
 
