@@ -279,6 +279,7 @@ class Message(Body):
     # without effect
     cache_control: Any = None
     parsed: Any = None  # the content, as OpenAI's client parses it
+    type: Literal["text"] | None = None  # lm-eval sends it
     # only as switched off
     refusal: Annotated[Any, off()] = None
     audio: Annotated[Any, off()] = None
@@ -321,6 +322,8 @@ class ChatRequest(Generating):
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
     # only as switched off
+    add_generation_prompt: Annotated[Any, off(True)] = None
+    continue_final_message: Annotated[Any, off(False)] = None
     functions: Annotated[Any, off([])] = None
     function_call: Annotated[Any, off("none", "auto")] = None
     modalities: Annotated[Any, off(["text"])] = None
