@@ -347,11 +347,11 @@ def test_a_stream_can_be_stopped() -> None:
 
 def test_sampling_defaults_are_the_models_own(small: Path, tmp_path: Path) -> None:
     shutil.copytree(small, tmp_path / "own")
-    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20}
+    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20, "min_p": 0.1}
     (tmp_path / "own" / "generation_config.json").write_text(json.dumps(said))
 
-    assert Solver(tmp_path / "own").sampling == Sampling(0.6, 0.8, 20)
-    assert Solver(tmp_path / "own", sampling={"top_k": 5}).sampling == Sampling(0.6, 0.8, 5)
+    assert Solver(tmp_path / "own").sampling == Sampling(0.6, 0.8, 20, 0.1)
+    assert Solver(tmp_path / "own", sampling={"top_k": 5}).sampling == Sampling(0.6, 0.8, 5, 0.1)
     assert Solver(tmp_path / "own", sampling=Sampling(0)).sampling == Sampling(0)
 
 
@@ -800,17 +800,17 @@ def test_settings_of_a_generation_config_that_are_left_out_are_named_once(
 ) -> None:
     place = tmp_path / "penalised"
     shutil.copytree(small, place)
-    applied = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20, "max_length": 99}
+    applied = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "min_p": 0.1, "max_length": 99}
     ids = {"eos_token_id": [2, 3], "pad_token_id": 0, "transformers_version": "5.0.0"}
-    neutral = {"repetition_penalty": 1.0, "min_p": 0.0, "no_repeat_ngram_size": 0, "typical_p": 1}
+    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1}
     empty = {"bad_words_ids": None, "suppress_tokens": [], "min_length": 0, "guidance_scale": 1}
-    own = {"min_p": 0.05, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
+    own = {"typical_p": 0.9, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
 
     assert warned(place, {**applied, **ids, **neutral, **empty}, caplog) == []
     (warning,) = warned(place, {**applied, **ids, **neutral, **own}, caplog)
-    assert "sets repetition_penalty, no_repeat_ngram_size, min_p, which" in warning
+    assert "sets repetition_penalty, no_repeat_ngram_size, typical_p, which" in warning
     assert str(place) in warning
-    # transformers applies min_p only where it samples
+    # transformers applies typical_p only where it samples
     (warning,) = warned(place, {**ids, **own, "do_sample": False}, caplog)
     assert "sets repetition_penalty, no_repeat_ngram_size, which" in warning
 

@@ -143,7 +143,8 @@ def sample(
     Args:
         logits: [n, V], float32 or a type that float32 contains.
         uniforms: n numbers in [0, 1).
-        sampling: temperature and cut-offs, applied in the usual order: temperature, top-k, top-p.
+        sampling: temperature and cut-offs, applied in the order of transformers:
+            temperature, top-k, top-p, min-p.
         first: draws from the tokens that are examined first, as `drawn`, which None stands for.
 
     Raises:
@@ -198,7 +199,7 @@ def _upload(uniforms: list[float], logits: Tensor) -> Tensor:
 
 def _first_width(vocabulary: int, sampling: Sampling) -> int:
     """Number of most probable tokens examined first."""
-    if sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1):
+    if sampling.temperature == 0 or not sampling.cuts:
         return vocabulary
     if sampling.top_k:
         return min(vocabulary, sampling.top_k + _TIES)
@@ -301,7 +302,7 @@ def _from_some(
 def _from_all(logits: Tensor, uniform: Tensor, sampling: Sampling) -> _Choice:
     """Choice among all tokens."""
     probability = _probability(logits, sampling.temperature)
-    if sampling.top_k == 0 and sampling.top_p == 1:
+    if not sampling.cuts:
         tokens, left, share = _invert(probability, uniform)
         return tokens, left, share, torch.ones_like(share)
     ordered = probability.sort(dim=-1, descending=True, stable=True)
@@ -312,7 +313,7 @@ def _from_all(logits: Tensor, uniform: Tensor, sampling: Sampling) -> _Choice:
 def _nucleus(
     values: Tensor, ids: Tensor, uniform: Tensor, sampling: Sampling, lowest: Tensor
 ) -> _Choice:
-    """Choice among the first of these tokens that top-k and top-p keep.
+    """Choice among the first of these tokens that top-k, top-p and min-p keep.
 
     Args:
         values: [n, width] probabilities, descending.
@@ -327,6 +328,8 @@ def _nucleus(
     total = mass[:, -1:] if sampling.top_k else 1.0
     # a token stays if the mass before it has not reached top_p; the first one always does
     kept = (mass - values) < sampling.top_p * total
+    if sampling.min_p:
+        kept &= values >= sampling.min_p * values[:, :1]
     settled = ~(kept & (values <= lowest)).any(dim=-1)
     chosen, left, share = _invert(torch.where(kept, values, 0.0), uniform)
     return ids.gather(1, chosen.unsqueeze(1)).squeeze(1), left, share, settled

@@ -55,7 +55,6 @@ LEFT_OUT = {
 }
 # The same, of configs that sample.
 LEFT_OUT_OF_SAMPLING = {
-    "min_p": 0.0,
     "top_h": None,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
@@ -615,12 +614,13 @@ def sampling_defaults(generation: Any) -> Sampling:
             temperature=float(configured("temperature", 1.0)),
             top_p=float(configured("top_p", 1.0)),
             top_k=int(configured("top_k", 0)),
+            min_p=float(configured("min_p", 0.0)),
         )
     except (TypeError, ValueError, UsageError) as error:
         raise ModelError(
             "model-incomplete",
             f"generation_config.json has invalid sampling settings: {_first_line(error)}",
-            "Correct temperature, top_p and top_k there.",
+            "Correct temperature, top_p, top_k and min_p there.",
         ) from error
 
 
