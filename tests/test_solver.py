@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import shutil
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -471,6 +472,39 @@ def test_weights_cut_short_are_refused_by_name(tmp_path: Path, small: Path) -> N
         Solver(tmp_path / "cut").load()
 
     assert error.value.code == "model-incomplete"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "it is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
+        (b"<!DOCTYPE html><html></html>", "it is a web page"),
+        (bytes(4096), "begins with zeros"),
+        (struct.pack("<Q", 1 << 60) + b"{}", "header"),
+        (struct.pack("<Q", 9) + b'{"a": 1x}', "header"),
+    ],
+)
+def test_what_lies_in_the_place_of_weights_is_named(
+    tmp_path: Path, small: Path, data: bytes, words: str
+) -> None:
+    shutil.copytree(small, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").write_bytes(data)
+
+    with pytest.raises(ModelError) as error:
+        Solver(tmp_path / "m").load()
+
+    assert error.value.code == "model-incomplete" and words in str(error.value)
+
+
+def test_weights_of_other_shapes_are_refused(tmp_path: Path, small: Path) -> None:
+    shutil.copytree(small, tmp_path / "m")
+    config = tmp_path / "m" / "config.json"
+    known = json.loads(config.read_text())
+    config.write_text(json.dumps(known | {"intermediate_size": known["intermediate_size"] * 2}))
+
+    with pytest.raises(ModelError, match="other shapes than its settings say"):
+        Solver(tmp_path / "m").load()
 
 
 def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.errors import ModelError
+from arbor.errors import logits_not_finite
 from arbor.kernels.row_sums import row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
@@ -155,7 +155,7 @@ def sample(
     width = _first_width(vocabulary, sampling)
     found = (first or drawn)(logits, uniform, sampling, width).cpu()
     if found[_TOP1].isnan().any():  # one such logit makes all of its row NaN
-        raise not_finite()
+        raise logits_not_finite()
     while len(again := (found[_SETTLED] == 0).nonzero().squeeze(1)):
         width = min(vocabulary, _WIDEN * width)
         slices = again.split(_slice_rows(logits, vocabulary))
@@ -178,15 +178,6 @@ def likeliest(logits: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]
         tuple((token, logprob) for token, logprob in zip(*row, strict=True) if logprob > -math.inf)
         for row in zip(found.indices.tolist(), found.values.tolist(), strict=True)
     ]
-
-
-def not_finite() -> ModelError:
-    """Error for logits that no token can be chosen by."""
-    return ModelError(
-        "logits-not-finite",
-        "the model's logits are not finite: its numbers have overflowed, or its weights are broken.",
-        "Use --dtype bfloat16 or --dtype float32 where it is float16; else compare the weights with their source.",
-    )
 
 
 def _upload(uniforms: list[float], logits: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from arbor.errors import logits_not_finite
+
 from ..self_eval import CERTAIN
 
 if TYPE_CHECKING:
@@ -23,13 +25,11 @@ def values_of(scores: Tensor, label: int | None) -> list[float]:
     """
     import torch
 
-    from arbor.engine.sampling import not_finite
-
     logits = scores.double().cpu()
     if logits.shape[1] == 1:
         probabilities = torch.sigmoid(logits[:, 0])
     else:
         probabilities = torch.softmax(logits, dim=1)[:, 1 if label is None else label]
     if not bool(probabilities.isfinite().all()):
-        raise not_finite()
+        raise logits_not_finite()
     return [min(value, CERTAIN) for value in probabilities.tolist()]
