@@ -344,7 +344,8 @@ class _Planning:
 
     def _sampling(self) -> Sampling:
         """The server's sampling with what the request changes."""
-        asked = {name: getattr(self._body, name) for name in ("temperature", "top_p", "top_k")}
+        names = ("temperature", "top_p", "top_k", "min_p")
+        asked = {name: getattr(self._body, name) for name in names}
         given = {name: value for name, value in asked.items() if value is not None}
         if given.get("top_k") == -1:  # off, as vLLM has it
             given["top_k"] = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbor.budget import Budget, Footprint, Plan
 from arbor.engine.engine import Engine
-from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
+from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError, logits_not_finite
 from arbor.events import Listener
 from arbor.model.level_rule import LevelRule
 from arbor.model.loading import load_config
@@ -43,15 +43,13 @@ def values_of(scores: Tensor, label: int | None) -> list[float]:
     """
     import torch
 
-    from arbor.engine.sampling import not_finite
-
     logits = scores.double().cpu()
     if logits.shape[1] == 1:
         probabilities = torch.sigmoid(logits[:, 0])
     else:
         probabilities = torch.softmax(logits, dim=1)[:, 1 if label is None else label]
     if not bool(probabilities.isfinite().all()):
-        raise not_finite()
+        raise logits_not_finite()
     return [min(value, CERTAIN) for value in probabilities.tolist()]
 
 
