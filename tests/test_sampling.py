@@ -21,7 +21,7 @@ from arbor.engine.sampling import ArithmeticCode, confidence, likeliest, sample,
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import ModelError, UsageError
-from arbor.kernels.fused.parts import row_sums
+from arbor.kernels.fused.row_sums import row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree
