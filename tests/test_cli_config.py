@@ -336,7 +336,7 @@ def found_command(name: str) -> click.Command:
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_has_every_option_of_its_command(name: str) -> None:
     options = {each.name for each in found_command(name).params if each.expose_value}
-    own = {"bench": {"policies", "budgets"}, "serve": {"budget"}}.get(name, set())
+    own = {"bench": {"policies", "budgets"}}.get(name, set())
     of_other_commands = {"temperature", "top_p", "top_k", "threads", "seed", "deterministic"}
 
     fields = set(types_of(RECORDS[name])) - own

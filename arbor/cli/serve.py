@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SERVE_SCHEMA = "arbor.serve/1"
 KEYS_VARIABLE = "ARBOR_API_KEYS"
+AUTO = "auto"  # half of the free memory, at most a context for each request
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 _options = option_group(
@@ -90,11 +91,11 @@ _options = option_group(
     ),
     option(
         "--budget",
+        default=AUTO,
         metavar="X",
         heading="Server",
         common=True,
-        help="KV of all requests: a size (16384tok, 6GiB), or a part of what full retention of "
-        "them holds (0.25); default: half of the free memory, at most a context each.",
+        help="KV of all requests: 6GiB, or 0.25 of full retention; auto: a size.",
     ),
     option(
         "--max-tokens",
@@ -190,7 +191,7 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
     output = ctx.ensure_object(Output)
     if ctx.get_parameter_source("task") is click.core.ParameterSource.DEFAULT:
         values["task"] = "game24" if values["model"].startswith("builtin:") else WORDS
-    budget = None if values["budget"] is None else Budget.parse(values["budget"])
+    budget = None if values["budget"] == AUTO else Budget.parse(values["budget"])
     is_part = budget is not None and budget.unit == "ratio"
     options = read_options(ServeOptions, values | {"budget": str(budget) if is_part else "full"})
     _check_packages()
