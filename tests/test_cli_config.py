@@ -336,7 +336,7 @@ def found_command(name: str) -> click.Command:
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_has_every_option_of_its_command(name: str) -> None:
     options = {each.name for each in found_command(name).params if each.expose_value}
-    own = {"bench": {"policies", "budgets"}, "serve": {"budget"}}.get(name, set())
+    own = {"bench": {"policies", "budgets"}}.get(name, set())
     of_other_commands = {"temperature", "top_p", "top_k", "threads", "seed", "deterministic"}
 
     fields = set(types_of(RECORDS[name])) - own
@@ -350,7 +350,17 @@ GIVEN = {
     "bench": ["x", "--compare", "c", "--max-depth", "2", "--rehydrate", "span"],
     "demo": ["-o", "page.html", "--seed", "2"],
     "view": ["a", "b", "--event", "3", "-o", "page.html"],
-    "serve": ["model", "--kv", "5tok", "--timeout", "3", "--api-keys", "keys.txt", "--set", "a=1"],
+    "serve": [
+        "model",
+        "--budget",
+        "5tok",
+        "--timeout",
+        "3",
+        "--api-keys",
+        "keys.txt",
+        "--set",
+        "a=1",
+    ],
     "info": ["model", "--max-depth", "2", "--msve", "m"],
     "prompt": ["math", "x", "--set", "shots=1", "--model", "m"],
     "trace convert": ["a", "-o", "b"],

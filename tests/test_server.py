@@ -486,6 +486,45 @@ def test_events_name_no_path_of_the_machine(tmp_path: Path) -> None:
     }
 
 
+def test_searches_share_the_ratio_of_the_server(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [solver.solve(hand, seed=3) for hand in HANDS]
+    held: list[tuple[int, int, int]] = []
+    right = ModelRunner.forward
+    with Solver(budget=0.25) as tight:
+        tight.load()
+
+        def forward(runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+            state = tight.engine.state
+            account = state.account(next(iter(state.trees)))
+            held.append((account.used, account.slots, len(state.trees)))
+            return right(runner, *args, **kwargs)
+
+        monkeypatch.setattr(ModelRunner, "forward", forward)
+        with serving(tight, None, live=True) as running, ThreadPoolExecutor(len(HANDS)) as clients:
+            bodies = [chat(hand, seed=3, arbor={"task": "game24"}) for hand in HANDS]
+            bodies[0]["arbor"]["budget"] = 0.25
+            made = list(clients.map(lambda body: running.send(CHAT, body)[2], bodies))
+            refused = running.send(CHAT, chat(HANDS[0], arbor={"budget": "0.5"}))
+            slots = re.search(r"^arbor_kv_slots (.*)$", running.send("/metrics")[2]["text"], re.M)
+            page = running.send("/")[2]["text"]
+
+    assert [each["choices"][0]["message"]["content"] for each in made] == [
+        solution.text for solution in alone
+    ]
+    assert max(trees for _, _, trees in held) == len(HANDS)
+    assert all(used <= slots for used, slots, _ in held)
+    full = sum(solution.metrics.peak_tokens for solution in alone)
+    assert max(used for used, _, _ in held) < 0.4 * full
+    assert sum(each["usage"]["arbor"]["tokens_recomputed"] for each in made) > 0
+    assert refused[0] == 400 and refused[2]["error"]["code"] == "budget_shared"
+    assert "Give 0.25, or leave it out." in refused[2]["error"]["message"]
+    assert slots is not None and float(slots[1]) >= max(used for used, _, _ in held)
+    shown = [int(found.replace(",", "")) for found in re.findall(r'"budget">([\d,]+)', page)]
+    assert len(shown) == len(HANDS) and all(0 < each < full for each in shown)
+
+
 def test_searches_are_shown_on_a_page(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     hand = "<b>4 5 6 10</b>"
