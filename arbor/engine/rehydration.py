@@ -57,6 +57,50 @@ class Placed:
         self.moved = self.moved or other.moved
 
 
+@dataclass(slots=True)
+class _Missing:
+    """What running paths miss, as int64 offsets by the row of each block.
+
+    Attributes:
+        compute: tokens that the next forward computes.
+        later: rows of blocks of which further tokens are computed later.
+        without_slot: those of `compute` that are given a slot.
+        followers: tokens that use the slots of equal ones which are computed.
+    """
+
+    compute: dict[int, NDArray[np.int64]]
+    later: set[int]
+    without_slot: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    followers: dict[int, list[Follower]] = field(default_factory=dict)
+
+    def leave(self, follower: Follower) -> None:
+        """Leave to another block what it computes."""
+        row = follower.node.row
+        self.compute[row] = np.setdiff1d(self.compute[row], follower.offsets, assume_unique=True)
+
+    def set_without_slot(self, path: Sequence[Node]) -> None:
+        """See which tokens to compute have no slot now."""
+        for node in path:
+            offsets = self.compute[node.row]
+            self.without_slot[node.row] = offsets[node.span.slot[offsets] == NO_SLOT]
+
+    @property
+    def slots(self) -> int:
+        """Slots that are given."""
+        return sum(map(len, self.without_slot.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """Tokens of a block computed before that come back: given slots, computed anew in place, or
+    read in the slots of equal ones."""
+
+    node: Node
+    placed: int
+    in_place: int
+    shared: int
+
+
 class Rehydration:
     """Completes paths of the open trees.
 
@@ -143,102 +187,40 @@ class Rehydration:
         path = sorted(paths_of(leaves), key=lambda node: (node.tree.number, node.key))
         self._sharing.reuse(path)
         wanted = {leaf.row for leaf in want if leaf.row not in self._logits}
-        holes = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)
-        fetch = self._fetching.plan(path, holes, wanted, reserve, most)
-        found = Found() if self._warm is None else self._warm.find(path, holes)
-        later = set() if most is None else self._put_off(path, leaves, holes, most)
-        for leaf in want:
-            # its last token runs again for its logits, and needs a slot while it does
-            last = len(leaf.tokens) - 1
-            if leaf.row in wanted and not self._holds(leaf, last):
-                holes[leaf.row] = np.union1d(holes[leaf.row], [last])
+        compute = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)
+        fetch = self._fetching.plan(path, compute, wanted, reserve, most)
+        found = Found() if self._warm is None else self._warm.find(path, compute)
+        later = set() if most is None else self._put_off(path, leaves, compute, most)
+        missing = _Missing(compute, later)
+        # the last token of a leaf runs again for its logits, and needs a slot while it does
+        asked = [leaf for leaf in want if leaf.row in wanted]
+        self._add_last_tokens(asked, missing)
         for follower in found.followers:  # a last token among them runs again in its leader's slot
-            row = follower.node.row
-            holes[row] = np.setdiff1d(holes[row], follower.offsets, assume_unique=True)
-        absent = {
-            node.row: holes[node.row][node.span.slot[holes[node.row]] == NO_SLOT] for node in path
-        }
-        followers: dict[int, list[Follower]] = {}
-        for follower in self._sharing.followers(absent):
-            row = follower.node.row
-            followers.setdefault(row, []).append(follower)
-            holes[row] = np.setdiff1d(holes[row], follower.offsets, assume_unique=True)
-        needed = sum(len(offsets) for offsets in absent.values()) + fetch.tokens + found.slots
+            missing.leave(follower)
+        missing.set_without_slot(path)
+        for follower in self._sharing.followers(missing.without_slot):
+            missing.followers.setdefault(follower.node.row, []).append(follower)
+            missing.leave(follower)
+        needed = missing.slots + fetch.tokens + found.slots
         lose = self._rules.joining_loses
         if lose != "never":  # any token of the paths may leave, what is computed in place too
-            needed = sum(len(offsets) for offsets in holes.values()) + len(wanted) + fetch.tokens
-        paths_lost = self._residency.fit(
+            needed = sum(map(len, compute.values())) + len(wanted) + fetch.tokens
+        if self._residency.fit(
             needed + reserve, [*leaves, *running], "transition", paths_lose=lose
-        )
-        if paths_lost:
-            for leaf in want:
-                if leaf.row in wanted and not self._holds(leaf, -1):
-                    last = len(leaf.tokens) - 1
-                    holes[leaf.row] = np.union1d(holes[leaf.row], [last])
-            for row, hole in holes.items():
-                absent[row] = hole[self._state.forest[row].span.slot[hole] == NO_SLOT]
-        self._rewrite_mixed(path, holes)
+        ):
+            self._add_last_tokens(asked, missing)
+            missing.set_without_slot(path)
+        self._rewrite_mixed(path, compute)
         for row, lost in self._fetching.carry_out(fetch).items():
-            for missing in (absent, holes) if row in holes else ():
-                missing[row] = np.union1d(missing[row], lost)
+            for each in (missing.without_slot, compute) if row in compute else ():
+                each[row] = np.union1d(each[row], lost)
         if self._warm is not None:
-            self._warm.load(found, absent, holes, followers)
+            self._warm.load(found, missing.without_slot, compute, missing.followers)
         placed = Placed(moved=lose != "never")
-        again: list[tuple[Node, int]] = []
-        repeated: dict[ThoughtTree, int] = {}
-        shared: dict[ThoughtTree, int] = {}
-        clean: dict[int, bool] = {}
-        rough: dict[int, bool] = {}  # whether a token up to the end of a block is rounded
-        for node in path:
-            here, hole = absent[node.row], holes[node.row]
-            stale = np.setdiff1d(hole, here, assume_unique=True)
-            above = node.parent is None or clean[node.parent.row]
-            taken = [follower.offsets for follower in followers.get(node.row, ())]
-            sure = above and self._state.sees_all(node)
-            whole = sure and _is_whole(node, hole, *taken, later=node.row in later)
-            rough[node.row] = bool(node.span.rounded.any()) or (
-                node.parent is not None and rough[node.parent.row]
-            )
-            exact, rounded = whole and not rough[node.row], whole and rough[node.row]
-            for follower in followers.get(node.row, ()):
-                self._sharing.follow(follower)
-                self._announced[node] = self._announced.get(node, 0) + len(follower.offsets)
-            if len(stale):
-                self._memory.rewrite(node, stale, exact=exact, rounded=rounded, depth=self._layers)
-            if len(here):
-                first = int(node.span.slot[here[0] - 1]) + 1 if here[0] else NO_SLOT
-                self._memory.place(
-                    node, here, exact=exact, rounded=rounded, depth=self._layers, first=first
-                )
-            clean[node.row] = whole and node.row not in later
-            # what a prompt takes from another one has been reported
-            more = sum(map(len, taken)) if node.parent is not None else 0
-            if (len(hole) or more) and node.row in self._state.computed:
-                again.append((node, len(here) + more))
-                repeated[node.tree] = repeated.get(node.tree, 0) + len(stale)
-                shared[node.tree] = shared.get(node.tree, 0) + more
-        self._state.changed(path)
-        back = dict(again)
-        for node in back:
-            # all it is given counts as back, what is computed once more in place as well
-            self._announced[node] = len(node.tokens)
-        for tree, nodes in by_tree(back).items():
-            opened = self._state.trees[tree]
-            counts = tuple(sorted((node.id, back[node]) for node in nodes))
-            opened.emit(
-                Rehydrated(
-                    counts,
-                    mode="recompute",
-                    kv=opened.kv,
-                    repeated=repeated[tree],
-                    shared=shared[tree],
-                )
-            )
-            placed.again.add(tree)
-        self._state.report_discarded()
+        placed.again = self._report(self._give_slots(path, missing))
         placed.segments, placed.owners, order = segments_of(
             path,
-            holes,
+            compute,
             wanted,
             self._memory.pool.trash,
             hidden=self._state.hidden,
@@ -249,9 +231,74 @@ class Rehydration:
         placed.written = [
             node
             for node in path
-            if node.row not in later and (len(holes[node.row]) or node.row in followers)
+            if node.row not in later and (len(compute[node.row]) or node.row in missing.followers)
         ]
         return placed
+
+    def _add_last_tokens(self, leaves: Sequence[Node], missing: _Missing) -> None:
+        """Compute the last tokens of leaves, those of them that are not on the device."""
+        for leaf in leaves:
+            last = len(leaf.tokens) - 1
+            if not self._holds(leaf, last):
+                missing.compute[leaf.row] = np.union1d(missing.compute[leaf.row], [last])
+
+    def _give_slots(self, path: Sequence[Node], missing: _Missing) -> list[_Returned]:
+        """Give slots to what is computed next, from the root down; returns what comes back."""
+        returned: list[_Returned] = []
+        complete: dict[int, bool] = {}  # up to the end of a block
+        rounded: dict[int, bool] = {}  # likewise, whether any token is
+        for node in path:
+            row, parent = node.row, node.parent
+            compute, place = missing.compute[row], missing.without_slot[row]
+            in_place = np.setdiff1d(compute, place, assume_unique=True)
+            followers = missing.followers.get(row, [])
+            later = row in missing.later
+            whole = (
+                (parent is None or complete[parent.row])
+                and self._state.sees_all(node)
+                and _is_whole(node, compute, *(each.offsets for each in followers), later=later)
+            )
+            complete[row] = whole and not later
+            rounded[row] = bool(node.span.rounded.any()) or (
+                parent is not None and rounded[parent.row]
+            )
+            for follower in followers:
+                self._sharing.follow(follower)
+                self._announced[node] = self._announced.get(node, 0) + len(follower.offsets)
+            kept = {"exact": whole and not rounded[row], "rounded": whole and rounded[row]}
+            if len(in_place):
+                self._memory.rewrite(node, in_place, depth=self._layers, **kept)
+            if len(place):
+                first = int(node.span.slot[place[0] - 1]) + 1 if place[0] else NO_SLOT
+                self._memory.place(node, place, depth=self._layers, first=first, **kept)
+            # what a prompt takes from another one has been reported
+            shared = sum(len(each.offsets) for each in followers) if parent is not None else 0
+            if (len(compute) or shared) and row in self._state.computed:
+                returned.append(_Returned(node, len(place), len(in_place), shared))
+        self._state.changed(path)
+        return returned
+
+    def _report(self, returned: Sequence[_Returned]) -> set[ThoughtTree]:
+        """Report what comes back; the trees of which something does."""
+        back = {each.node: each for each in returned}
+        for node in back:
+            # all it is given counts as back, what is computed once more in place as well
+            self._announced[node] = len(node.tokens)
+        trees = by_tree(back)
+        for tree, nodes in trees.items():
+            opened = self._state.trees[tree]
+            counts = sorted((node.id, back[node].placed + back[node].shared) for node in nodes)
+            opened.emit(
+                Rehydrated(
+                    tuple(counts),
+                    mode="recompute",
+                    kv=opened.kv,
+                    repeated=sum(back[node].in_place for node in nodes),
+                    shared=sum(back[node].shared for node in nodes),
+                )
+            )
+        self._state.report_discarded()
+        return set(trees)
 
     def _rewrite_mixed(self, path: Sequence[Node], holes: dict[int, NDArray[np.int64]]) -> None:
         """Give up what KV heads hold in slots that are about to be computed anew, before any token
