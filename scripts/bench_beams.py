@@ -62,7 +62,9 @@ def ways(given: argparse.Namespace) -> dict[str, Way]:
         engine.open(tree, given.prompt + beams * given.tokens)
         found = engine.search_beams(settings, ())
         engine.close(tree)
-        engine.memory.let_go(engine.memory.slots)  # the next prompt is not taken from this one
+        engine.memory.free_kept_prompts(
+            engine.memory.slots
+        )  # the next prompt is not taken from this one
         return [list(each.tokens) for each in found]
 
     return {"transformers": transformers, "arbor": arbor}

@@ -200,7 +200,9 @@ def runs(
 
         done = list(as_completed(engine, map(begin, range(problems)), concurrency))
         assert not any(each.error for each in done), [each.error for each in done]
-        engine.memory.let_go(engine.memory.slots)  # the next measurement computes its prompts
+        engine.memory.free_kept_prompts(
+            engine.memory.slots
+        )  # the next measurement computes its prompts
         return {"tokens": sum(each.result or 0 for each in done), "recomputed": 0, "solved": ""}
 
     return run

@@ -128,7 +128,7 @@ def mirrored(engine: Engine, levels: Levels, part: float) -> tuple[list[Scores],
         found.append(list(scoring.verdict().values))
         mirror.forget(pruned)
     mirror.close()
-    engine.memory.let_go(engine.memory.slots)  # the next measurement computes the prompt
+    engine.memory.free_kept_prompts(engine.memory.slots)  # the next measurement computes the prompt
     return found, mirror.cost.computed, mirror.cost.recomputed
 
 

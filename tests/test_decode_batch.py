@@ -158,7 +158,7 @@ class Decoding(RuleBasedStateMachine):
     def preempt(self) -> None:
         """The last row waits again, and joins anew with the tokens it had."""
         row = self.rows.pop()
-        self.memory.release([row.node])
+        self.memory.free_blocks([row.node])
         if self.memory.free >= len(row.node.tokens) and row.node.tokens:
             self.place(row.node)
             row.node.span.exact[:] = row.certainty == Certainty.EXACT

@@ -144,7 +144,7 @@ def test_a_failed_rehydration_can_be_tried_again(monkeypatch: pytest.MonkeyPatch
     lab = Lab(build("llama"), debug=True)
     tree = lab.plant()
     right = lab.ask([tree.root], [(7, 8)])
-    lab.memory.release([tree.root])
+    lab.memory.free_blocks([tree.root])
     fail_after(monkeypatch, 0)
 
     with pytest.raises(Failure):
@@ -309,7 +309,7 @@ def test_a_rehydration_that_fails_is_reported_as_evicted_again(
     lab = Lab(build("llama"), debug=True)
     tree = lab.plant()
     (first,) = lab.sprout([(tree.root, 1)])
-    lab.memory.release([first])
+    lab.memory.free_blocks([first])
     lab.state.changed([first])
     heard = len(lab.events)
     fail_after(monkeypatch, 0)

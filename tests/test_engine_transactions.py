@@ -219,7 +219,7 @@ class InterruptedOnce:
         (KVMemory, "place"),
         (KVMemory, "append"),
         (KVMemory, "borrow"),
-        (KVMemory, "evict_from"),
+        (KVMemory, "evict_blocks"),
         (SlotTable, "take"),
         (SlotTable, "take_each"),
         (ModelRunner, "forward"),

@@ -228,7 +228,7 @@ def test_a_dropped_tree_is_readable_grows_on_its_own_and_is_adopted_again() -> N
     place_all(memory, tree[1])
     place_all(memory, other.root)
 
-    rows = memory.drop(tree)
+    rows = memory.free_tree(tree)
 
     assert rows == [1, 2, 3]
     assert [node.row for node in tree] == [0, 1, 2]
@@ -283,7 +283,7 @@ def test_spans_of_dropped_trees_are_compacted_and_those_that_stay_keep_their_val
     for _ in range(40):
         passing = tree_of(4, 400)
         memory.adopt(passing)
-        memory.drop(passing)
+        memory.free_tree(passing)
         sizes.append(memory.forest.spans.size)
         assert stays.root.span.slot.tolist() == held.tolist()
         assert stays.root.span.exact.all() and not stays[1].span.resident.any()
@@ -322,15 +322,15 @@ def test_new_tokens_hold_no_kv_where_a_forest_had_other_ones_before() -> None:
         other = tree_of(2)
         memory.adopt(other)
         place_all(memory, tree[1])
-        memory.drop(tree)
+        memory.free_tree(tree)
         again = tree_of(6, 2)
         memory.adopt(again)
         for node in again:
             assert not node.span.resident.any()
             assert (node.span.tier == Tier.DROPPED).all()
             assert not node.span.exact.any() and not node.span.depth.any()
-        memory.drop(again)
-        memory.drop(other)
+        memory.free_tree(again)
+        memory.free_tree(other)
 
 
 # Any history
@@ -443,7 +443,7 @@ class Woods(RuleBasedStateMachine):
         tree = data.draw(st.sampled_from(self.trees))
         used = self.memory.used
 
-        rows = self.memory.drop(tree)
+        rows = self.memory.free_tree(tree)
 
         account = self.accounts.pop(tree)
         assert self.memory.used == used - account.used
@@ -515,7 +515,7 @@ class Woods(RuleBasedStateMachine):
         chosen = [
             sorted(data.draw(st.sets(st.sampled_from(self.resident(n)), min_size=1))) for n in nodes
         ]
-        freed = self.memory.evict_from(
+        freed = self.memory.evict_blocks(
             nodes,
             np.array([offset for offsets in chosen for offset in offsets], np.int64),
             np.array([len(offsets) for offsets in chosen], np.int64),
@@ -560,7 +560,7 @@ class Woods(RuleBasedStateMachine):
         lenders = [account for account in self.accounts.values() if account.borrowed]
         borrowed = lenders[data.draw(st.integers(0, len(lenders) - 1))].borrowed
         slots, _ = borrowed.pop(data.draw(st.integers(0, len(borrowed) - 1)))
-        self.memory.give_back(slots)
+        self.memory.free_borrowed(slots)
 
     @precondition(lambda self: self.accounts)
     @rule(data=st.data())
@@ -580,7 +580,7 @@ class Woods(RuleBasedStateMachine):
             account.peak = max(account.peak, account.used + mine)
             self.peak = max(self.peak, self.used + sum(lost.values()))
         with pytest.raises(AssertionError, match="neither committed nor rolled back"):
-            self.memory.drop(node.tree)
+            self.memory.free_tree(node.tree)
 
         assert self.memory.rollback() == lost
 

@@ -804,7 +804,7 @@ class AlikeGrove(LosslessGrove):
 
     def end(self) -> None:
         super().end()
-        self.lab.memory.let_go(self.pool)
+        self.lab.memory.free_kept_prompts(self.pool)
         assert self.lab.memory.used == 0
 
 

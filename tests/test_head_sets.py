@@ -490,7 +490,7 @@ def test_moves_are_checked() -> None:
         lab = lossy(by_head("random"))
         tree = lab.plant(SLOTS)
         with pytest.raises(AssertionError, match=wrong):
-            lab.memory.evict_from([tree.root], np.array([gone]), one, moves=wanted)
+            lab.memory.evict_blocks([tree.root], np.array([gone]), one, moves=wanted)
 
 
 @pytest.mark.parametrize("where", ["before", "after"])

@@ -204,14 +204,14 @@ class Oracle(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         slots, _ = self.borrowed.pop(data.draw(st.integers(0, len(self.borrowed) - 1)))
 
-        self.memory.give_back(slots)
+        self.memory.free_borrowed(slots)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         nodes = data.draw(st.lists(st.sampled_from(list(self.tree)), unique=True, max_size=3))
         chosen = {node.id for node in nodes}
 
-        freed = self.memory.release(nodes)
+        freed = self.memory.free_blocks(nodes)
 
         assert freed == self.forgotten([key for key in self.held if key[0] in chosen])
 
@@ -242,7 +242,7 @@ class Oracle(RuleBasedStateMachine):
     @precondition(lambda self: not self.borrowed)
     @rule()
     def attach(self) -> None:
-        self.memory.drop(self.tree)
+        self.memory.free_tree(self.tree)
         self.tree = ThoughtTree(range(4))
 
         self.memory.adopt(self.tree)
@@ -288,12 +288,12 @@ def test_a_slot_is_never_freed_twice() -> None:
     place(memory, tree.root, 0, 1, 2)
     slots = memory.borrow([1, 2], tree.root)
     memory.evict(tree.root, np.array([1]))
-    memory.give_back(slots)
+    memory.free_borrowed(slots)
 
     with pytest.raises(AssertionError, match="absent token was evicted"):
         memory.evict(tree.root, np.array([1]))
     with pytest.raises(AssertionError, match="released twice"):
-        memory.give_back(slots)
+        memory.free_borrowed(slots)
 
 
 def test_a_freed_slot_has_no_token_no_position_and_no_owner() -> None:
@@ -377,8 +377,8 @@ def test_the_peak_counts_temporary_slots_and_stays() -> None:
     memory, tree = memory_of()
     place(memory, tree.root, 0, 1, 2)
 
-    memory.give_back(memory.borrow([1] * 5, tree.root))
-    memory.release([tree.root])
+    memory.free_borrowed(memory.borrow([1] * 5, tree.root))
+    memory.free_blocks([tree.root])
 
     assert (memory.used, memory.peak) == (0, 8)
 
@@ -406,14 +406,14 @@ def test_blocks_that_leave_together_free_what_they_share_once() -> None:
     place(memory, first, 0, 1, 2)
     memory.share(first, second, np.arange(2))
 
-    freed = memory.evict_from([first, second], np.array([0, 2, 0, 1]), np.array([2, 2]))
+    freed = memory.evict_blocks([first, second], np.array([0, 2, 0, 1]), np.array([2, 2]))
 
     assert freed == 2  # the first token and the last; the second one stays for the first block
     assert memory.used == 3
     assert first.span.resident.tolist() == [False, True, False]
     assert not second.span.resident.any() and tree.root.span.resident[:2].all()
     memory.check()
-    assert memory.evict_from([], np.empty(0, np.int64), np.empty(0, np.int64)) == 0
+    assert memory.evict_blocks([], np.empty(0, np.int64), np.empty(0, np.int64)) == 0
 
 
 def test_only_siblings_with_equal_tokens_share() -> None:

@@ -377,11 +377,11 @@ def test_a_record_is_free_once_its_token_is_another_one(how: str) -> None:
     memory.fetch({tree.root: np.arange(4)})
     memory.lower.take_moves()
     if how == "release":
-        memory.release([tree.root])
+        memory.free_blocks([tree.root])
     elif how == "drop":
-        memory.drop(tree)
+        memory.free_tree(tree)
     elif how == "doubt":
-        memory.doubt(tree.root, 0)
+        memory.invalidate(tree.root, 0)
     else:
         memory.rewrite(tree.root, np.arange(4), exact=True, depth=2)
         memory.commit()

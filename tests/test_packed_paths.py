@@ -261,7 +261,7 @@ def test_any_assignment_keeps_a_partition_and_quantises_once(
     for _ in range(data.draw(st.integers(1, 14))):
         node = data.draw(st.sampled_from(nodes))
         span = node.span
-        change = data.draw(st.sampled_from(["pack", "pack", "demote", "promote", "destroy"]))
+        change = data.draw(st.sampled_from(["pack", "pack", "demote", "promote", "evict_for_good"]))
         where = span.slot != NO_SLOT if change == "demote" else span.present
         if change == "promote":
             at = node.span.begin + np.arange(len(span))
@@ -281,8 +281,8 @@ def test_any_assignment_keeps_a_partition_and_quantises_once(
             assert (span.slot[some_at] != NO_SLOT).all()
             assert (span.origin[some_at] != NO_RECORD).tolist() == packed.tolist()
             promoted += len(some_at)
-        elif change == "destroy":
-            memory.destroy([node], [some_at])
+        elif change == "evict_for_good":
+            memory.evict_for_good([node], [some_at])
             before[some_at] = False
         assert (span.present == before).all(), "a token was lost, or came back"
         memory.lower.take_moves()

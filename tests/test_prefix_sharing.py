@@ -271,7 +271,7 @@ def test_a_block_copies_only_what_it_lacks_from_the_records_of_a_sibling(
     assert first.tokens == second.tokens and second.span.resident.all()
     assert (first.span.record[:8] != NO_RECORD).all()
     lab.memory.evict(second, np.array([3, 10]))
-    lab.memory.lower.forget(second.span.begin + np.array([3, 10]))
+    lab.memory.lower.free(second.span.begin + np.array([3, 10]))
     lab.memory.lower.take_moves()
     lab.events.clear()
 

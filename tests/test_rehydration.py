@@ -301,7 +301,7 @@ def hidden_search(slots: int) -> tuple[Lab, list[Tensor], list[list[int]]]:
     (lost,) = lab.sprout([(tree.root, 1)], GREEDY)
     (leaf,) = lab.sprout([(lost, 1)], GREEDY)
     if slots < 4096:  # as after a visit to another path
-        lab.memory.release([leaf, lost])
+        lab.memory.free_blocks([leaf, lost])
         lab.memory.evict(tree.root, np.array([3, 4]))
         lab.state.changed([tree.root, lost, leaf])
     answers = []

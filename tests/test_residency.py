@@ -389,7 +389,7 @@ def test_what_is_computed_again_ages_no_token() -> None:
     tree = lab.plant()
     first, _ = lab.sprout([(tree.root, 2)], GREEDY)
     lab.memory.evict(tree.root, np.arange(6, 10))
-    lab.memory.release([first])
+    lab.memory.free_blocks([first])
     lab.state.changed([tree.root, first])
 
     def seen() -> list[tuple[list[float], list[int]]]:
@@ -412,7 +412,7 @@ def test_what_a_question_computes_again_ages_no_token() -> None:
         first, _ = lab.sprout([(tree.root, 2)], GREEDY)
         if lost:
             lab.memory.evict(tree.root, np.arange(6, 10))
-            lab.memory.release([first])
+            lab.memory.free_blocks([first])
             lab.state.changed([tree.root, first])
         lab.ask([first], [(7, 8, 9)])
         views = [lab.state.statistics.view(n.id, np.arange(len(n.tokens))) for n in tree]

@@ -594,7 +594,7 @@ def test_blocks_that_waited_and_were_displaced_come_back_as_far_as_there_is_room
         while queue.rows:
             stepper._decoding.suspend(queue.preempt())
         for node in tree.nodes[1:]:  # host memory had no room for what waits
-            lab.memory.lower.forget(node.span.begin + np.arange(len(node.span)))
+            lab.memory.lower.free(node.span.begin + np.arange(len(node.span)))
         lab.memory.lower.take_moves()
         stepper._changed = True
         while not operation.done:

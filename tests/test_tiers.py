@@ -342,7 +342,7 @@ def test_what_is_computed_again_or_given_up_has_no_record() -> None:
     place(memory, tree.root, 2)
     assert tiers(tree.root) == "hddd"
     assert memory.lower.take_moves().lost == {tree.root: 1}
-    assert memory.release([tree.root]) == 3
+    assert memory.free_blocks([tree.root]) == 3
     assert tiers(tree.root) == "----"
     assert memory.lower.used(Tier.HOST) == 0
     assert memory.lower.take_moves().lost == {tree.root: 1}
@@ -355,7 +355,7 @@ def test_a_dropped_tree_leaves_no_record() -> None:
     for each in (tree, other):
         place(memory, each.root, 0, 1, 2, 3)
         memory.evict(each.root, np.array([0, 2]))
-    memory.drop(tree)
+    memory.free_tree(tree)
     memory.check()
     assert memory.lower.used(Tier.HOST) == memory.lower.used_by(Tier.HOST, other.number) == 2
     assert memory.fetch({other.root: np.array([0, 2])}) == {other.root: 2}

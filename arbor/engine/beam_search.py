@@ -147,7 +147,7 @@ class BeamSearch:
 
     def _make_room(self, needed: int) -> None:
         if needed > self._memory.free:
-            self._memory.let_go(needed)
+            self._memory.free_kept_prompts(needed)
             self._state.sharing_changed()
         if self._memory.free < needed:
             settings, prompt = self._settings, self._tree.root.end
@@ -186,4 +186,4 @@ class BeamSearch:
 
     def _give_back(self, slots: NDArray[np.int32]) -> None:
         if len(slots):
-            self._memory.give_back(slots)
+            self._memory.free_borrowed(slots)

@@ -373,7 +373,7 @@ class Engine:
     def inexact(self, node: Node, begin: int) -> None:
         """Mark tokens of a block as those of another text, from `begin` on: nothing after them is
         exact."""
-        self.memory.doubt(node, begin)
+        self.memory.invalidate(node, begin)
 
     @property
     def state(self) -> ForestState:

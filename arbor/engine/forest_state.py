@@ -160,7 +160,7 @@ class ForestState:
 
     def close(self, opened: OpenTree) -> list[int]:
         """Let a tree go, and free what it holds; returns the rows its blocks had."""
-        rows = self.memory.drop(opened.tree, keep_prompt=self.keeps_prompts)
+        rows = self.memory.free_tree(opened.tree, keep_prompt=self.keeps_prompts)
         self.memory.lower.take_moves()  # its run hears of nothing any more
         self.sharing_changed()
         del self.trees[opened.tree]

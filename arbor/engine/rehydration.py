@@ -362,7 +362,7 @@ class Rehydration:
                 logits = self._prefill_piece(root, piece.start, piece.stop)
         except BaseException:  # a prompt counts as computed once all of it is
             self.undo()
-            self._memory.release([root])
+            self._memory.free_blocks([root])
             self._state.changed([root])
             raise
         self._state.mark_computed([root])

@@ -116,7 +116,7 @@ class Residency:
         if needed <= (free := account.free):
             return False
         if self._memory.prefixes:
-            self._memory.let_go(needed - free)
+            self._memory.free_kept_prompts(needed - free)
             self._state.sharing_changed()
             if needed <= account.free:
                 return False
@@ -190,7 +190,7 @@ class Residency:
         index, offsets = chosen.leaving()
         losers, begins = np.unique(index, return_index=True)
         nodes = self._state.forest.nodes(blocks.ids[losers].tolist())
-        counts = self._memory.destroy(nodes, np.split(offsets, begins[1:]))
+        counts = self._memory.evict_for_good(nodes, np.split(offsets, begins[1:]))
         self._state.changed(nodes)
         here = {node: count for node, count in zip(nodes, counts, strict=True) if count}
         self._state.report_evicted(here, "clock")
@@ -322,7 +322,7 @@ class Residency:
             users = [node, *_others(forest, node)]
             offsets = [np.flatnonzero(np.isin(each.span.slot, gone)) for each in users]
             counts = np.array([len(each) for each in offsets])
-            memory.evict_from(users, np.concatenate(offsets), counts)
+            memory.evict_blocks(users, np.concatenate(offsets), counts)
             for each, count in zip(users, counts.tolist(), strict=True):
                 if count:
                     lost[each] = lost.get(each, 0) + count
@@ -483,7 +483,7 @@ class Residency:
         nodes = forest.nodes(ids.tolist())
         held = self._state.table.resident[ids].copy()
         try:
-            self._memory.evict_from(nodes, offsets[here], counts, moves=moves)
+            self._memory.evict_blocks(nodes, offsets[here], counts, moves=moves)
         finally:
             self._state.changed(nodes)
         return ids, held, counts

@@ -145,7 +145,7 @@ class SimilarPrompts:
             )
         finally:
             for slots in held:
-                memory.give_back(slots)
+                memory.free_borrowed(slots)
         cut = len(spans[0])
         states = [result.hidden[layer].float() for layer in layers]
         one = [each[:cut].mean(0) for each in states]

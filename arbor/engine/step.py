@@ -329,7 +329,7 @@ class Stepper:
         self._rehydration.computed()
         for question in joined.questions:
             assert question.slots is not None
-            self._memory.give_back(question.slots)
+            self._memory.free_borrowed(question.slots)
         done: list[Work] = [*joined.questions, *joined.visits]
         self._schedulers.leave(done)
         for work in done:
@@ -563,7 +563,7 @@ class Stepper:
                 lost[node] = count
         for tree, group in by_tree(nodes).items():
             self._state.trees[tree].retained.give_up(group)
-        self._memory.release(nodes)
+        self._memory.free_blocks(nodes)
         self._state.changed(nodes)
         self._state.sharing_changed()
         self._state.report_evicted(lost, "close")

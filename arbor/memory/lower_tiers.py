@@ -169,7 +169,7 @@ class LowerTiers:
             moved[places] = True
             spans.lower(at[places], shelf.store.tier, packed)
         for each, mine in above:
-            self._give_up(each, records[mine[moved[mine]]])
+            self._free_records(each, records[mine[moved[mine]]])
         _count(self._moves.stored, self._forest, tokens.row[moved & (tiers == Tier.DEVICE)])
         return moved
 
@@ -188,7 +188,7 @@ class LowerTiers:
             spans.lower(at, shelf.store.tier, records)
             _count(self._moves.stored, self._forest, rows)
 
-    def forget_origins(self, at: NDArray[np.int64]) -> None:
+    def free_origins(self, at: NDArray[np.int64]) -> None:
         """Give up the records that are kept for tokens on the device, where there are some."""
         spans = self._forest.spans
         for shelf in self._keeping():
@@ -217,7 +217,7 @@ class LowerTiers:
                     break
         except BaseException:
             for shelf, records, _ in result:
-                self._give_up(shelf, records)
+                self._free_records(shelf, records)
             raise
         return result
 
@@ -270,7 +270,7 @@ class LowerTiers:
             whole = np.flatnonzero(intact)
             moved = self._down(level + 1, rows[whole], tokens.of(whole))
             lower = [(below, records, whole[places]) for below, records, places in moved]
-        self._give_up(shelf, gone)
+        self._free_records(shelf, gone)
         for below, records, places in lower:
             self._forest.spans.lower(at[places], below.store.tier, records)
             kept[places] = True
@@ -341,10 +341,10 @@ class LowerTiers:
             _count(self._moves.lost, self._forest, shelf.table.row[records[~whole]])
             shelf.table.lent[records[kept]] = True
             self._hold(shelf, shelf.table.row[records[kept]], -1)
-            self._give_up(shelf, records[~kept])
+            self._free_records(shelf, records[~kept])
         return loaded
 
-    def forget(self, at: NDArray[np.int64]) -> None:
+    def free(self, at: NDArray[np.int64]) -> None:
         """Give up the records of tokens, where they have some; their spans are dropped."""
         spans = self._forest.spans
         at = at[spans.record[at] != NO_RECORD]
@@ -353,10 +353,10 @@ class LowerTiers:
             if len(mine):
                 records = spans.record[mine]
                 _count(self._moves.lost, self._forest, shelf.table.row[records])
-                self._give_up(shelf, records)
+                self._free_records(shelf, records)
                 spans.drop(mine)
 
-    def hand_over(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
+    def transfer(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
         """Let the records of a block's tokens be those of a sibling's equal ones.
 
         Args:
@@ -383,7 +383,7 @@ class LowerTiers:
         begin = np.array([begins[row] for row in tokens.row.tolist()], np.int64)
         return begin + tokens.offset
 
-    def _give_up(self, shelf: Shelf, records: Records) -> None:
+    def _free_records(self, shelf: Shelf, records: Records) -> None:
         self._hold(shelf, shelf.table.row[records], -1)
         shelf.table.release(records)
 

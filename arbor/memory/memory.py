@@ -181,7 +181,7 @@ class KVMemory:
         self.forest.adopt(tree)
         self.table.open(tree.number)
 
-    def drop(self, tree: ThoughtTree, *, keep_prompt: bool = False) -> list[int]:
+    def free_tree(self, tree: ThoughtTree, *, keep_prompt: bool = False) -> list[int]:
         """Free what is held for a tree and serve it no longer.
 
         Args:
@@ -199,12 +199,12 @@ class KVMemory:
             while not self.grows and len(path[-1].children) == 1:
                 path += path[-1].children
             self.prefixes.add(self.table, path)
-        self.release(tree.nodes)
+        self.free_blocks(tree.nodes)
         temporary = self._temporary() & (self.table.tree == tree.number)
-        self._release(np.flatnonzero(temporary).astype(np.int32))
+        self._free_slots(np.flatnonzero(temporary).astype(np.int32))
         return self.forest.drop(tree)
 
-    def release(self, nodes: Sequence[Node]) -> int:
+    def free_blocks(self, nodes: Sequence[Node]) -> int:
         """Drop everything the blocks hold; returns how many slots became free.
 
         Records in lower tiers go to siblings that lack the KV of equal tokens, else are given up.
@@ -213,17 +213,17 @@ class KVMemory:
         """
         held = [np.flatnonzero(node.span.resident) for node in nodes]
         counts = np.array([len(offsets) for offsets in held], np.int64)
-        freed = self.evict_from(nodes, np.concatenate([_NOTHING, *held]), counts, stored=False)
+        freed = self.evict_blocks(nodes, np.concatenate([_NOTHING, *held]), counts, stored=False)
         if self.lower:
-            self._bequeath(nodes)
+            self._transfer_records(nodes)
             ranges = [node.span.begin + np.arange(len(node.span)) for node in nodes]
-            self.lower.forget(np.concatenate([_NOTHING, *ranges]))
+            self.lower.free(np.concatenate([_NOTHING, *ranges]))
         for node in nodes:
             if node.state is NodeState.PRUNED:
                 self.forest.give_up(node)
         return freed
 
-    def _bequeath(self, nodes: Sequence[Node]) -> None:
+    def _transfer_records(self, nodes: Sequence[Node]) -> None:
         """Hand the records of blocks that are given up over to siblings, the first to close first.
 
         Siblings are found where they share KV (`Forest.close`); one that holds the token already,
@@ -241,7 +241,7 @@ class KVMemory:
                 )
                 offsets = np.flatnonzero(wanted & (node.span.record[:common] != NO_RECORD))
                 if len(offsets):
-                    self.lower.hand_over(node, other, offsets)
+                    self.lower.transfer(node, other, offsets)
 
     def slots_of(self, nodes: Sequence[Node]) -> int:
         """Slots that blocks hold, each counted once."""
@@ -326,7 +326,7 @@ class KVMemory:
         assert (span.slot[offsets] == NO_SLOT).all(), (
             f"block {node.id}: a resident token was placed again"
         )
-        self._forget(node, offsets)
+        self._free_records(node, offsets)
         self._grow_for(len(offsets))
         slots = self.table.take(len(offsets), first, tree=node.tree.number)
         self._placed.append((node, offsets, exact, rounded))
@@ -350,7 +350,7 @@ class KVMemory:
         slots = self._slots_for(node, offsets)
         # if this is cut off, `rollback` finds slots that no block names
         self.pool.scatter(slots, rows.to(self.pool.device))
-        self._forget(node, offsets)
+        self._free_records(node, offsets)
         self._assign(node, offsets, slots, depth)
         span.exact[offsets] = True
         self._changed()
@@ -426,7 +426,7 @@ class KVMemory:
         slots = node.span.slot[offsets]
         assert (slots != NO_SLOT).all(), f"block {node.id}: only resident tokens are rewritten"
         self._placed.append((node, offsets, exact, rounded))
-        self._disown(node, offsets)
+        self._free_origins(node, offsets)
         self.table.mixed[slots] = self.table.lent[slots] = False
         node.span.exact[offsets] = node.span.rounded[offsets] = False
         node.span.depth[offsets] = depth
@@ -483,9 +483,11 @@ class KVMemory:
     def evict(self, node: Node, offsets: NDArray[np.int64]) -> int:
         """Let resident tokens of a block leave the device; returns how many slots became free
         (shared ones stay for the others)."""
-        return self.evict_from([node], offsets, np.array([len(offsets)]))
+        return self.evict_blocks([node], offsets, np.array([len(offsets)]))
 
-    def destroy(self, nodes: Sequence[Node], offsets: Sequence[NDArray[np.int64]]) -> list[int]:
+    def evict_for_good(
+        self, nodes: Sequence[Node], offsets: Sequence[NDArray[np.int64]]
+    ) -> list[int]:
         """Give up tokens of blocks wherever they are, for good.
 
         Args:
@@ -504,8 +506,8 @@ class KVMemory:
             for node, each in zip(nodes, offsets, strict=True)
         ]
         if nodes:
-            self.evict_from(nodes, np.concatenate(here), np.array(counts, np.int64), stored=False)
-            self.lower.forget(np.concatenate(there))
+            self.evict_blocks(nodes, np.concatenate(here), np.array(counts, np.int64), stored=False)
+            self.lower.free(np.concatenate(there))
             self._changed()
         return counts
 
@@ -543,12 +545,12 @@ class KVMemory:
         slots = spans.slot[at]
         moved = self.lower.pack(self.pool, Tokens(row, offset, spans.depth[at]), at)
         gone = moved & (slots != NO_SLOT)
-        self._release(slots[gone], self.forest.numbers_of(row[gone]))
+        self._free_slots(slots[gone], self.forest.numbers_of(row[gone]))
         self._changed()
         lost, often = np.unique(row[gone], return_counts=True)
         return dict(zip(self.forest.nodes(lost.tolist()), often.tolist(), strict=True))
 
-    def evict_from(
+    def evict_blocks(
         self,
         nodes: Sequence[Node],
         offsets: NDArray[np.int64],
@@ -588,14 +590,14 @@ class KVMemory:
             self.lower.put_back(at[known])
             spans.drop(at[spans.slot[at] != NO_SLOT])
         else:
-            self.lower.forget_origins(at)
+            self.lower.free_origins(at)
             spans.drop(at)
         numbers = np.repeat(self.forest.numbers_of(rows), counts)
-        freed = self._release(slots, numbers)
+        freed = self._free_slots(slots, numbers)
         if freed < len(slots):
             ends = np.cumsum(counts)
             for node, end, count in zip(nodes, ends, counts, strict=True):
-                self._hand_over(node, slots[end - count : end])
+                self._transfer_slots(node, slots[end - count : end])
         self._changed()
         return freed
 
@@ -628,7 +630,7 @@ class KVMemory:
         )
         copy = self.pool.copy_heads(moves, self.heads)  # may fail, and nothing has changed then
         if self.lower:
-            self.lower.forget_origins(at)
+            self.lower.free_origins(at)
         # first, so that an interruption leaves nothing exact that is moved
         spans.exact[at] = spans.rounded[at] = False
         if moves.into is not moves.cell:
@@ -638,7 +640,7 @@ class KVMemory:
             copy()
         except BaseException:  # what lies there is not known any more
             spans.drop(at)
-            self._release(targets)
+            self._free_slots(targets)
             raise
 
     def _holders(self, slots: NDArray[np.int32]) -> NDArray[np.integer] | None:
@@ -676,7 +678,7 @@ class KVMemory:
         try:
             loaded = self.lower.load(self.pool, slots, at)
         except BaseException:
-            self._release(slots)
+            self._free_slots(slots)
             raise
         self.forest.spans.drop(at)
         ends = np.cumsum([len(offsets) for offsets in tokens.values()])
@@ -692,19 +694,19 @@ class KVMemory:
                 node.span.rounded[here] = ~loaded.exact[good]
                 node.span.origin[here] = loaded.origin[good]
                 back[node] = len(here)
-        self._release(slots[~loaded.intact])
+        self._free_slots(slots[~loaded.intact])
         self._changed()
         return back
 
-    def _forget(self, node: Node, offsets: NDArray[np.int64]) -> None:
+    def _free_records(self, node: Node, offsets: NDArray[np.int64]) -> None:
         """Give up the records of tokens that are about to be on the device."""
         if self.lower:
-            self.lower.forget(node.span.begin + offsets)
+            self.lower.free(node.span.begin + offsets)
 
-    def _disown(self, node: Node, offsets: NDArray[np.int64]) -> None:
+    def _free_origins(self, node: Node, offsets: NDArray[np.int64]) -> None:
         """Give up the records kept for tokens on the device, whose KV is about to be another."""
         if self.lower:
-            self.lower.forget_origins(node.span.begin + offsets)
+            self.lower.free_origins(node.span.begin + offsets)
 
     # Shared tokens
 
@@ -727,7 +729,7 @@ class KVMemory:
             "shared tokens must be equal"
         )
         assert (target.span.slot[offsets] == NO_SLOT).all()
-        self._take_over(source, target, offsets)
+        self._share_slots(source, target, offsets)
         if pending:
             self._placed.append((target, offsets, True, False))
         self._changed()
@@ -743,16 +745,16 @@ class KVMemory:
         """
         own = target.span.slot[offsets]
         assert (own != NO_SLOT).all() and not self.is_shared(own).any(), "only own slots are freed"
-        self._take_over(source, target, offsets)
-        self._release(own, target.tree.number)
+        self._share_slots(source, target, offsets)
+        self._free_slots(own, target.tree.number)
         self._changed()
 
-    def _take_over(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
+    def _share_slots(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
         """Have the slots of a source's tokens serve a target as well."""
         slots = source.span.slot[offsets]
         assert (slots != NO_SLOT).all(), "only tokens on the device are shared"
         self.table.retain(slots, target.tree.number, again=source.tree is target.tree)
-        self._forget(target, offsets)
+        self._free_records(target, offsets)
         target.span.slot[offsets] = slots
         for name in ("tier", "exact", "depth"):
             getattr(target.span, name)[offsets] = getattr(source.span, name)[offsets]
@@ -765,7 +767,7 @@ class KVMemory:
         slots, depth = found
         offsets = np.flatnonzero(root.span.slot[: len(slots)] == NO_SLOT)
         gained = slots[offsets]
-        self._forget(root, offsets)
+        self._free_records(root, offsets)
         self.table.retain(gained, root.tree.number)
         self.table.owner[gained], self.table.tree[gained] = root.row, root.tree.number
         root.span.slot[offsets] = gained
@@ -774,19 +776,19 @@ class KVMemory:
         self._changed()
         return len(offsets)
 
-    def doubt(self, node: Node, begin: int) -> None:
+    def invalidate(self, node: Node, begin: int) -> None:
         """Mark a block's tokens from `begin` on as not exact: they are another text's."""
-        self._disown(node, np.arange(begin, len(node.span)))
+        self._free_origins(node, np.arange(begin, len(node.span)))
         node.span.exact[begin:] = node.span.rounded[begin:] = False
         self._changed()
 
-    def let_go(self, count: int) -> None:
+    def free_kept_prompts(self, count: int) -> None:
         """Give up prompts of dropped trees until so many slots more are free; all, if fewer are."""
         used = self.used
         while used - self.used < count and self.prefixes:
-            self._release(self.prefixes.oldest(), NO_TREE)
+            self._free_slots(self.prefixes.oldest(), NO_TREE)
 
-    def _hand_over(self, node: Node, slots: NDArray[np.int32]) -> None:
+    def _transfer_slots(self, node: Node, slots: NDArray[np.int32]) -> None:
         """Let slots that a block has released, and others still use, belong to one of these."""
         table = self.table
         left = slots[(table.references[slots] > 0) & (table.owner[slots] == node.row)]
@@ -818,7 +820,7 @@ class KVMemory:
             table.further_of[tree.number] = further.sum()
             table.used_by[tree.number] = np.count_nonzero(count)
         surplus = np.maximum(table.references - held, 0)
-        self._release(np.repeat(np.arange(self.slots, dtype=np.int32), surplus), NO_TREE)
+        self._free_slots(np.repeat(np.arange(self.slots, dtype=np.int32), surplus), NO_TREE)
 
     def _find_owners(self, node: Node) -> None:
         """After a rollback: shared slots that a block no longer names belong to another one."""
@@ -826,7 +828,7 @@ class KVMemory:
         kept = node.span.slot
         lost = (table.owner == node.row) & (table.references > 0)
         lost[kept[kept != NO_SLOT]] = False
-        self._hand_over(node, np.flatnonzero(lost).astype(np.int32))
+        self._transfer_slots(node, np.flatnonzero(lost).astype(np.int32))
 
     # Questions and beams: tokens that belong to no block
 
@@ -837,7 +839,7 @@ class KVMemory:
         *,
         positions: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int32]:
-        """Temporary slots for tokens after a path; give them back with `give_back`.
+        """Temporary slots for tokens after a path; give them back with `free_borrowed`.
 
         Args:
             tokens: their ids.
@@ -851,11 +853,11 @@ class KVMemory:
         self.table.position[slots] = consecutive if positions is None else positions
         return slots
 
-    def give_back(self, slots: NDArray[np.int32]) -> None:
+    def free_borrowed(self, slots: NDArray[np.int32]) -> None:
         """End of a question."""
-        self._release(slots)
+        self._free_slots(slots)
 
-    def _release(
+    def _free_slots(
         self, slots: NDArray[np.int32], trees: NDArray[np.int64] | int | None = None
     ) -> int:
         freed = self.table.release(slots, trees)

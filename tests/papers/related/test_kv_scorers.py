@@ -576,7 +576,7 @@ def test_what_is_computed_again_and_questions_leave_no_queries(
 
     lab.ask([first], [[7, 8, 9] * 3])
     lab.memory.evict(tree.root, np.arange(6, 10))
-    lab.memory.release([first])
+    lab.memory.free_blocks([first])
     lab.state.changed([tree.root, first])
     lab.extend(first)
 
