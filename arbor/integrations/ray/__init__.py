@@ -1,0 +1,8 @@
+"""Ray: the processes of `arbor eval --workers`, on this machine or many."""
+
+from arbor.feature import Feature
+
+FEATURE = Feature(
+    parts={"cluster": {"ray": "arbor.integrations.ray.ray_cluster:RayCluster"}},
+    extras={"ray": ("arbor eval --workers", ("ray",))},
+)
