@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
 from arbor.engine.text import Decode
 from arbor.events import Event
 from arbor.integrations.server.live import LiveSearches
-from arbor.integrations.server.metrics import ServerMetrics
 from arbor.integrations.server.planned import Planned
 from arbor.integrations.server.refusals import Refusal, refusal_of
 from arbor.integrations.server.settings import ServerSettings
@@ -32,6 +33,8 @@ HEARTBEAT_S = 10.0  # without news, after which a stream sends something
 TOGETHER_S = 0.01  # between two pieces of a stream at least; each wakes the event loop
 FIRST_GUESS_S = 1.0  # seconds of a request, before any has ended
 SMOOTHING = 0.2  # weight of the last request in the mean of these seconds
+# bounds of the histograms of seconds
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,67 @@ class News:
     deltas: tuple[tuple[int, Delta], ...] = ()
     ended: tuple[tuple[int, Ended], ...] = ()
     events: tuple[tuple[int, Event], ...] = ()
+
+
+class ServerMetrics:
+    """What Prometheus reads of a server.
+
+    Args:
+        running, waiting: number of searches in progress, and of those that have not begun.
+        slots: tokens of KV of all requests.
+        held: tokens of KV in use.
+    """
+
+    def __init__(
+        self,
+        running: Callable[[], int],
+        waiting: Callable[[], int],
+        slots: int,
+        held: Callable[[], int],
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "arbor_requests",
+            "Requests answered, by endpoint and HTTP status.",
+            ["endpoint", "status"],
+            registry=self.registry,
+        )
+        self.cancelled = Counter(
+            "arbor_requests_cancelled",
+            "Requests whose client went away before the end.",
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "arbor_request_seconds",
+            "Seconds from a request's arrival to its end.",
+            ["endpoint"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.first_seconds = Histogram(
+            "arbor_time_to_first_token_seconds",
+            "Seconds from a request's arrival to its first text, of streams.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.tokens = Counter(
+            "arbor_tokens",
+            "Tokens of ended searches: read as prompts, reused from earlier requests, generated, "
+            "recomputed or fetched after eviction.",
+            ["kind"],
+            registry=self.registry,
+        )
+        for name, words, read in (
+            ("arbor_searches_running", "Searches in progress.", running),
+            ("arbor_searches_waiting", "Searches that have not begun.", waiting),
+            ("arbor_kv_slots", "Tokens of KV of the engine.", lambda: slots),
+            ("arbor_kv_slots_used", "Tokens of KV in use, kept prompts included.", held),
+        ):
+            Gauge(name, words, registry=self.registry).set_function(read)
+
+    def text(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self.registry)
 
 
 class Service:
