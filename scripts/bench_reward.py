@@ -40,8 +40,8 @@ from arbor.model.runner import ModelRunner
 from arbor.model.scoring import TokenScores
 from arbor.retention.policy import POLICIES
 from arbor.tree import Node, NodeState, ThoughtTree
-from arbor.verifiers.reward.mirror import Mirror
 from arbor.verifiers.reward.engine import values_of
+from arbor.verifiers.reward.mirror import Mirror
 from arbor.verifiers.reward_model import ProcessRewardModel
 
 PROMPT, STEP, BEAM, WIDTH = 128, 32, 4, 4

@@ -1,4 +1,4 @@
-"""inspect_ai: the model provider ``arbor`` and the solver ``search``, by an entry point."""
+"""The model provider ``arbor`` and the solver ``search`` of inspect_ai, by an entry point."""
 
 from arbor.feature import Feature
 

@@ -1,4 +1,4 @@
-"""kvpress: its presses as scorers and policies, ``kvpress:NAME``."""
+"""Presses of kvpress as scorers and policies, ``kvpress:NAME``."""
 
 from arbor.feature import Feature
 

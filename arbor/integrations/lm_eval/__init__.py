@@ -1,4 +1,4 @@
-"""lm-eval: its command with the model ``arbor``, ``python -m arbor.integrations.lm_eval``."""
+"""lm-eval's command with the model ``arbor``: ``python -m arbor.integrations.lm_eval``."""
 
 from arbor.feature import Feature
 

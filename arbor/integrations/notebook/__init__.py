@@ -1,4 +1,4 @@
-"""Notebooks: the progress of searches below a cell."""
+"""The progress of searches below a cell of a notebook."""
 
 from arbor.feature import Feature
 

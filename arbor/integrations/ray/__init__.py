@@ -1,4 +1,4 @@
-"""Ray: the processes of `arbor eval --workers`, on this machine or many."""
+"""The processes of ``arbor eval --workers``, as actors of Ray on one machine or many."""
 
 from arbor.feature import Feature
 

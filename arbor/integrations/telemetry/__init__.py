@@ -1,4 +1,4 @@
-"""OpenTelemetry: searches as spans, while they run and of a trace."""
+"""Searches as spans of OpenTelemetry, while they run and of a trace."""
 
 from arbor.feature import Feature
 
