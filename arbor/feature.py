@@ -25,12 +25,17 @@ class Feature:
         adapters: by the package whose classes are made into components, what does so.
         commands: path and purpose of each command of ``arbor``, by its name.
         calibrations: likewise those of ``arbor calibrate``.
+        parts: by kind and name, what the rest asks for by both, see `arbor.registry.part`:
+            a ``format`` of ``arbor trace convert``, a ``cluster`` of ``arbor eval --workers``.
+        extras: by the name of an extra, what it adds, and the distributions it installs.
     """
 
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     calibrations: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    extras: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
 
 @functools.cache

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from arbor.errors import UnknownName, UsageError
-from arbor.feature import features
+from arbor.feature import Feature, features
 
 _CORE: Mapping[str, Mapping[str, str]] = {
     "controller": {
@@ -128,12 +128,28 @@ _CORE: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-BUILTIN: Mapping[str, Mapping[str, str]] = {
-    kind: functools.reduce(
-        operator.or_, (dict(each.names.get(kind, {})) for each in features()), dict(named)
-    )
-    for kind, named in _CORE.items()
+# other things that are asked for by kind and name
+_CORE_PARTS: Mapping[str, Mapping[str, str]] = {
+    "cluster": {},
+    "format": {"perfetto": "arbor.trace.perfetto:to_perfetto"},
 }
+
+
+def _with_features(
+    core: Mapping[str, Mapping[str, str]],
+    added: Callable[[Feature], Mapping[str, Mapping[str, str]]],
+) -> Mapping[str, Mapping[str, str]]:
+    """Paths by kind and name, those of folders included."""
+    return {
+        kind: functools.reduce(
+            operator.or_, (dict(added(each).get(kind, {})) for each in features()), dict(named)
+        )
+        for kind, named in core.items()
+    }
+
+
+BUILTIN = _with_features(_CORE, lambda each: each.names)
+PARTS = _with_features(_CORE_PARTS, lambda each: each.parts)
 
 FILE = ".py"
 KINDS = tuple(BUILTIN)
@@ -144,7 +160,7 @@ RENAMED: Mapping[tuple[str, str], str] = {("scorer", "chance"): "random"}
 # packages whose classes are made into components, and what does so
 ADAPTERS: Mapping[str, str] = {
     package: path for each in features() for package, path in each.adapters.items()
-} | {"kvpress": "arbor.retention.press:adapted"}
+}
 
 C = TypeVar("C")
 T = TypeVar("T", bound=type[Any])
@@ -283,6 +299,17 @@ def resolve(kind: str, name: str) -> Any:
             path=path,
         )
     return found
+
+
+def part(kind: str, name: str) -> Any:
+    """What stands under a name of `PARTS`.
+
+    Raises:
+        UnknownName: no folder of `arbor.integrations` that is there adds it.
+    """
+    if name not in PARTS[kind]:
+        raise UnknownName(kind, name, PARTS[kind], "folders of arbor/integrations add others")
+    return _load(PARTS[kind][name], name)
 
 
 def unknown(kind: str, name: str, more: Iterable[str] = ()) -> UnknownName:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arbor.events import EVENTS, KV
+from arbor.feature import GROUPS
 from arbor.metrics import Metrics
 from arbor.trace.write import PRIVATE
 
@@ -90,7 +91,8 @@ DOCUMENTS = (ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def house_part() -> str:
-    """One line per module and folder of ``arbor/``, from its docstring."""
+    """One line per module and folder of ``arbor/``, and per folder of a group, from its
+    docstring."""
     rooms = sorted(
         (unit for floor in FLOORS for unit in floor), key=lambda unit: (is_folder(unit), unit)
     )
@@ -99,6 +101,11 @@ def house_part() -> str:
     for room in rooms:
         family = (ROOT / "arbor" / room / "base.py").exists()
         lines.append(f"  {names[room]:<16} {purpose(room)}{' (family)' if family else ''}")
+        if room in GROUPS:
+            folders = sorted(
+                path.parent.name for path in (ROOT / "arbor" / room).glob("*/__init__.py")
+            )
+            lines += [f"    {name + '/':<14} {purpose(f'{room}/{name}')}" for name in folders]
     return "\n".join([*lines, "```"])
 
 

@@ -11,6 +11,8 @@ from typing import TypeGuard
 
 import pytest
 
+from arbor.feature import GROUPS
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "arbor"
 
@@ -27,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("verifiers",),
     ("run",),
     ("solver",),
-    ("measure", "server"),
+    ("measure",),
     ("cli",),
     ("integrations", "papers"),
     ("__main__",),
@@ -44,10 +46,11 @@ ONLY = {"controllers": {"controllers", "errors", "tree"}}
 TORCH = (
     "__main__",
     "engine",
+    "integrations.inspect_ai.model",
+    "integrations.kvpress.press",
+    "integrations.lm_eval.model",
     "kernels",
     "measure.calibrate_exit",
-    "measure.inspect_model",
-    "measure.lm_eval",
     "measure.replay",
     "memory",
     "model.agreement",
@@ -77,7 +80,6 @@ TORCH = (
     "papers.arborkv.calibrate",
     "papers.lazyeviction.calibrate",
     "papers.related.calibrate_queries",
-    "retention.press",
     "run.proposals",
     "run.session",
     "run.verification",
@@ -85,24 +87,29 @@ TORCH = (
     "verifiers.reward.mirror",
 )
 
-# Packages outside the standard library that each unit may import; other units may import none.
+# Packages outside the standard library that each unit, or folder of a group, may import; others
+# may import none.
 PACKAGES = {
     "cli": {"click", "huggingface_hub", "rich", "torch"},
     "controllers": {"numpy", "scipy"},
     "engine": {"numpy", "torch", "xgrammar"},
     "forest": {"numpy"},
     "kernels": {"flashinfer", "numpy", "torch", "triton"},
-    "measure": {
-        "anyio",
-        "datasets",
-        "inspect_ai",
-        "lm_eval",
-        "numpy",
-        "pyarrow",
-        "ray",
-        "scipy",
-        "torch",
+    "integrations.inspect_ai": {"anyio", "inspect_ai"},
+    "integrations.kvpress": {"torch"},
+    "integrations.lm_eval": {"lm_eval"},
+    "integrations.notebook": {"IPython", "rich"},
+    "integrations.ray": {"ray"},
+    "integrations.server": {
+        "click",
+        "fastapi",
+        "prometheus_client",
+        "pydantic",
+        "starlette",
+        "uvicorn",
     },
+    "integrations.telemetry": {"opentelemetry"},
+    "measure": {"datasets", "numpy", "pyarrow", "scipy", "torch"},
     "memory": {"numpy", "torch"},
     "model": {
         "gguf",
@@ -116,9 +123,8 @@ PACKAGES = {
     },
     "papers": {"click", "numpy", "torch"},
     "retention": {"numpy", "torch"},
-    "run": {"opentelemetry", "pandas", "rich", "torch"},
+    "run": {"pandas", "rich", "torch"},
     "sapling": {"numpy", "safetensors", "tokenizers", "torch", "transformers"},
-    "server": {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "solver": {"torch"},
     "support": {"networkx", "numpy"},
     "tasks": {"math_verify", "sympy"},
@@ -154,6 +160,23 @@ def unit_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+def house_of(module: str) -> str:
+    """What is taken out whole: ``arbor.papers.tova.scorer`` -> ``papers.tova``; else the unit."""
+    unit, _, rest = module.removeprefix("arbor").removeprefix(".").partition(".")
+    return f"{unit}.{rest.partition('.')[0]}" if unit in GROUPS and rest else unit
+
+
+def is_in_group(module: str) -> bool:
+    """Whether a module of arbor is in a folder of a group, or what such a folder holds."""
+    return module.startswith(tuple(f"arbor.{group}." for group in GROUPS))
+
+
+def is_taken_out(name: str) -> bool:
+    """Whether a name of a list below is in a folder of a group that is not there."""
+    house = PACKAGE.joinpath(*house_of(f"arbor.{name}").split("."))
+    return is_in_group(f"arbor.{name}") and not house.is_dir()
+
+
 def imports_torch(module: str) -> bool:
     """Whether ``arbor.model.runner`` or a folder it lies in is listed in `TORCH`."""
     return any(f"{module}.".startswith(f"arbor.{listed}.") for listed in TORCH)
@@ -167,23 +190,23 @@ def is_typing_block(node: ast.AST) -> TypeGuard[ast.If]:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements at any depth, except those for type checkers."""
+def imports(tree: ast.AST, typing: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements at any depth; those for type checkers with `typing` only."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif is_typing_block(node):
+        elif is_typing_block(node) and not typing:
             for other in node.orelse:
-                yield from imports(ast.Module([other], []))
+                yield from imports(ast.Module([other], []), typing)
         else:
-            yield from imports(node)
+            yield from imports(node, typing)
 
 
-def imported(path: Path, text: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of each import of a file at run time."""
+def imported(path: Path, text: str, typing: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of each import of a file at run time, or of any import."""
     module = name_of(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in imports(ast.parse(text)):
+    for node in imports(ast.parse(text), typing):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -205,8 +228,13 @@ def taken_from_arbor(text: str) -> set[str]:
 
 def violations(path: Path, text: str) -> list[str]:
     """Imports of a file that its floor does not allow, one sentence each."""
-    unit = unit_of(name_of(path))
-    wrong = []
+    module = name_of(path)
+    unit, house = unit_of(module), house_of(module)
+    wrong = [
+        f"{label(path)}:{line} imports {name}, whose folder may be taken out"
+        for line, name in imported(path, text, typing=True)
+        if is_in_group(name) and house_of(name) != house
+    ]
     for line, name in imported(path, text):
         top = name.split(".")[0]
         if name == "arbor":
@@ -214,9 +242,11 @@ def violations(path: Path, text: str) -> list[str]:
                 wrong.append(f"{label(path)}:{line} imports all of arbor for more than its version")
         elif top == "arbor":
             target = unit_of(name)
-            if target in ("__version__", unit):
+            if target in ("__version__", unit) or is_in_group(name):
                 continue
-            if target not in FLOOR:
+            if unit in GROUPS and path.name == "__init__.py" and target != "feature":
+                wrong.append(f"{label(path)}:{line} imports {name} wherever arbor is imported")
+            elif target not in FLOOR:
                 wrong.append(f"{label(path)}:{line} imports {name}, which has no floor")
             elif unit in ONLY and target not in ONLY[unit]:
                 wrong.append(f"{label(path)}:{line} imports {name}; {unit} may not")
@@ -227,8 +257,10 @@ def violations(path: Path, text: str) -> list[str]:
                 )
             elif not unit and target != "_version":
                 wrong.append(f"{label(path)}:{line} imports {name}; public names load lazily")
-        elif top not in sys.stdlib_module_names and top not in PACKAGES.get(unit, set()):
-            wrong.append(f"{label(path)}:{line} imports {name}; {unit or 'arbor'} may not need it")
+        elif top not in sys.stdlib_module_names and top not in PACKAGES.get(
+            house, PACKAGES.get(unit, set())
+        ):
+            wrong.append(f"{label(path)}:{line} imports {name}; {house or 'arbor'} may not need it")
     return wrong
 
 
@@ -253,7 +285,8 @@ def test_the_package_is_read_at_a_glance() -> None:
 
 def test_every_listed_importer_of_torch_exists() -> None:
     modules = {name_of(path).removeprefix("arbor.") for path in SOURCES}
-    gone = [name for name in TORCH if name not in rooms() and name not in modules]
+    known = rooms() | modules
+    gone = [name for name in TORCH if name not in known and not is_taken_out(name)]
 
     assert not gone, f"remove from TORCH: {gone}"
 
@@ -274,6 +307,10 @@ def test_imports_go_down_only(path: Path) -> None:
         ("controllers/beam.py", "from arbor.memory import KVMemory"),
         ("events.py", "import torch"),
         ("run/session.py", "import arbor\narbor.Solver"),
+        ("cli/solve.py", "from arbor.integrations.server import app"),
+        ("integrations/ray/__init__.py", "from arbor.measure.workers import cluster"),
+        ("integrations/ray/ray_cluster.py", "from arbor.integrations.server import app"),
+        ("integrations/ray/ray_cluster.py", "import fastapi"),
     ],
 )
 def test_a_planted_upward_import_is_found(where: str, text: str) -> None:
@@ -287,6 +324,7 @@ def test_imports_for_the_type_checker_are_exempt() -> None:
     text = "if TYPE_CHECKING:\n    from arbor.solver import Solver"
 
     assert not violations(PACKAGE / "tree.py", text)
+    assert violations(PACKAGE / "tree.py", text.replace("solver", "integrations.ray.ray_cluster"))
 
 
 # packages of extras that a module imports when it is imported itself

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -10,8 +9,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import types
-import typing
 import webbrowser
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ import numpy as np
 import pytest
 from support import warm_process
 from support.fake_run import fake_run, tick
+from support.option_records import check_fields, check_types, fits, types_of
 from support.run_cli import FAKE, Arbor, environment, in_process
 
 import arbor.cli.demo
@@ -30,7 +28,6 @@ import arbor.measure.calibrate_exit
 import arbor.papers.arborkv.calibrate
 import arbor.papers.lazyeviction.calibrate
 import arbor.papers.related.calibrate_queries
-import arbor.server.serving
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
 from arbor.cli.bench import BenchOptions
@@ -40,10 +37,10 @@ from arbor.cli.evaluation.eval_options import EvalOptions
 from arbor.cli.option_records import SolverOptions
 from arbor.cli.options import COMPLETION
 from arbor.cli.prompt import PromptOptions
-from arbor.cli.serve import ServeOptions
 from arbor.cli.solve import SolveOptions
 from arbor.cli.trace import ConvertOptions, RepairOptions
 from arbor.cli.view import ViewOptions
+from arbor.feature import features
 from arbor.measure.calibrate_exit import Verification
 from arbor.model.loading import BUILTIN
 from arbor.papers.arborkv.calibrate import Example
@@ -300,7 +297,6 @@ RECORDS: dict[str, type[Any]] = {
     "eval": EvalOptions,
     "bench": BenchOptions,
     "demo": DemoOptions,
-    "serve": ServeOptions,
     "view": ViewOptions,
     "info": SolverOptions,
     "prompt": PromptOptions,
@@ -309,39 +305,18 @@ RECORDS: dict[str, type[Any]] = {
 }
 
 
-def types_of(record: type[Any]) -> dict[str, Any]:
-    """Option -> type, of a record and the records in it."""
-    found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(record).items():
-        found |= types_of(hint) if dataclasses.is_dataclass(hint) else {name: hint}
-    return found
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value has a type, as an annotation names it."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return value in arguments
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, each) for each in arguments)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(fits(each, arguments[0]) for each in value)
-    return isinstance(value, float | int if hint is float else hint)
-
-
 def found_command(name: str) -> click.Command:
     return dict(commands(cli))[name]
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_has_every_option_of_its_command(name: str) -> None:
-    options = {each.name for each in found_command(name).params if each.expose_value}
     own = {"bench": {"policies", "budgets"}}.get(name, set())
     of_other_commands = {"temperature", "top_p", "top_k", "threads", "seed", "deterministic"}
 
-    fields = set(types_of(RECORDS[name])) - own
-    assert fields - options == (of_other_commands if name == "info" else set())
-    assert options - fields == set()
+    check_fields(
+        found_command(name), RECORDS[name], own | (of_other_commands if name == "info" else set())
+    )
 
 
 GIVEN = {
@@ -350,17 +325,6 @@ GIVEN = {
     "bench": ["x", "--compare", "c", "--max-depth", "2", "--rehydrate", "span"],
     "demo": ["-o", "page.html", "--seed", "2"],
     "view": ["a", "b", "--event", "3", "-o", "page.html"],
-    "serve": [
-        "model",
-        "--budget",
-        "5tok",
-        "--timeout",
-        "3",
-        "--api-keys",
-        "keys.txt",
-        "--set",
-        "a=1",
-    ],
     "info": ["model", "--max-depth", "2", "--msve", "m"],
     "prompt": ["math", "x", "--set", "shots=1", "--model", "m"],
     "trace convert": ["a", "-o", "b"],
@@ -370,15 +334,9 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_what_click_parses_has_the_types_of_the_record(name: str) -> None:
-    found, hints = found_command(name), types_of(RECORDS[name])
     several = {"bench": {"policy", "budget", "max_regress"}}.get(name, set())
     for arguments in (GIVEN[name], GIVEN[name][:1] if name not in ("demo",) else []):
-        context = found.make_context(name, list(arguments))
-        for option, value in context.params.items():
-            assert option in several or fits(value, hints[option]), (option, value)
-    for parameter in found.params:
-        if isinstance(parameter.type, click.Choice) and parameter.expose_value:
-            assert all(fits(each, hints[parameter.name or ""]) for each in parameter.type.choices)
+        check_types(found_command(name), RECORDS[name], arguments, several)
 
 
 def test_an_option_of_the_wrong_type_does_not_fit() -> None:
@@ -550,11 +508,13 @@ def examples(of: Iterable[str] = COMMANDS) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line.startswith(("arbor ", "echo "))))
 
 
+# tests of a folder's own run the examples of its commands
+CORE = tuple(name for name in COMMANDS if not any(name in each.commands for each in features()))
 LIGHT = (
     *("solve", "eval", "compare", "bench", "list", "prompt", "trace", "completion", "view"),
     "man",
 )
-HEAVY = tuple(name for name in COMMANDS if name not in LIGHT)
+HEAVY = tuple(name for name in CORE if name not in LIGHT)
 STUBS = {
     "jq": "exec cat > /dev/null",
     "less": "exec cat > /dev/null",
@@ -603,6 +563,9 @@ def test_every_example_of_a_help_page_runs(
     folder, settings = shell
     if "--workers" in example:
         pytest.importorskip("ray")
+    for word, kind, part in (("--workers", "cluster", "ray"), (" otlp", "format", "otlp")):
+        if word in example and part not in registry.PARTS[kind]:
+            pytest.skip(f"the folder of the {kind} {part} is not there")
     if "--trace run.arbor.jsonl" in example:  # a search does not overwrite the trace of another
         (folder / "run.arbor.jsonl").unlink()
 
@@ -653,10 +616,6 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setattr(webbrowser, "open", lambda address: True)
     # what takes long: searches, whose own tests run them
-    # a server answers until a signal ends it, and the usual port may be taken
-    bound = arbor.server.serving.bound_socket
-    monkeypatch.setattr(arbor.server.serving, "bound_socket", lambda host, port: bound(host, 0))
-    monkeypatch.setattr(arbor.server.serving.Server, "run", lambda server, sockets: server.ready())
     monkeypatch.setattr(arbor.cli.demo, "search", lambda output, folder, seed: solution)
     monkeypatch.setattr(
         arbor.papers.arborkv.calibrate, "collect", lambda solver, problems: made_up_losses()
@@ -712,6 +671,6 @@ def made_up_verifications() -> list[Verification]:
 
 
 def test_every_command_has_its_examples_run() -> None:
-    assert set(examples()) == {*examples(LIGHT), *examples(HEAVY)}
+    assert set(examples(CORE)) == {*examples(LIGHT), *examples(HEAVY)}
     for name in COMMANDS:
         assert [line for line in examples() if f"arbor {name}" in line], name

@@ -44,6 +44,14 @@ def write(name: str, run: list[Event], text: str = "full") -> None:
             writer(event)
 
 
+def test_a_format_that_no_folder_adds_is_refused(command: Arbor) -> None:
+    ran = command("trace", "convert", "run.arbor.jsonl", "--format", "parquet")
+
+    assert (ran.code, ran.out) == (2, "")
+    assert "[unknown-format] unknown format 'parquet'" in ran.err
+    assert "perfetto" in ran.err and "arbor/integrations" in ran.err
+
+
 def test_a_timeline_goes_to_stdout_or_to_a_file(command: Arbor, tmp_path: Path) -> None:
     timeline = to_perfetto(read_trace("run.arbor.jsonl"))
 

@@ -24,7 +24,7 @@ from arbor.events import Boundary, Event, Opened
 from arbor.measure.evaluation.compare import ArmRuns, compare_arms, csv_rows
 from arbor.measure.evaluation.compare_page import compare_page
 from arbor.measure.evaluation.plot import MOST_BINS, binned, plot
-from arbor.measure.evaluation.reused_tokens import ReusedTokens
+from arbor.measure.outcomes import ReusedTokens
 from arbor.measure.statistics import bootstrap, clopper_pearson
 
 RIGHT = "(10 - 4) * 5 - 6"  # what the fake solver answers

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 from support import warm_process
+from support.taken_out import TAKEN_OUT, WHY
 
 import arbor.errors
 from arbor.errors import ArborError
 
-pytestmark = pytest.mark.usefixtures("loaded_once")
+pytestmark = [
+    pytest.mark.usefixtures("loaded_once"),
+    pytest.mark.skipif(bool(TAKEN_OUT), reason=WHY),
+]
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

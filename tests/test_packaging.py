@@ -178,7 +178,7 @@ def test_the_wheel_installs_into_a_clean_environment(wheel_file: Path, tmp_path:
     point = (
         "from importlib.metadata import entry_points as found; print(*found(group='inspect_ai'))"
     )
-    assert "arbor.measure.inspect_ai" in run(str(own), "-c", point)
+    assert "arbor.integrations.inspect_ai.provider" in run(str(own), "-c", point)
 
 
 @pytest.mark.parametrize("compiler", ["false", "/nowhere/c++"])

@@ -44,7 +44,6 @@ from arbor.measure.evaluation.compare import ArmRuns, compare_arms
 from arbor.measure.evaluation.compare_page import compare_page
 from arbor.measure.evaluation.page import ComparedRun, index_page
 from arbor.measure.evaluation.run_timeline import BINS, Bar, RunTimeline
-from arbor.server.live import LiveSearches
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.write import to_line
 from arbor.view import html_page, notebook_frame, read_page_trace, write_page
@@ -1568,23 +1567,3 @@ def test_it_prints_in_light_colours(page: Page, trace: Path) -> None:
     assert len(printed) > 10_000
     assert page.errors == []
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-
-
-@pytest.mark.parametrize("width", [390, 1440])
-def test_the_page_of_a_server_needs_no_scrolling_aside(
-    tmp_path: Path, page: Page, width: int
-) -> None:
-    searches = LiveSearches("a", "a")
-    search = searches.begin("onlyonelongword" * 20)
-    for event in fake_run(1):
-        search.feed(event)
-    search.end("solved")
-    path = tmp_path / "live.html"
-    ready = searches.index().replace("<html ", "<html data-ready ")  # it has no script
-    path.write_text(ready, encoding="utf-8")
-
-    page.open(path, size=(width, 600))
-
-    assert search.answer and search.answer in page.evaluate("document.body.innerText")
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.errors == []

@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -377,25 +376,15 @@ def test_settings_that_workers_cannot_have_are_refused(
         Workers({**CONFIG, **config}, 2, cluster=FakeCluster(), **more)
 
 
-def test_without_ray_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
+def test_without_the_folder_of_ray_the_error_says_where_it_would_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("arbor.registry.PARTS", {"cluster": {}})
 
-    with pytest.raises(UsageError, match=r"pip install 'arbor-search\[ray\]'") as raised:
+    with pytest.raises(UsageError, match=r"unknown cluster 'ray'.*arbor/integrations") as raised:
         Workers(CONFIG, 2)
 
-    assert raised.value.code == "ray-missing"
-
-
-def test_the_command_without_ray_is_one_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.chdir(tmp_path)
-
-    ran = in_process(capsys)("eval", "chains", "--limit", "2", "--workers", "2")
-
-    assert ran.code == 2 and not Path("runs").exists()
-    assert "arbor: error: [ray-missing]" in ran.err and "arbor-search[ray]" in ran.err
+    assert raised.value.code == "unknown-cluster"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ COMMANDS = {
     ),
     "bench": ("arbor.cli.bench:bench", "Time one search under several budgets and policies."),
     "generate": ("arbor.cli.generate:generate", "Continue a text by token-level beam search."),
-    "serve": ("arbor.cli.serve:serve", "Serve a model over HTTP, in OpenAI's format."),
     "demo": ("arbor.cli.demo:demo", "Solve a small example and write it as an HTML page."),
     "view": ("arbor.cli.view:view", "Show a trace as an HTML page, or as a tree in the terminal."),
     "replay": (

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
+from arbor.feature import features
+
 
 @dataclass(frozen=True, slots=True)
 class Extra:
@@ -25,21 +27,23 @@ class Extra:
         return tuple(each for each in self.packages if version_of(each) is None)
 
 
-EXTRAS: Mapping[str, Extra] = {
-    "adapters": Extra("--adapter, LoRA weights", ("peft",)),
-    "cuda": Extra(
-        "FlashInfer's attention on NVIDIA GPUs", ("flashinfer-python", "accelerate", "triton")
+_CORE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "adapters": ("--adapter, LoRA weights", ("peft",)),
+    "cuda": (
+        "FlashInfer's attention on NVIDIA GPUs",
+        ("flashinfer-python", "accelerate", "triton"),
     ),
-    "gguf": Extra("models in GGUF files", ("gguf", "accelerate")),
-    "hub": Extra("data sets of the Hub in arbor eval", ("datasets",)),
-    "inspect": Extra("inspect_ai's provider arbor", ("inspect_ai",)),
-    "lm-eval": Extra("lm-eval's model arbor", ("lm_eval",)),
-    "math": Extra("the grader math", ("math-verify",)),
-    "otel": Extra("searches as spans of OpenTelemetry", ("opentelemetry-sdk",)),
-    "parquet": Extra("Parquet files in arbor eval", ("pyarrow",)),
-    "ray": Extra("arbor eval --workers", ("ray",)),
-    "server": Extra("arbor serve", ("fastapi", "prometheus_client", "pydantic", "uvicorn")),
-    "structured": Extra("--step-format", ("xgrammar",)),
+    "gguf": ("models in GGUF files", ("gguf", "accelerate")),
+    "hub": ("data sets of the Hub in arbor eval", ("datasets",)),
+    "math": ("the grader math", ("math-verify",)),
+    "parquet": ("Parquet files in arbor eval", ("pyarrow",)),
+    "structured": ("--step-format", ("xgrammar",)),
+}
+EXTRAS: Mapping[str, Extra] = {
+    name: Extra(*about)
+    for name, about in sorted(
+        [*_CORE.items(), *(each for feature in features() for each in feature.extras.items())]
+    )
 }
 
 

@@ -18,13 +18,12 @@ from arbor.cli.output_paths import STDOUT, refuse_overwriting, refuse_unwritable
 from arbor.cli.solve import numbers_line
 from arbor.errors import TraceError, UsageError
 from arbor.events import EVENTS, Event
+from arbor.registry import PARTS, part
 from arbor.run.config import config_text
 from arbor.support.atomic_write import write_atomically
 from arbor.support.texts import clipped, one_line
 from arbor.trace import Replay, Trace, read_trace
 from arbor.trace.diff import Difference, TraceDiff, diff_traces
-from arbor.trace.otlp import to_otlp
-from arbor.trace.perfetto import to_perfetto
 from arbor.trace.repair import repair_trace
 from arbor.trace.schema import trace_schema
 from arbor.trace.write import to_record, without_words
@@ -36,12 +35,20 @@ LEFT_OUT = "(left out)"  # in place of words that a trace was written without
 _file = click.argument("file", type=TRACE_PATH)
 
 
+class Format(click.Choice[str]):
+    """A format of another tool; an unknown one is refused when a trace is converted."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Its name."""
+        return str(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """Options of ``arbor trace convert``, named as on the command line."""
 
     file: Path
-    format: Literal["perfetto", "otlp"]
+    format: str
     output: Path | None
 
 
@@ -248,7 +255,7 @@ def _short(value: Any) -> str:
 @_file
 @option(
     "--format",
-    type=click.Choice(("perfetto", "otlp")),
+    type=Format(PARTS["format"]),
     default="perfetto",
     heading="Conversion",
     common=True,
@@ -280,8 +287,7 @@ def convert(output: Output, /, **values: Any) -> int:
     path = None if options.output == STDOUT else options.output
     refuse_overwriting({"--output": path}, [options.file])
     refuse_unwritable("--output", path)
-    read = refuse_damaged(read_trace(options.file))
-    converted = to_otlp(read) if options.format == "otlp" else to_perfetto(read)
+    converted = part("format", options.format)(refuse_damaged(read := read_trace(options.file)))
     document = json.dumps(converted, allow_nan=False, separators=(",", ":"), default=str)
     if path is None:
         output.print(document)

@@ -38,7 +38,7 @@ from arbor.measure.evaluation.folder import (
     requested_config,
 )
 from arbor.measure.evaluation.rows import HUB
-from arbor.measure.workers.worker_place import check_ray, check_workers
+from arbor.measure.workers.worker_place import check_workers
 from arbor.model.loading import locate_model
 from arbor.model.model_identity import model_identity
 from arbor.retention.msve import MSVE
@@ -180,7 +180,7 @@ def described(options: EvalOptions) -> SolverOptions:
     if options.workers is None:
         return solver
     check_workers(solver.share, solver.device)
-    check_ray()
+    registry.part("cluster", "ray").check_installed()
     return dataclasses.replace(solver, device="auto")
 
 

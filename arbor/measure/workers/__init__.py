@@ -1,1 +1,1 @@
-"""Many engines, each in a process of its own, on one machine or many, through Ray."""
+"""Many engines, each in a process of its own, on one machine or many."""

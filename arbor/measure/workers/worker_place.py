@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import dataclass
 from typing import Self
@@ -49,20 +48,6 @@ class WorkerPlace:
     def __str__(self) -> str:
         parts = (None if self.number is None else str(self.number), self.address)
         return "@".join(each for each in parts if each is not None)
-
-
-def check_ray() -> None:
-    """Refuse workers where Ray is not installed.
-
-    Raises:
-        UsageError: names the package.
-    """
-    if importlib.util.find_spec("ray") is None:
-        raise UsageError(
-            "ray-missing",
-            "workers need Ray, which is not installed.",
-            "pip install 'arbor-search[ray]'",
-        )
 
 
 def check_workers(share: str, device: str) -> None:

@@ -26,10 +26,10 @@ from arbor.measure.workers.cluster import (
     Refused,
 )
 from arbor.measure.workers.hand_out import HandOut, Ticket
-from arbor.measure.workers.ray_cluster import RayCluster
 from arbor.measure.workers.worker_place import WorkerPlace, check_workers
 from arbor.model.model_info import SMALL_MODEL
 from arbor.model.names import check_device
+from arbor.registry import part
 from arbor.run.config import read_config
 from arbor.run.each_solution import OnError, each_solution
 from arbor.run.limits import check_count
@@ -326,7 +326,7 @@ class Workers:
             )
         logger.warning("no worker can begin: %s; waiting for Ray to add machines", why)
 
-    def _ray_cluster(self, unrecorded: dict[str, Any]) -> RayCluster:
+    def _ray_cluster(self, unrecorded: dict[str, Any]) -> Cluster:
         """Ray, which is given what a worker's solver is made of.
 
         Raises:
@@ -341,7 +341,8 @@ class Workers:
         config |= {name: getattr(solver, name) for name in PARTS}
         threads = _threads(solver, self._place.number)
         unrecorded = unrecorded | {"threads": threads}
-        return RayCluster(self._place, config, unrecorded, self._concurrency, threads)
+        ray_cluster: Callable[..., Cluster] = part("cluster", "ray")
+        return ray_cluster(self._place, config, unrecorded, self._concurrency, threads)
 
 
 def _threads(solver: Solver, number: int | None) -> int:

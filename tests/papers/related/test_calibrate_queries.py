@@ -32,7 +32,6 @@ from arbor.papers.related.triattention import TriAttention
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.token_kv import KVSequence, plain_queries
-from arbor.server.search_changes import _free_settings
 from arbor.tasks.base import Problem
 from arbor.testing import random_kv
 from arbor.trace.read import read_trace
@@ -213,10 +212,6 @@ def test_the_setting_is_a_text_and_part_of_a_trace_only_where_it_is_set() -> Non
     assert (policy.scorer.queries, policy.scorer.window) == ("my,means.npz", 7)
     assert spec_of(policy)["scorer"]["queries"] == "my,means.npz"
     assert "queries" not in spec_of(POLICIES["triattention"])["scorer"]
-
-
-def test_requests_to_the_server_may_not_name_the_file() -> None:
-    assert _free_settings(TriAttention) == {"farthest", "window"}
 
 
 # Errors

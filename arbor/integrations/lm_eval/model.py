@@ -1,0 +1,287 @@
+"""lm-eval's models under the name ``arbor``: likelihoods and continuations by arbor's engine.
+
+    python -m arbor.integrations.lm_eval --model arbor --tasks gsm8k \\
+        --model_args "pretrained=DIR,controller=tot;width=3"
+
+The import of this module registers the model; as a program it is lm-eval's own command after that.
+Needs ``arbor-search[lm-eval]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from arbor.errors import UsageError
+from arbor.measure.evaluation.sample_seed import sample_seed
+from arbor.model.sampling_params import Sampling
+from arbor.run.choices import PathTokens
+from arbor.run.conversation import plain_decoding, stepped_search
+from arbor.run.job import SearchJob
+from arbor.run.limits import check_count
+from arbor.run.request import Options
+from arbor.run.run import Run
+from arbor.run.shared_engine import SharedEngine
+from arbor.solver import Solver
+from arbor.tasks.plain_text import SteppedText, cut_at, plain_problem
+
+MAX_GEN_TOKS = 256  # lm-eval's default
+ANY_DEVICE = (None, "cuda", "cuda:0")  # what lm-eval asks for by default: a GPU where there is one
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+PASSED_OVER = ("max_length", "num_beams", "num_return_sequences", "use_cache")
+
+
+@register_model("arbor")
+class ArborLM(TemplateLM):
+    """A model of lm-eval that runs on arbor's engine.
+
+    Tokens, windows and truncation are those of lm-eval's own ``hf`` model, so that numbers agree
+    with it. Without a controller, continuations are decoded plainly; with one they are searched,
+    step by step, and the best path is the continuation.
+
+    Args:
+        pretrained: a directory, a Hub id, or ``builtin:sapling``.
+        controller, verifier: as in `Solver`, with ``;`` for the commas between settings.
+        budget: KV of a search, as in `Solver`.
+        step_tokens, max_expansions: limits of a search.
+        concurrency: continuations in progress at a time.
+        kv_tokens: fixed KV of all of them; by default as much as their budgets need.
+        max_length: tokens of a context; by default the model's.
+        max_gen_toks: tokens of a continuation where the task names no number.
+        add_bos_token, prefix_token_id: as for ``hf``.
+        seed: of the run; that of a continuation follows from it and the prompt's tokens.
+        device: as in `Solver`; lm-eval's default is a GPU, or the CPU where there is none.
+        batch_size, max_batch_size: without effect; batches are as large as their KV.
+        settings: others of `Solver`: dtype, device, backend, revision, threads, policy and so on.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "builtin:sapling",
+        *,
+        controller: str | None = None,
+        verifier: str = "self",
+        budget: str | float = "full",
+        step_tokens: int = 128,
+        max_expansions: int = 256,
+        concurrency: int = 8,
+        kv_tokens: int | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = MAX_GEN_TOKS,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        seed: int = 0,
+        device: str | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._step_tokens = check_count("step_tokens", step_tokens) or 1
+        self._max_expansions = check_count("max_expansions", max_expansions)
+        self._at_once = check_count("concurrency", concurrency) or 1
+        self._max_gen_toks = check_count("max_gen_toks", max_gen_toks) or 1
+        self._budget, self._seed = budget, seed
+        self._searches = controller is not None
+        self._solver = Solver(
+            pretrained,
+            task=SteppedText(),
+            controller=(controller or "chain").replace(";", ","),
+            verifier=verifier.replace(";", ",") if self._searches else "exact",
+            device="auto" if device in ANY_DEVICE else device,
+            record_bytes=0,
+            **settings,
+        )
+        context = self._solver.describe().context
+        self._context = min(max_length or context, context)
+        self._kv_tokens = check_count("kv_tokens", kv_tokens)
+        self._add_bos = add_bos_token
+        self._prefix = prefix_token_id
+        self.tokenizer = self._solver.tokenizer
+        self._device = self._solver.device
+
+    # What lm-eval asks of every model
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id before a text without context."""
+        if self._prefix is not None:
+            return self._prefix
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a context."""
+        return self._context
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Tokens of a continuation by default."""
+        return self._max_gen_toks
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Of the tokenizer, for lm-eval's cache of requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids of a text; no second prefix where it begins with one."""
+        special = self._add_bos if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(
+            self.tokenizer.decode([self.prefix_token_id]) or "\0"
+        ):
+            special = False
+        given = {} if special is None else {"add_special_tokens": special}
+        return list(self.tokenizer.encode(string, **given))
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as text."""
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    # Likelihoods
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = []
+        for _, before, tokens in requests:
+            left = max(0, len(before) + len(tokens) - 1 - self._context)
+            pairs.append((before[left:], tokens))
+        scores = []
+        for each in self._solver.logprobs(pairs):
+            if each is None:
+                raise RuntimeError("the solver was stopped while it scored")
+            scores.append((each.total, all(each.greedy)))
+        for (key, _, _), score in zip(requests, scores, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, score)
+        return scores
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log probability of whole texts, in windows of the context."""
+        windows: list[tuple[None, list[int], list[int]]] = []
+        counts = []
+        for request in requests:
+            (text,) = request.args
+            own = [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(
+                    token_list=self.tok_encode(text),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self._context,
+                    context_len=1,
+                )
+            ]
+            windows += [(None, before, tokens) for before, tokens in own]
+            counts.append(len(own))
+        scores = iter(self._loglikelihood_tokens(windows))
+        totals = [sum(next(scores)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    # Continuations
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """A continuation of each context, up to the first string that ends it."""
+        self._solver.load()
+        shared = self._solver.shared(self._at_once, self._kv_tokens)
+        asked = [self._asked(*request.args) for request in requests]
+        jobs = [shared.begin(self._run(shared, *each)) for each in asked]
+        texts = []
+        for request, (_, ends, *_), job in zip(requests, asked, jobs, strict=True):
+            text = cut_at(self._text(job), ends)
+            texts.append(text)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _asked(
+        self, context: str, arguments: dict[str, Any]
+    ) -> tuple[list[int], tuple[str, ...], int, Sampling]:
+        """Prompt, ends, most tokens and sampling of a request."""
+        given = dict(arguments)
+        until = given.pop("until", None) or []
+        ends = [until] if isinstance(until, str) else list(until)
+        ends.append(self.tokenizer.decode([self.eot_token_id]))
+        most = next(
+            (
+                int(given.pop(name))
+                for name in ("max_gen_toks", "max_new_tokens", "max_tokens")
+                if name in given
+            ),
+            self._max_gen_toks,
+        )
+        sampled = bool(given.pop("do_sample", float(given.get("temperature") or 0) > 0))
+        chosen = {name: given.pop(name) for name in SAMPLING if name in given}
+        unknown = sorted(given.keys() - set(PASSED_OVER))
+        if unknown:
+            raise UsageError(
+                "lm-eval-argument",
+                f"generation arguments that arbor does not have: {', '.join(unknown)}.",
+                "Leave them out of --gen_kwargs.",
+            )
+        if most >= self._context:
+            raise UsageError(
+                "lm-eval-argument",
+                f"{most:,} tokens to generate, and the context has {self._context:,}.",
+                "Lower max_gen_toks.",
+            )
+        if self._searches:
+            sampling = dataclasses.replace(self._solver.sampling, **(chosen if sampled else {}))
+        elif sampled:
+            sampling = Sampling(**{"temperature": 1.0, "top_p": 1.0, **chosen})
+        else:
+            sampling = Sampling(temperature=0.0)
+        prompt = self.tok_encode(context)[-(self._context - most) :]
+        return prompt, tuple(end for end in ends if end), most, sampling
+
+    def _run(
+        self,
+        shared: SharedEngine,
+        prompt: list[int],
+        ends: tuple[str, ...],
+        most: int,
+        sampling: Sampling,
+    ) -> Run:
+        problem = plain_problem(prompt or [self.prefix_token_id], "")
+        options: Options = {"seed": sample_seed(self._seed, " ".join(map(str, prompt)))}
+        if self._searches:
+            changes = stepped_search(ends, most, self._step_tokens, sampling)
+            changes["max_expansions"] = self._max_expansions
+            options["budget"] = self._budget
+        else:
+            changes = plain_decoding(ends, most, sampling)
+        return shared.prepare(problem, options, **changes)
+
+    def _text(self, job: SearchJob) -> str:
+        """The text that a search has found, its tokens decoded by themselves."""
+        solution = job.solution()
+        paths = PathTokens()
+        while (event := job.events.get()) is not None:
+            paths.feed(event)
+        tokens = paths.ids(solution.path[-1]) if solution.path else []
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

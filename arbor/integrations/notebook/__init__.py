@@ -1,0 +1,5 @@
+"""The progress of searches below a cell of a notebook."""
+
+from arbor.feature import Feature
+
+FEATURE = Feature()

@@ -1,0 +1,238 @@
+"""RayCluster: workers as actors of Ray, each with one GPU, or with threads of a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from arbor.errors import ArborError, UsageError
+from arbor.measure.outcomes import Job
+from arbor.measure.workers.cluster import Broken, Died, Finished, News, Ready, Refused
+from arbor.measure.workers.engine_process import EngineProcess
+from arbor.measure.workers.worker_place import RUNNING, WorkerPlace
+
+CALLS = 2  # of one actor at a time: `take` waits while `give` comes
+LOCAL_STARTS = 2  # Ray gives its processes half a minute, too little on a busy machine
+REGISTER_S = 300  # in which a process of a worker has to answer Ray, for the same reason
+STORE_BYTES = 256 * 2**20  # of a cluster that is begun here; outcomes are small
+
+logger = logging.getLogger(__name__)
+
+
+class RayCluster:
+    """Workers as actors of Ray.
+
+    An actor asks for one GPU where the device is CUDA, and for as many CPUs as it has threads.
+    Ray places them, adds machines where it may, and says which have died.
+
+    Args:
+        place: how many workers, and where.
+        config, unrecorded: of each worker's solver, see `EngineProcess`; `unrecorded` holds
+            ``device`` and ``threads``.
+        concurrency: jobs in progress at a time in each.
+        threads: CPUs of each.
+
+    Raises:
+        UsageError: Ray is not installed.
+    """
+
+    def __init__(
+        self,
+        place: WorkerPlace,
+        config: Mapping[str, Any],
+        unrecorded: Mapping[str, Any],
+        concurrency: int,
+        threads: int,
+    ) -> None:
+        self.check_installed()
+        self._place = place
+        self._config, self._unrecorded = dict(config), dict(unrecorded)
+        self._concurrency, self._threads = concurrency, threads
+        self._ray: Any = None
+        self._began = False  # the connection, or the cluster, is this object's
+        self._on_gpu = False
+        self._names = count()
+        self._actors: dict[int, Any] = {}
+        self._awaited: dict[Any, tuple[int, str]] = {}  # call in progress -> worker and method
+
+    @staticmethod
+    def check_installed() -> None:
+        """Refuse workers where Ray is not installed.
+
+        Raises:
+            UsageError: names the package.
+        """
+        if importlib.util.find_spec("ray") is None:
+            raise UsageError(
+                "ray-missing",
+                "workers need Ray, which is not installed.",
+                "pip install 'arbor-search[ray]'",
+            )
+
+    def open(self) -> int:
+        """Reach the cluster, once; the number of workers wanted.
+
+        Raises:
+            UsageError: it cannot be reached, or has no device for any worker.
+        """
+        with _quietly():
+            import ray
+
+            self._ray = ray
+            if not ray.is_initialized():
+                self._connect()
+                self._began = True
+        total = ray.cluster_resources()
+        gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
+        device = self._unrecorded.get("device", "auto")
+        self._on_gpu = device == "cuda" or (device == "auto" and gpus > 0)
+        self._unrecorded["device"] = "cuda" if self._on_gpu else "cpu"
+        if self._place.number is not None:
+            return self._place.number
+        return max(1, gpus if self._on_gpu else cpus // self._threads)
+
+    def start(self) -> int:
+        """Begin a worker; its number."""
+        resources = {"num_cpus": self._threads, "num_gpus": int(self._on_gpu)}
+        if self._on_gpu:
+            resources["num_cpus"] = 1
+        actor = (
+            self._ray.remote(EngineProcess)
+            .options(max_concurrency=CALLS, max_restarts=0, max_task_retries=0, **resources)
+            .remote(self._config, self._unrecorded, self._concurrency)
+        )
+        worker = next(self._names)
+        self._actors[worker] = actor
+        self._awaited[actor.load.remote()] = worker, "load"
+        return worker
+
+    def give(self, worker: int, jobs: Sequence[Job], alone: bool) -> None:
+        """Hand jobs to a worker."""
+        self._actors[worker].give.remote(list(jobs), alone)
+
+    def news(self, seconds: float) -> list[News]:
+        """What has happened, as soon as anything has; nothing after so many seconds."""
+        if not self._awaited:
+            return []
+        done, _ = self._ray.wait(list(self._awaited), num_returns=1, timeout=seconds)
+        return [self._heard(each) for each in done]
+
+    def _heard(self, call: Any) -> News:
+        """The news of a call that is over."""
+        worker, method = self._awaited.pop(call)
+        try:
+            answer = self._ray.get(call)
+        except self._ray.exceptions.RayTaskError as error:
+            return Broken(worker, str(error))
+        except self._ray.exceptions.RayError as error:
+            return Died(worker, _first_line(error))
+        if isinstance(answer, ArborError):
+            return Refused(worker, answer)
+        if method == "take" and isinstance(answer, str):
+            return Broken(worker, answer)
+        self._awaited[self._actors[worker].take.remote()] = worker, "take"
+        return Ready(worker, answer) if method == "load" else Finished(worker, answer)
+
+    def end(self, worker: int) -> None:
+        """End a worker's process, and what it has in progress."""
+        actor = self._actors.pop(worker, None)
+        self._awaited = {
+            call: (whose, method)
+            for call, (whose, method) in self._awaited.items()
+            if whose != worker
+        }
+        if actor is not None:
+            with contextlib.suppress(Exception):  # it is dead, or the cluster is
+                self._ray.kill(actor)
+
+    def lack(self) -> str | None:
+        """What the cluster lacks for any worker to begin; None: nothing."""
+        total = self._ray.cluster_resources()
+        if self._on_gpu and total.get("GPU", 0) < 1:
+            return "each worker asks for a GPU, and the cluster has none"
+        needed = 1 if self._on_gpu else self._threads
+        cpus = int(total.get("CPU", 0))
+        if cpus < needed:
+            return f"each worker asks for {needed} CPUs, and the cluster has {cpus}"
+        return None
+
+    def close(self) -> None:
+        """End every worker, and the cluster or connection that `open` began."""
+        for worker in list(self._actors):
+            self.end(worker)
+        if self._began:
+            self._began = False
+            with contextlib.suppress(Exception), _quietly():
+                self._ray.shutdown()
+
+    def _connect(self) -> None:
+        """Begin a cluster of this machine's processes, or connect to one that runs.
+
+        Raises:
+            UsageError: none answers.
+        """
+        address = self._place.address
+        failed: Exception | None = None
+        for _ in range(LOCAL_STARTS if address is None else 1):
+            try:
+                if address is None:
+                    self._begin_here()
+                else:
+                    self._ray.init(
+                        address="auto" if address == RUNNING else address, **self._quiet()
+                    )
+                return
+            except Exception as error:
+                failed = error
+                with contextlib.suppress(Exception):
+                    self._ray.shutdown()
+        assert failed is not None, "a connection that is not made has failed"
+        raise UsageError(
+            "ray-unreachable",
+            f"--workers {self._place}: {_first_line(failed)}",
+            "See 'ray status', or begin processes of this machine: --workers 2.",
+        ) from failed
+
+    def _begin_here(self) -> None:
+        """Begin a cluster of this machine's processes, which end with this one."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is uploaded
+        os.environ.setdefault("RAY_worker_register_timeout_seconds", str(REGISTER_S))
+        self._ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, (self._place.number or 1) * self._threads),
+            object_store_memory=STORE_BYTES,
+            include_dashboard=False,
+            **self._quiet(),
+        )
+
+    @staticmethod
+    def _quiet() -> dict[str, Any]:
+        """Arguments by which Ray writes nothing of its own next to the command's output."""
+        return {"log_to_driver": False, "logging_level": logging.ERROR}
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """A context in which Ray leaves the process's handlers of signals as they are."""
+    before = {}
+    with contextlib.suppress(ValueError):  # only the main thread may handle signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's text; its type where it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,397 @@
+"""Requests planned: what each prompt or problem of a request runs, checked before it waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from arbor.budget import Budget
+from arbor.errors import UsageError
+from arbor.events import Detail
+from arbor.integrations.server.refusals import Refusal, without_paths
+from arbor.integrations.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Generating,
+    Message,
+    Search,
+    SolveRequest,
+)
+from arbor.integrations.server.search_changes import search_changes, search_options
+from arbor.integrations.server.settings import ServerSettings
+from arbor.integrations.server.tool_calls import writes_calls
+from arbor.model.control_tokens import encode_raw
+from arbor.model.sampling_params import Sampling
+from arbor.run.conversation import conversation_tokens, plain_decoding, problem_of, with_system
+from arbor.run.request import Options
+from arbor.run.run import Run
+from arbor.run.shared_engine import SharedEngine
+from arbor.support.texts import one_line
+from arbor.tasks.plain_text import plain_problem
+from arbor.tasks.step_format import StepFormat
+
+COMPLETION_TOKENS = 16  # OpenAI's default
+MOST_CALLS = 128  # of functions in one choice
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a request runs.
+
+    Attributes:
+        runs: one for each prompt or problem.
+        choices: of each.
+        seed: of all.
+        timeout_s: from arrival to end.
+        stops: stop strings of plain decoding.
+        searched: whether they are searches.
+        with_logprobs: whether each token's log probability is wanted.
+        calls: calls of functions that are read in each choice, at most; 0: they stay text.
+        copies: how many of these choices are one that was decoded once: greedy ones are equal.
+    """
+
+    runs: tuple[Run, ...]
+    choices: int
+    seed: int
+    timeout_s: float
+    stops: tuple[str, ...]
+    searched: bool
+    with_logprobs: bool
+    calls: int = 0
+    copies: int = 1
+
+
+def plan_chat(body: ChatRequest, engine: SharedEngine, settings: ServerSettings) -> Planned:
+    """The run of a chat.
+
+    Raises:
+        Refusal, ArborError: it cannot be run.
+    """
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise Refusal(
+            400,
+            "invalid_request",
+            "max_tokens and max_completion_tokens are the same; give one.",
+            param="max_tokens",
+        )
+    if body.top_logprobs and not body.logprobs:
+        words = "top_logprobs needs logprobs: true."
+        raise Refusal(400, "invalid_request", words, param="top_logprobs")
+    most = next(iter(limits), None)
+    planning = _Planning(body, engine, settings, bool(body.logprobs), body.top_logprobs or 0)
+    turns = _turns(body.messages)
+    form = None if body.response_format is None else body.response_format.form
+    if body.search is not None:
+        for name, given in (("tools", body.offered), ("response_format", form)):
+            if given:
+                raise _not_of_a_search(name)
+        with _of_the_messages():
+            system, problem = problem_of(turns)
+        return planning.searches(body.search, [problem], most, system)
+    if form is not None:
+        _check_form(form)
+    tokenizer = engine.setup.checkpoint.read().tokenizer
+    tokens = _chat_tokens(tokenizer, turns, body.offered)
+    text = "\n\n".join(turn["content"] for turn in turns)
+    planned = planning.plain([(tokens, text)], most, form)
+    if not body.offered or not writes_calls(tokenizer):
+        return planned
+    calls = 1 if body.parallel_tool_calls is False else MOST_CALLS
+    return dataclasses.replace(planned, calls=calls)
+
+
+def plan_completion(
+    body: CompletionRequest, engine: SharedEngine, settings: ServerSettings
+) -> Planned:
+    """The runs of a completion.
+
+    Raises:
+        Refusal, ArborError: it cannot be run.
+    """
+    planning = _Planning(body, engine, settings, body.logprobs is not None, body.logprobs or 0)
+    prompts = body.prompts
+    if body.search is not None:
+        texts = [each for each in prompts if isinstance(each, str)]
+        if len(texts) < len(prompts):
+            raise Refusal(400, "invalid_request", "A search needs text.", param="prompt")
+        return planning.searches(body.search, texts, body.max_tokens)
+    tokenizer = engine.setup.checkpoint.read().tokenizer
+    vocabulary = engine.setup.checkpoint.read().info.vocabulary
+    given: list[tuple[list[int], str]] = []
+    for each in prompts:
+        if isinstance(each, str):
+            given.append((encode_raw(tokenizer, each), each))
+        elif max(each) >= vocabulary:
+            raise Refusal(
+                400,
+                "invalid_token",
+                f"Token {max(each)} is not one of the model's {vocabulary:,}.",
+                param="prompt",
+            )
+        else:
+            given.append((each, tokenizer.decode(each)))
+    return planning.plain(given, body.max_tokens or COMPLETION_TOKENS)
+
+
+def plan_solve(body: SolveRequest, engine: SharedEngine, settings: ServerSettings) -> Planned:
+    """The run of a problem.
+
+    Raises:
+        Refusal, ArborError: it cannot be run.
+    """
+    generating = body.generating
+    assert generating.arbor is not None, "a problem is searched"
+    planning = _Planning(generating, engine, settings, False, detail=body.trace_level)
+    return planning.searches(generating.arbor, [body.problem], body.max_tokens)
+
+
+def _check_budget(asked: Budget, shared: Budget) -> None:
+    """Refuse a budget that is not the one which all searches share.
+
+    Raises:
+        UsageError: names the shared one.
+    """
+    if asked != shared:
+        raise UsageError(
+            "budget-shared",
+            f"all searches here share a budget of {shared}, and this one asks for {asked}.",
+            f"Give {shared}, or leave it out.",
+        )
+
+
+def _check_form(form: StepFormat) -> None:
+    """Refuse a schema that no text can be held to.
+
+    Raises:
+        Refusal: names the reason.
+    """
+    from arbor.engine.grammar import check_format
+
+    try:
+        check_format(form)
+    except UsageError as error:
+        words = f"{error.message} {error.hint if error.code == 'extra-missing' else ''}".strip()
+        raise Refusal(
+            400, "invalid_request", f"response_format: {words}", param="response_format"
+        ) from error
+
+
+def _not_of_a_search(name: str) -> Refusal:
+    return Refusal(400, "invalid_request", f"A search takes no {name}; leave it out.", param=name)
+
+
+def _chat_tokens(
+    tokenizer: Any, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """`conversation_tokens` of a request.
+
+    Raises:
+        Refusal: the chat template refuses the messages.
+        UsageError: it takes no tools.
+    """
+    try:
+        return conversation_tokens(tokenizer, turns, tools)
+    except UsageError:
+        raise
+    except Exception as error:  # the template's own
+        raise Refusal(
+            400,
+            "chat_template",
+            "The model's chat template refuses these messages: "
+            f"{without_paths(one_line(str(error))[:200])}.",
+            param="messages",
+        ) from error
+
+
+def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages of a request as chat templates read them: arguments of calls are objects."""
+    turns = []
+    for message in messages:
+        turn: dict[str, Any] = {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": message.text,
+        }
+        for name in ("name", "tool_call_id"):
+            if value := getattr(message, name):
+                turn[name] = value
+        if message.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "id": each.id,
+                    "type": each.type,
+                    "function": {"name": each.function.name, "arguments": each.function.read},
+                }
+                for each in message.tool_calls
+            ]
+        turns.append(turn)
+    return turns
+
+
+@contextmanager
+def _of_the_messages() -> Iterator[None]:
+    """Refuse messages that a task cannot take."""
+    try:
+        yield
+    except UsageError as error:
+        raise Refusal(
+            400, "invalid_request", f"{error.message} {error.hint}", param="messages"
+        ) from error
+
+
+class _Planning:
+    """Plans the runs of one request."""
+
+    def __init__(
+        self,
+        body: Generating,
+        engine: SharedEngine,
+        settings: ServerSettings,
+        with_logprobs: bool,
+        alternatives: int = 0,
+        detail: Detail = "events",
+    ) -> None:
+        self._body = body
+        self._alternatives = alternatives
+        self._detail = detail
+        self._engine = engine
+        self._settings = settings
+        self._with_logprobs = with_logprobs
+        self._choices = body.n or 1
+        self._seed = secrets.randbits(32) if body.seed is None else body.seed % 2**64
+        self._check_stops()
+
+    def plain(
+        self,
+        prompts: Sequence[tuple[list[int], str]],
+        max_tokens: int | None,
+        form: StepFormat | None = None,
+    ) -> Planned:
+        """Plain decoding.
+
+        Args:
+            prompts: token ids and text of each.
+            max_tokens: of each choice, as far as the server allows and the context holds them;
+                None: that many.
+            form: what each choice has to match; None: anything.
+        """
+        self._check_count(len(prompts))
+        copies = self._choices if self._sampling().temperature == 0 else 1
+        choices = self._choices // copies
+        runs = [
+            self._plain_run(tokens, text, choices, max_tokens, form) for tokens, text in prompts
+        ]
+        return self._planned(runs, searched=False, copies=copies)
+
+    def searches(
+        self, search: Search, problems: Sequence[str], max_tokens: int | None, system: str = ""
+    ) -> Planned:
+        """A search of each problem.
+
+        Args:
+            search: how.
+            problems: as a user types them.
+            max_tokens: that each generates.
+            system: the system message; empty for the task's.
+        """
+        self._check_count(len(problems))
+        if self._with_logprobs or self._body.stops:
+            name = "logprobs" if self._with_logprobs else "stop"
+            raise _not_of_a_search(name)
+        setup = self._engine.setup
+        if search.budget is not None and self._engine.tokens is None:
+            _check_budget(Budget.parse(search.budget), setup.budget)
+        changes = search_changes(search, setup, self._settings)
+        with _of_the_messages():
+            changes["task"] = with_system(changes["task"], system)
+        changes["given_sampling"] = self._sampling()
+        options = search_options(search, max_tokens, self._seed, self._settings)
+        options["trace_level"] = self._detail
+        runs = [self._engine.prepare(problem, options, **changes) for problem in problems]
+        return self._planned(runs, searched=True)
+
+    def _planned(self, runs: Sequence[Run], *, searched: bool, copies: int = 1) -> Planned:
+        asked = None if self._body.arbor is None else self._body.arbor.timeout
+        most = self._settings.timeout_s
+        return Planned(
+            tuple(runs),
+            self._choices,
+            self._seed,
+            most if asked is None else min(asked, most),
+            self._body.stops,
+            searched,
+            self._with_logprobs,
+            copies=copies,
+        )
+
+    def _plain_run(
+        self,
+        tokens: list[int],
+        text: str,
+        choices: int,
+        max_tokens: int | None,
+        form: StepFormat | None,
+    ) -> Run:
+        if not tokens:
+            raise Refusal(400, "invalid_request", "The prompt is empty.")
+        context = self._engine.setup.checkpoint.read().info.context
+        left = context - len(tokens)
+        if left < 1:
+            raise Refusal(
+                400,
+                "context_length_exceeded",
+                f"The prompt has {len(tokens):,} tokens, and the model's context of {context:,} "
+                "has no room for one more.",
+            )
+        most = min(self._settings.max_tokens, left, max_tokens or left)
+        options: Options = {"seed": self._seed}
+        if self._body.stream or self._with_logprobs:
+            options["trace_level"] = "tokens"
+        return self._engine.prepare(
+            plain_problem(tokens, text),
+            options,
+            **plain_decoding(
+                self._body.stops, most, self._sampling(), choices, form, self._alternatives
+            ),
+        )
+
+    def _sampling(self) -> Sampling:
+        """The server's sampling with what the request changes."""
+        names = ("temperature", "top_p", "top_k", "min_p")
+        asked = {name: getattr(self._body, name) for name in names}
+        given = {name: value for name, value in asked.items() if value is not None}
+        if given.get("top_k") == -1:  # off, as vLLM has it
+            given["top_k"] = 0
+        return dataclasses.replace(self._engine.setup.sampling, **given)
+
+    def _check_count(self, prompts: int) -> None:
+        most = self._settings.max_choices
+        if prompts * self._choices > most:
+            raise Refusal(
+                400,
+                "limit_exceeded",
+                f"{prompts:,} prompts with {self._choices:,} choices each; the server allows "
+                f"{most:,} choices in one request.",
+                param="n" if prompts == 1 else "prompt",
+            )
+
+    def _check_stops(self) -> None:
+        stops, settings = self._body.stops, self._settings
+        if len(stops) > settings.max_stops:
+            raise Refusal(
+                400,
+                "limit_exceeded",
+                f"{len(stops):,} stop strings; the server allows {settings.max_stops}.",
+                param="stop",
+            )
+        if any(not stop or len(stop) > settings.stop_length for stop in stops):
+            raise Refusal(
+                400,
+                "invalid_request",
+                f"A stop string has 1 to {settings.stop_length} characters.",
+                param="stop",
+            )

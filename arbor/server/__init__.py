@@ -1,1 +1,0 @@
-"""An HTTP server: requests in OpenAI's format, all of them in one engine."""

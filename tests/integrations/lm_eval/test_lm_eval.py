@@ -1,0 +1,179 @@
+"""lm-eval's model `arbor` gives what its own Hugging Face model gives, on the same weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="the extra `lm-eval` is not installed")
+import lm_eval
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from support.run_cli import ROOT, environment
+
+from arbor.errors import UsageError
+from arbor.integrations.lm_eval.model import ArborLM
+from arbor.model.loading import BUILTIN
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of lm-eval's own dependencies
+]
+
+MODEL = str(BUILTIN["sapling"])
+LINES = ["4 5 6 10\n", "4 5 6 10\n4 + 5 = 9 (left: 6 9 10)\n", "1 2 3 4\n", "7 * 8 = "]
+CHOICES = ["10 - 4 = 6", " 9", "yes", "6 * 5 = 30 (left: 10 30)"]
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[ArborLM, HFLM]:
+    return ArborLM(MODEL), HFLM(pretrained=MODEL, device="cpu", batch_size=4)
+
+
+def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [
+        Instance(request_type=kind, doc={}, arguments=each, idx=number)
+        for number, each in enumerate(arguments)
+    ]
+
+
+def test_likelihoods_are_those_of_hf(both: tuple[ArborLM, HFLM]) -> None:
+    asked = requests(
+        "loglikelihood",
+        *((line, choice) for line in [*LINES, ""] for choice in CHOICES),
+        ("4 5 6 10 ", "9"),  # the space belongs to the continuation
+        ("7 8 9 10\n" * 800, "10 - 9 = 1"),  # cut on the left
+    )
+
+    arbor, hf = (model.loglikelihood(asked) for model in both)
+
+    assert [value for value, _ in arbor] == pytest.approx([value for value, _ in hf], abs=1e-3)
+    assert [greedy for _, greedy in arbor] == [greedy for _, greedy in hf]
+
+
+def test_rolling_likelihoods_are_those_of_hf() -> None:
+    asked = requests("loglikelihood_rolling", *((line * 9,) for line in LINES))
+    settings = {"pretrained": MODEL, "max_length": 24, "device": "cpu"}
+
+    arbor, hf = (model(**settings).loglikelihood_rolling(asked) for model in (ArborLM, HFLM))
+
+    assert arbor == pytest.approx(hf, rel=1e-4)
+
+
+@pytest.mark.parametrize("until", [["\n"], ["(left", ")"], []])
+def test_continuations_are_those_of_hf(both: tuple[ArborLM, HFLM], until: list[str]) -> None:
+    asked = requests(
+        "generate_until", *((line, {"until": until, "max_gen_toks": 24}) for line in LINES)
+    )
+
+    arbor, hf = (model.generate_until(asked) for model in both)
+
+    assert arbor == hf
+
+
+def test_the_numbers_of_tasks_are_those_of_hf(tmp_path: Path, both: tuple[ArborLM, HFLM]) -> None:
+    rows = [
+        {"line": line, "choices": CHOICES, "gold": number % 4, "next": CHOICES[number % 4]}
+        for number, line in enumerate(LINES * 2)
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "cache")},
+        "test_split": "test",
+        "doc_to_text": "{{line}}",
+    }
+    tasks = [
+        common
+        | {
+            "task": "choose",
+            "output_type": "multiple_choice",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "gold",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        },
+        common
+        | {
+            "task": "write",
+            "output_type": "generate_until",
+            "doc_to_target": "next",
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 16},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+        common
+        | {
+            "task": "read",
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{line}}{{next}}",
+            "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+        },
+    ]
+
+    arbor, hf = (
+        lm_eval.simple_evaluate(model=model, tasks=tasks, bootstrap_iters=0)["results"]
+        for model in both
+    )
+
+    for task in ("choose", "write", "read"):
+        names = [name for name, value in hf[task].items() if isinstance(value, float)]
+        assert names
+        for name in names:
+            assert arbor[task][name] == pytest.approx(hf[task][name], rel=1e-6), (task, name)
+
+
+def test_a_search_writes_the_best_of_several_continuations(both: tuple[ArborLM, HFLM]) -> None:
+    searching = ArborLM(MODEL, controller="best-of-n;samples=4", max_gen_toks=40, step_tokens=20)
+    asked = requests("generate_until", *((line, {"until": [" ="]}) for line in LINES))
+
+    found = searching.generate_until(asked)
+    plain = both[0].generate_until(asked)
+
+    assert len(found) == len(LINES) and found != plain
+    assert not any(" =" in text for text in found)
+    assert found == searching.generate_until(asked)
+
+
+def test_what_arbor_does_not_have_is_refused(both: tuple[ArborLM, HFLM]) -> None:
+    for arguments, words in (
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"max_gen_toks": 10**6}, "context"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            both[0].generate_until(requests("generate_until", ("x", arguments)))
+
+
+def test_the_command_evaluates_arbor(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"line": line, "next": " 9"}) + "\n" for line in LINES), encoding="utf-8"
+    )
+    (tmp_path / "write.yaml").write_text(
+        "task: write_nine\ndataset_path: json\ndataset_kwargs:\n  data_files: {test: data.jsonl}\n"
+        "test_split: test\noutput_type: generate_until\ndoc_to_text: '{{line}}'\n"
+        "doc_to_target: '{{next}}'\ngeneration_kwargs: {until: ['='], max_gen_toks: 8}\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n",
+        encoding="utf-8",
+    )
+    words = ["--model", "arbor", "--model_args", f"pretrained={MODEL},controller=chain;samples=2"]
+    words += ["--tasks", "write_nine", "--include_path", ".", "--output_path", "out"]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "arbor.integrations.lm_eval", *words],
+        cwd=tmp_path,
+        env=environment(
+            PYTHONPATH=":".join((str(ROOT), *sys.path)),
+            HF_HOME=str(tmp_path / "home"),
+            HF_HUB_OFFLINE="1",
+        ),
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "write_nine" in done.stdout and "exact_match" in done.stdout
