@@ -47,14 +47,13 @@ class KV:
     """Slots held after an event.
 
     Attributes:
-        device: of this search on the device, temporary ones and those it shares with others
-            included.
+        device: of this search on the device, temporary and shared ones included.
         host: tokens of this search in host memory.
         compressed: in host memory in few bits.
         disk: on disk; written only where there are any.
         pool: of all searches that share the budget; written only where there are several.
-        shared: tokens that lie in the slots of siblings' equal tokens: what the blocks hold
-            together is `device` and these; written only where there are any.
+        shared: tokens that lie in the slots of siblings' equal tokens; written only where there are
+            any.
     """
 
     device: int
@@ -71,9 +70,8 @@ class Header:
 
     Attributes:
         task: its name.
-        kv: slots of the budget, of full retention at most and of the smallest workable budget;
-            bytes of KV per token. Of a budget that is a part of full retention: the part, and the
-            slots of full retention (`Limited` has those of the budget).
+        kv: slots of the budget, of full retention at most and of the smallest budget, bytes of KV
+            per token; the part, where the budget is one.
     """
 
     name: ClassVar[str] = "header"
@@ -109,11 +107,10 @@ class Boundary:
     """A block closed (ArborKV's Boundary).
 
     Attributes:
-        stop: why: the text that ends a thought, the end of the sequence, the longest length, a
-            limit of the run, or the confidence of branches (`stop` event).
-        given: how many of its first tokens were given rather than sampled: those of a question
-            that asks for several thoughts, or all those of a thought that was proposed. Written
-            only where there are any.
+        stop: text that ends a thought, end of the sequence, longest length, a limit of the run, or
+            branches' confidence (event `stop`).
+        given: tokens given rather than sampled: a question, or a proposed thought. Written only
+            where there are any.
     """
 
     name: ClassVar[str] = "boundary"
@@ -129,8 +126,8 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class BranchesStopped:
-    """One branch of an expansion was decisively more confident than the others while they decoded,
-    which ended branches early (RKSC's decode-time gate, `--branch-stop`).
+    """One branch of an expansion was decisively more confident while they decoded, which ended
+    branches early (RKSC's decode-time gate, `--branch-stop`).
 
     Attributes:
         leaf: the block that the branches grow from.
@@ -177,11 +174,11 @@ class Limited:
     """What a budget that is a part of full retention allows, as blocks begin to grow or have ended.
 
     Attributes:
-        tokens: the most that could be held at any instant since the last such event, of all
-            searches that share the budget.
+        tokens: the most that could be held since the last such event, of all searches that share
+            it.
         retained: the most that full retention of this search has held so far.
-        expansion: the most that one expansion was at an instant at which it was more than the part;
-            written only where it was.
+        expansion: the most that one expansion was, where it was more than the part. Written only
+            where it was.
     """
 
     name: ClassVar[str] = "limit"
@@ -213,10 +210,8 @@ class Allocated:
         room: slots the offered blocks may keep together.
         offered: number of blocks it could take from.
         nodes: (block, tokens before, tokens kept) of each block that lost some.
-        signals: the columns of `retention.base.Blocks` that the allocator read, `length` excepted,
-            with one value for each of `nodes`; null is never. `score` is MSVE's, from `value`,
-            `confidence` and `attention`.
-        elapsed_s: seconds of the decision and the eviction.
+        signals: the columns of `retention.base.Blocks` that the allocator read, a value for each of
+            `nodes`; null is never.
     """
 
     name: ClassVar[str] = "allocate"
@@ -247,13 +242,12 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """KV in lower tiers was given up: for want of room there, because the block was given up, or
-    because the tokens were computed again.
+    """KV in lower tiers was given up: for want of room, with its block, or computed again.
 
     Attributes:
         nodes: tokens per block.
-        taken: how many of them went to siblings with equal tokens instead, by the block that has
-            them now; written only where there are any.
+        taken: how many of them siblings with equal tokens took, by their new block; written only
+            where there are any.
     """
 
     name: ClassVar[str] = "discard"
@@ -268,11 +262,11 @@ class Rehydrated:
 
     Attributes:
         nodes: tokens regained, per block.
-        mode: whether they are computed again, or were copied back from a lower tier.
-        repeated: tokens that were resident and were computed again nevertheless: the rest of a
-            span, or tokens written over a gap.
-        shared: of `nodes`, tokens that took the KV of a sibling's equal ones, computed in the same
-            forward. Written only where there are any.
+        mode: computed again, or copied back from a lower tier.
+        repeated: resident tokens that were computed again: the rest of a span, or written over a
+            gap.
+        shared: of `nodes`, tokens that took a sibling's KV of the same forward. Written only where
+            there are any.
     """
 
     name: ClassVar[str] = "rehydrate"
@@ -285,8 +279,7 @@ class Rehydrated:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Missing tokens took the KV of equal tokens elsewhere: those of a prompt of another problem's
-    prompt or a file of an earlier run, those of a block of a sibling; nothing was computed.
+    """Missing tokens took the KV of equal ones: of another problem's prompt, a sibling, or a file.
 
     Attributes:
         nodes: how many, per block.
@@ -317,8 +310,7 @@ class Compared:
     """A prompt was compared with an earlier one whose KV is on the device, before it was read
     (RKSC's ASKS, lossy).
 
-    Where they are similar enough (`shared`), the search reads the earlier prompt instead of its
-    own, and nothing that it writes is exact.
+    Where it is `shared`, the search reads the earlier prompt, and nothing that it writes is exact.
 
     Attributes:
         tokens: of the prompt.
@@ -330,7 +322,6 @@ class Compared:
         threshold: the least similarity that is enough.
         layers: of the model that were run for it.
         rows: tokens that were run through them.
-        elapsed_s: seconds that took.
     """
 
     name: ClassVar[str] = "compare"
@@ -354,7 +345,6 @@ class Audited:
     Attributes:
         answer: of the search from its own prompt.
         same: whether the two answers are equal.
-        elapsed_s: seconds of that search.
     """
 
     name: ClassVar[str] = "audit"
@@ -380,12 +370,9 @@ class Forwarded:
         read_tokens: keys read if every row read its whole path by itself.
         unique_read_tokens: keys the cascade reads: each shared span once.
         kv: slots after the last of them.
-        peak: most device slots allocated at any instant of the run so far, those of the staging
-            buffer included.
-        elapsed_s: seconds, sampling included.
+        peak: most device slots at any instant of the run so far, with those of the staging buffer.
         held: device slots, summed over the steps; 0 in traces older than this field.
-        streamed_bytes: KV that attention read in host memory, copied to the staging buffer; written
-            only where there was any.
+        streamed_bytes: KV that attention read in host memory; written only where there was any.
     """
 
     name: ClassVar[str] = "forward"
@@ -407,8 +394,8 @@ class Sampled:
 
     Attributes:
         logprobs: log probability of each token.
-        alternatives: for each token the most probable ones in its place, with their log
-            probabilities; written only where a request of a server asks for them.
+        alternatives: for each token the most probable ones in its place; written only where a
+            request of a server asks for them.
     """
 
     name: ClassVar[str] = "sample"
@@ -435,8 +422,8 @@ class Verified:
         confidences: of each candidate, from the generation; compared by a gate (CGEE level 1).
         skipped: the gate was decisive, and the values follow from the confidences.
         audited: values of the verification that was computed to be compared with these.
-        exit_layer: of each candidate, the layer its question left after (CGEE level 2), from 0; -1
-            where there was none.
+        exit_layer: of each candidate, the layer its question left after (CGEE level 2); -1 where
+            there was none.
         layers: of the model.
         entropy: of each candidate, its question's uncertainty after each layer; null where it was
             not looked at.
@@ -476,7 +463,6 @@ class Scored:
         computed: tokens run through the model.
         recomputed: those of them whose KV had been evicted.
         peak: most slots that this search held in that engine so far.
-        elapsed_s: seconds in its forward passes.
     """
 
     name: ClassVar[str] = "score"

@@ -41,32 +41,25 @@ class Metrics:
 
     Attributes:
         wall_s: seconds from the header to the end.
-        prefill_s, decode_s, verify_s, rehydrate_s: seconds in forward passes of each kind, sampling
-            included, eviction excluded (`policy_s`); a question's pass also recomputes what its
-            paths miss.
+        prefill_s, decode_s, verify_s, rehydrate_s: seconds in forward passes of each kind, with
+            sampling and without eviction.
         policy_s: seconds of retention policies, eviction included.
         tokens_prefilled: tokens of the prompt.
-        tokens_shared: tokens that were not computed, since the prompt of another problem, or a
-            sibling, had their KV.
-        tokens_loaded: tokens of the prompt that were not computed, since a file of an earlier run
-            had their KV.
-        tokens_merged: tokens of closed blocks whose slots were given back, since siblings held the
-            same.
-        tokens_substituted: tokens of the prompt in whose place the search read those of a similar
-            one.
+        tokens_shared: tokens whose KV another problem's prompt, or a sibling, had.
+        tokens_loaded: tokens of the prompt whose KV a file of an earlier run had.
+        tokens_merged: tokens of closed blocks whose slots siblings held too.
+        tokens_substituted: tokens of the prompt replaced by those of a similar one.
         tokens_probed: tokens run through the first layers to compare prompts.
         probe_s: seconds of these comparisons.
-        audits, audits_differ: searches from the own prompt after those from a similar one, and how
-            many of them gave another answer.
+        audits, audits_differ: searches repeated from the own prompt; those with another answer.
         tokens_generated: tokens of all closed blocks that were sampled.
-        tokens_given: tokens of closed blocks that were given: questions that ask for several
-            thoughts, and the thoughts proposed.
+        tokens_given: tokens of closed blocks that were given: questions and proposed thoughts.
         branches_stopped: blocks that ended early since another branch was confident.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
         tokens_stored: evicted tokens whose KV a lower tier took.
         tokens_fetched: tokens whose KV was copied back from a lower tier.
         tokens_discarded: tokens whose KV a lower tier gave up.
-        streamed_bytes: KV that attention read in host memory, copied for every step that read it.
+        streamed_bytes: KV that attention read in host memory.
         rows: rows run through the model, of every kind.
         steps: forward passes.
         read_tokens: keys read if every row read its whole path by itself.
@@ -76,16 +69,13 @@ class Metrics:
         nodes: blocks opened, the root included.
         part: the part of full retention that the budget is; 0 where it is an amount.
         budget_tokens: slots of the budget; of a part, the most it came to.
-        retained_tokens: the most that full retention of the search held, where the budget is a part
-            of it.
+        retained_tokens: the most that full retention held, where the budget is a part of it.
         expansion_tokens: the most that one expansion was, where it was more than the part.
         full_tokens: slots of full retention for the whole search shape, from the plan.
         smallest_tokens: the smallest workable budget.
         bytes_per_token: bytes of one token's KV in all layers.
-        peak_tokens: most device slots allocated at any instant, temporary ones and the staging
-            buffer included.
-        peak_unshared_tokens: peak of full retention without prefix sharing: every leaf holds its
-            whole path; questions excluded.
+        peak_tokens: most device slots at any instant, temporary ones and the buffer included.
+        peak_unshared_tokens: peak of full retention where every leaf holds its whole path.
         mean_tokens: device slots held, averaged over forward passes.
         peak_host_tokens, peak_compressed_tokens, peak_disk_tokens: most slots the lower tiers held.
         evicted_tokens: tokens that left the device.
@@ -103,8 +93,7 @@ class Metrics:
         audited_verifications: verifications computed twice, to be compared.
         disagreements: those of them that prefer another candidate.
         reward_s: seconds in forward passes of reward models.
-        reward_path_tokens: tokens of the paths that reward models scored: what scoring each from
-            nothing would compute.
+        reward_path_tokens: tokens of the paths that reward models scored.
         reward_tokens: tokens that reward models computed.
         reward_recomputed: those of them whose KV had been evicted.
         reward_peak_tokens: most slots that a reward model held at any instant.

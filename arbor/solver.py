@@ -165,7 +165,7 @@ class Solver:
             prompts and of siblings; ``prompts``, those of prompts; ``off``, none. In lossy mode
             ``similar``: a prompt is replaced by an earlier one whose hidden states are similar;
             ``audit``: likewise, and the problem is also searched from its own prompt
-            (docs/sharing.md).
+            (docs/tiers.md).
         share_threshold: the least similarity.
         kv_probe: from how many rows on a shared span is read once for all of them: ``kept``, as
             was measured for this model on this machine, if it was; ``measure``: now; ``off``: by a
@@ -181,14 +181,14 @@ class Solver:
         step_format: what every thought has to match: ``regex:PATTERN``, ``json:SCHEMA``,
             ``json:FILE`` or a JSON schema as a mapping; needs ``arbor-search[structured]``.
         branch_stop: a `BranchStop` or its text, by which blocks of one expansion end early where
-            one of them is confident (docs/early-exit.md); None: never.
+            one of them is confident (docs/papers/rksc.md); None: never.
         dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is a GPU; a ready
             model keeps its own.
         kv_dtype: ``int8`` keeps K and V in 8 bits, rounded once when a token is written: lossy, and
-            up to nearly four times the tokens in the same bytes (CPU only; docs/kv-dtype.md).
+            up to nearly four times the tokens in the same bytes (CPU only; docs/cpu.md).
             ``auto`` is the model's dtype.
         weights: ``int8`` keeps the weights of linear layers in 8 bits with a scale for each 64,
-            rounded once when the model is loaded: lossy (CPU only; docs/weights.md). ``auto``
+            rounded once when the model is loaded: lossy (CPU only; docs/cpu.md). ``auto``
             keeps them as they are.
         backend: what computes attention: ``auto``, ``native`` (CPU), ``torch``, ``flashinfer``
             (CUDA), ``rowwise``, ``invariant`` (CUDA), ``reference``, a plugin. ``auto`` is the
@@ -201,10 +201,10 @@ class Solver:
         seed: of every random stream.
         deterministic: results do not depend on the rest of the batch, to the last bit, or the model
             is refused (no mixtures of experts). The native kernels of a CPU need no request for
-            that; elsewhere it is slower; see docs/determinism.md.
+            that; elsewhere it is slower; see docs/budget.md.
         cuda_graphs: on a GPU with FlashInfer, decode steps are captured and replayed where that
             gives the same logits up to rounding.
-        device_map: refused by name: a model lies on one device (docs/workers.md).
+        device_map: refused by name: a model lies on one device (docs/compatibility.md).
         listeners: functions or `Callback`s, called with every event in order. An exception in one
             ends the run; `StopSearch` ends the search with its best so far.
         record_bytes: most bytes of memory in which a solution keeps the packed events of a search

@@ -52,7 +52,7 @@ def test_a_missing_extra_says_what_it_would_add(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(bool(TAKEN_OUT), reason=WHY)
 def test_the_guide_lists_every_extra() -> None:
-    guide = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs/start.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in guide.splitlines() if line.startswith("| `")]
 
     assert sorted(re.findall(r"`([^`]+)`", " ".join(rows))) == sorted(EXTRAS)

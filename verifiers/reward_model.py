@@ -142,7 +142,7 @@ class OutcomeRewardModel(RewardModel):
         family: ``chat``: the problem is a user's message, the path the assistant's; ``text``: plain
             text; ``auto``: ``chat`` where the tokenizer has a chat template.
 
-    The other settings are those of every reward model, see docs/reward.md. A value never reaches
+    The other settings are those of every reward model, see docs/verifier.md. A value never reaches
     1, so no score is a proof.
     """
 
@@ -172,7 +172,7 @@ class ProcessRewardModel(RewardModel):
             reads them.
         family: ``math-shepherd``, ``qwen-prm``, ``trl``, or ``auto``.
 
-    The other settings are those of every reward model, see docs/reward.md. A value never reaches
+    The other settings are those of every reward model, see docs/verifier.md. A value never reaches
     1, so no score is a proof.
     """
 

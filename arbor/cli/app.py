@@ -170,7 +170,7 @@ def _usage(error: click.ClickException) -> UsageError:
         if error.option_name in SPREADING:
             hint = (
                 "arbor runs a model on one device. 'arbor eval --workers N' puts a copy on each of "
-                "several; for a larger model see docs/workers.md."
+                "several; for a larger model see docs/compatibility.md."
             )
     if isinstance(error, click.NoSuchOption) and error.option_name == "-o" and context:
         names = {parameter.name for parameter in context.command.params}

@@ -21,7 +21,7 @@ Every option is an environment variable too:
 Budgets: docs/budget.md   errors: docs/errors.md   traces: docs/trace.md
 
 \b
-Exit codes (docs/exit-codes.md):
+Exit codes (docs/errors.md):
   0 done   1 bug   2 usage   3 no answer found   4 unreadable input   5 model
   6 memory or budget   7 check failed   8 worker died   130 Ctrl-C   143 SIGTERM"""
 

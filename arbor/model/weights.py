@@ -139,7 +139,7 @@ def load_weights(
     if deterministic:
         refuse_batch_dependent(model, device)
     elif name == NATIVE and runs_native(info, device):
-        deterministic = not batch_dependent(model)  # at no measurable cost, see docs/determinism.md
+        deterministic = not batch_dependent(model)  # at no measurable cost, see docs/budget.md
     show(f"checking and packing the weights of {source.label}")
     own, attention = own_logits(model), model.config._attn_implementation
     graphs = cuda_graphs and device.type == "cuda" and not deterministic

@@ -255,7 +255,7 @@ def _refused(component: Allocator | Scorer, what: str) -> UsageError:
     return UsageError(
         "policy-answer",
         f"{type(component).__name__} {what}.",
-        "docs/policy.md says what allocators and scorers answer.",
+        "docs/retention.md says what allocators and scorers answer.",
     )
 
 

@@ -203,7 +203,7 @@ class Solution:
             networkx.shortest_path(graph, 0, solution.path[-1])
 
         `ThoughtTree.to_networkx` gives the same graph of the live tree (``solver.engine.tree``)
-        until the next search; docs/graph.md has examples.
+        until the next search; docs/python.md has examples.
 
         Returns:
             Nodes are block ids (the root is 0) with the attributes text, value in [0, 1], state

@@ -164,7 +164,7 @@ class ArborAPI(ModelAPI):
                     raise UsageError(
                         "inspect-setting",
                         f"neither a search nor a model has a setting '{name}'.",
-                        "docs/inspect.md lists them; others are those of arbor.Solver.",
+                        "docs/server.md lists them; others are those of arbor.Solver.",
                     )
             self._at_once = check_count("concurrency", concurrency) or 1
             self._given_tokens = check_count("kv_tokens", kv_tokens)
