@@ -61,7 +61,6 @@ _CORE: Mapping[str, Mapping[str, str]] = {
         "tot": "arbor.controllers.tot:ToT",
     },
     "verifier": {
-        "cgee": "arbor.verifiers.cgee:CGEE",
         "combined": "arbor.verifiers.combined:Combined",
         "exact": "arbor.verifiers.exact:Exact",
         "orm": "arbor.verifiers.reward_model:OutcomeRewardModel",
@@ -110,7 +109,6 @@ _CORE: Mapping[str, Mapping[str, str]] = {
             "reentry",
             "rkv",
             "rpc",
-            "rsbcm",
             "snapkv",
             "strata",
             "streaming",
@@ -133,7 +131,6 @@ _CORE: Mapping[str, Mapping[str, str]] = {
         "pooled": "arbor.retention.allocators.pooled:Pooled",
         "ratio": "arbor.retention.allocators.ratio:Ratio",
         "reentry": "arbor.retention.allocators.reentry:Reentry",
-        "rsbcm": "arbor.retention.allocators.rsbcm:RSBCM",
         "strata": "arbor.retention.allocators.strata:Strata",
         "thinkv": "arbor.retention.allocators.thinkv:ThinKV",
         "uniform": "arbor.retention.allocators.uniform:Uniform",

@@ -26,7 +26,7 @@ from experiment_table import ExperimentTable, add_options
 from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor.engine.engine import Engine
-from arbor.engine.token_source import Growth
+from arbor.engine.operation import Growth
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.trigger import Trigger

@@ -33,7 +33,7 @@ from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor import Solver
 from arbor.engine.engine import Engine
-from arbor.engine.token_source import Growth
+from arbor.engine.operation import Growth
 from arbor.kernels.fused import fused_ops
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.native import native_library

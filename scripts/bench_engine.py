@@ -27,9 +27,9 @@ from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor.engine import token_source
 from arbor.engine.engine import Engine
+from arbor.engine.operation import Growth
 from arbor.engine.sampling import confidence, sample
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.events import Event, Forwarded
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade

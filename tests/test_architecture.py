@@ -46,7 +46,6 @@ TORCH = (
     "engine",
     "kernels",
     "measure.calibrate",
-    "measure.calibrate_exit",
     "measure.calibrate_queries",
     "measure.calibrate_window",
     "measure.inspect_model",
@@ -64,7 +63,6 @@ TORCH = (
     "model.graphs",
     "model.int8_weights",
     "model.kv_identity",
-    "model.kv_probe",
     "model.layers",
     "model.measurement_file",
     "model.plan",
@@ -72,11 +70,15 @@ TORCH = (
     "model.runner",
     "model.scoring",
     "model.sharing",
-    "model.similarity",
     "model.streaming",
     "model.threads",
     "model.unembedding",
     "model.weights",
+    "papers.rksc.calibration",
+    "papers.rksc.exit_watch",
+    "papers.rksc.kv_probe",
+    "papers.rksc.similar_prompts",
+    "papers.rksc.similarity",
     "retention.press",
     "run.proposals",
     "run.session",
@@ -114,6 +116,7 @@ PACKAGES = {
         "torch",
         "transformers",
     },
+    "papers": {"click", "numpy", "torch"},
     "retention": {"numpy", "torch"},
     "run": {"opentelemetry", "pandas", "rich", "torch"},
     "sapling": {"numpy", "safetensors", "tokenizers", "torch", "transformers"},
@@ -286,6 +289,39 @@ def test_imports_for_the_type_checker_are_exempt() -> None:
     text = "if TYPE_CHECKING:\n    from arbor.solver import Solver"
 
     assert not violations(PACKAGE / "tree.py", text)
+
+
+def names_in(path: Path) -> set[str]:
+    """Absolute names that a file imports anywhere, for type checkers too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_the_engine_has_no_circle_of_imports_even_for_the_type_checker() -> None:
+    paths = {name_of(path): path for path in (PACKAGE / "engine").glob("*.py")}
+    left = {name: (names_in(path) & set(paths)) - {name} for name, path in paths.items()}
+    while free := {name for name, needed in left.items() if not needed}:
+        left = {name: needed - free for name, needed in left.items() if name not in free}
+
+    assert not left, f"in a circle, or above one: {left}"
+
+
+def test_only_features_import_features() -> None:
+    groups = ("arbor.papers", "arbor.integrations")
+    wrong = [
+        f"{label(path)} imports {name}"
+        for path in SOURCES
+        if not name_of(path).startswith(groups)
+        for name in names_in(path)
+        if name.startswith(groups)
+    ]
+
+    assert not wrong, "\n".join(wrong)
 
 
 # packages of extras that a module imports when it is imported itself

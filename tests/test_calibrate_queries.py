@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import build as build_model
+from support.policies import POLICIES
 from support.run_cli import in_process
 from support.trees import GREEDY, Lab
 from transformers import AutoModelForCausalLM
@@ -27,7 +28,7 @@ from arbor.measure.replay import replay
 from arbor.model.loading import BUILTIN
 from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.query_means import LayerMeans, QueryMeans
 from arbor.retention.scorers.triattention import TriAttention
 from arbor.retention.token_kv import KVSequence, plain_queries

@@ -27,7 +27,6 @@ from support.run_cli import FAKE, Arbor, environment, in_process
 
 import arbor.cli.demo
 import arbor.measure.calibrate
-import arbor.measure.calibrate_exit
 import arbor.measure.calibrate_queries
 import arbor.measure.calibrate_window
 import arbor.server.serving
@@ -45,7 +44,6 @@ from arbor.cli.solve import SolveOptions
 from arbor.cli.trace import ConvertOptions, RepairOptions
 from arbor.cli.view import ViewOptions
 from arbor.measure.calibrate import Example
-from arbor.measure.calibrate_exit import Verification
 from arbor.measure.calibrate_queries import CollectedQueries
 from arbor.measure.calibrate_window import Recurrence
 from arbor.model.loading import BUILTIN
@@ -651,11 +649,11 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     monkeypatch.setattr(
         arbor.measure.calibrate, "collect", lambda solver, problems: made_up_losses()
     )
-    monkeypatch.setattr(
-        arbor.measure.calibrate_exit,
-        "collect_verifications",
-        lambda solver, problems: made_up_verifications(),
-    )
+    if "calibrate exit" in example:
+        monkeypatch.setattr(
+            "arbor.papers.rksc.calibration.collect_verifications",
+            lambda solver, problems: made_up_verifications(),
+        )
     monkeypatch.setattr(
         arbor.measure.calibrate_window,
         "calibrate_window",
@@ -692,8 +690,10 @@ def made_up_losses() -> list[Example]:
     ]
 
 
-def made_up_verifications() -> list[Verification]:
+def made_up_verifications() -> list[Any]:
     """Two thoughts each, of which the confident one is right, after every layer."""
+    from arbor.papers.rksc.calibration import Verification
+
     values = (0.8, 0.2)
     return [
         Verification(problem, 0.9, 0.1, 0, values, (0, 1), ((0.5, 0.1),) * 2, (values,) * 2)

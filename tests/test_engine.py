@@ -31,9 +31,8 @@ from support.trees import (
 )
 from torch import Tensor
 
-from arbor.engine.operation import GivenBlock
+from arbor.engine.operation import GivenBlock, Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Boundary, Evicted, Forwarded, Opened, Pressure, Rehydrated
 from arbor.retention.base import Blocks, Scorer

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import VOCABULARY, Words, build
+from support.policies import POLICIES
 from support.slow_cases import every
 from support.trees import GREEDY, LENGTH, PROMPT, Lab, relative_error
 
@@ -24,7 +25,7 @@ from arbor.retention.allocators.lru import LRU
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Blocks, Ints, Scorer, Tokens
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.recency import Recency
 from arbor.tree import NodeState, ThoughtTree
 

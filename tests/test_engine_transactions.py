@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 from support.models import Words, build, path_keys, path_logits
+from support.policies import POLICIES
 from support.slow_cases import every, only
 from support.trees import GREEDY, LENGTH, PROMPT, QUESTIONS, Lab, path_ids, relative_error
 
 from arbor.engine.mode import Mode, Rehydrate
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.events import Event
 from arbor.memory import KVMemory
 from arbor.memory.slots import SlotTable
 from arbor.model.runner import ModelRunner
-from arbor.retention.policy import POLICIES, Protect
+from arbor.retention.policy import Protect
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
 

@@ -12,12 +12,13 @@ from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 from support.models import build
 from support.offers import EVERY
+from support.policies import POLICIES
 from support.trees import Lab, grown
 
 from arbor.engine.mode import Mode, Rehydrate
 from arbor.errors import BudgetInfeasible
 from arbor.events import Event, Forwarded, Pressure
-from arbor.retention.policy import POLICIES, Protect
+from arbor.retention.policy import Protect
 
 # ten blocks of five tokens, a prompt and twelve questions, one after the other and each path
 # computed anew

@@ -28,17 +28,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.models import VOCABULARY, Words, build, path_logits
+from support.policies import POLICIES
 from support.trees import Lab, path_ids, relative_error
 from torch import Tensor
 
 from arbor import forest
 from arbor.engine import residency, scheduler
 from arbor.engine.mode import Mode
-from arbor.engine.operation import Operation
-from arbor.engine.scheduler import Row
+from arbor.engine.operation import Growth, Operation, Row
 from arbor.engine.step import Stepper
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth, ModelSampler
+from arbor.engine.token_source import ModelSampler
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.events import Discarded, Event, Evicted, Rehydrated
 from arbor.forest import LEAST_COMMON, LEAST_SIBLING
@@ -49,7 +49,7 @@ from arbor.model.fetch_costs import FetchCosts
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.allocators.per_tree import Among
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.support.packed_size import BITS
 from arbor.tasks.base import BlockLimits

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.head_reads import HeadReads, held, masked_forward, recorded
 from support.models import build, path_keys
 from support.offers import SEEDS, offer, room_for
+from support.policies import POLICIES
 from support.trees import GREEDY, PROMPT, Lab, relative_error
 
 from arbor import Solver
@@ -39,7 +40,7 @@ from arbor.retention.head_selection import (
     ranked_means,
     select_by_head,
 )
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.expected_attention import ExpectedAttention
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens

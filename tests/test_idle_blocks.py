@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 from support.models import build
+from support.offers import AtMost
+from support.policies import POLICIES
 from support.trees import GREEDY, Lab
 
 from arbor.components import build as built
@@ -14,7 +16,7 @@ from arbor.errors import UsageError
 from arbor.events import Allocated
 from arbor.retention.allocators.per_tree import divided
 from arbor.retention.allocators.uniform import Uniform
-from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.tree import ThoughtTree
 
@@ -74,9 +76,9 @@ def test_idle_blocks_leave_whole_where_paths_do_not_fit() -> None:
 
 
 def test_policies_that_do_not_spare_paths_are_refused() -> None:
-    for spec in ("h2o,idle=newest", "rsbcm,spares_paths=true,idle=newest"):
+    for policy in (POLICIES["h2o"], dataclasses.replace(POLICIES["lru"], allocator=AtMost(2))):
         with pytest.raises(UsageError) as caught:
-            built("policy", spec)
+            dataclasses.replace(policy, idle="newest")
         assert caught.value.code == "idle" and "spares_paths=true" in caught.value.hint
     with pytest.raises(UsageError, match="it must be one of scored, newest"):
         built("policy", "h2o,idle=last")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import build
+from support.policies import POLICIES
 from support.trees import GREEDY, PROMPT, Lab
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Tokens
 from arbor.retention.observation import Observation
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.expected_attention import ExpectedAttention
 from arbor.retention.scorers.keydiff import KeyDiff
 from arbor.retention.scorers.rkv import RKV

@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 from support.masked_reads import Reads, masked_logits, recorded
 from support.models import WINDOW, build
+from support.policies import POLICIES
 from support.slow_cases import every
 from support.trees import GREEDY, PROMPT, Lab, relative_error
 
 from arbor.engine.mode import Rehydrate
 from arbor.engine.scheduler import MARGIN
 from arbor.events import Evicted, Forwarded
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.trigger import Trigger
 
 SLOTS = 24

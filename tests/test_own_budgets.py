@@ -12,17 +12,18 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.models import build
+from support.policies import POLICIES
 from support.trees import PROMPT, SAMPLED, Lab, Words
 from test_batch import PROBLEMS, Together, found, solver_of
 from test_deterministic import deterministic_runner
 
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Allocated, Event, Evicted, Pressure, Rehydrated
 from arbor.model.checkpoint import Checkpoint
 from arbor.retention.base import Blocks, Scorer
-from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.policy import Policy
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree

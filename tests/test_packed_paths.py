@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build
+from support.policies import POLICIES
 from support.slow_cases import every, only
 from support.trees import GREEDY, QUESTIONS, Lab, relative_error
 from torch import Tensor
@@ -31,7 +32,7 @@ from arbor.model.plan import Segment, SegmentTable
 from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention
 from arbor.retention.allocators.hierarchy import Hierarchy
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.support.packed_size import BITS, GROUP
 from arbor.trace.fold import Replay

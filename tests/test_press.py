@@ -14,13 +14,14 @@ import pytest
 import torch
 from support import presses
 from support.models import build
+from support.policies import POLICIES
 from support.trees import GREEDY, PROMPT, Lab
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arbor import components
 from arbor.errors import ArborError, UsageError
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.window_attention import WindowAttention
 from arbor.retention.token_kv import KVSequence, attention_of
 from arbor.testing import check_policy, random_kv

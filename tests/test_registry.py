@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Protocol, get_args, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.policies import POLICIES
 from support.run_cli import environment
 
 from arbor import components, registry
@@ -25,7 +26,7 @@ from arbor.controllers.mcts import MCTS
 from arbor.errors import UnknownName, UsageError
 from arbor.registry import BUILTIN, KINDS, names, resolve
 from arbor.retention.allocators.lru import LRU
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 
 # names of controllers that stand for settings of a class
 READY_CONTROLLERS = ("best-of-n", "rap", "rest-mcts", "rstar")

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 from support.models import build, path_keys, path_logits
+from support.policies import POLICIES
 from support.trees import LENGTH, PROMPT, Lab, path_ids, relative_error
 
 from arbor.engine.mode import Mode
 from arbor.events import Evicted, Rehydrated
 from arbor.memory.slots import SlotTable
 from arbor.model.runner import ModelRunner
-from arbor.retention.policy import POLICIES, Protect
+from arbor.retention.policy import Protect
 from arbor.tree import Node, NodeState, ThoughtTree
 
 WORKING = sorted(set(POLICIES) - {"full"})

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.masked_reads import Reads, masked_logits, recorded
 from support.models import build
+from support.policies import POLICIES
 from support.trees import GREEDY, PROMPT, SAMPLED, Lab, relative_error
 
 from arbor import Solver
@@ -19,7 +20,7 @@ from arbor.errors import UsageError
 from arbor.events import Evicted
 from arbor.retention.allocators.hierarchy import Evict, Hierarchy
 from arbor.retention.base import Blocks, Ints, Scorer, Tokens
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.models import build
 from support.offers import SEEDS, offer, room_for
+from support.policies import POLICIES
 from support.trees import GREEDY, PROMPT, Lab
 
 from arbor.errors import UsageError
@@ -19,7 +20,7 @@ from arbor.retention.allocators.chunks import Chunks
 from arbor.retention.allocators.segments import TokenSequence, quotas_of
 from arbor.retention.allocators.strata import Strata
 from arbor.retention.base import Blocks, TokenAllocator
-from arbor.retention.policy import POLICIES, Protect
+from arbor.retention.policy import Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.window import Window
 from arbor.retention.selection import select

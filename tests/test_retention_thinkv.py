@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.models import build
 from support.offers import SEEDS, offer, room_for
+from support.policies import POLICIES
 from support.trees import GREEDY, Lab
 
 from arbor import Solver
@@ -30,7 +31,7 @@ from arbor.retention.allocators.thinkv import (
 from arbor.retention.base import NEVER, Blocks, Floats, Tokens
 from arbor.retention.kmeans import representatives
 from arbor.retention.observation import Observation
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.keydiff import KeyDiff
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.rkv import RKV

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 from support.masked_reads import masked_logits, recorded
 from support.models import Words, build, path_logits
+from support.policies import POLICIES
 from support.slow_cases import only
 from support.trees import (
     GREEDY,
@@ -39,9 +40,8 @@ from torch import Tensor
 
 from arbor import Solver
 from arbor.controllers.tot import ToT
-from arbor.engine.operation import GivenBlock
+from arbor.engine.operation import GivenBlock, Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Discarded, Event, Evicted, Forwarded
 from arbor.kernels.base import AttentionBackend, AttentionShape
@@ -58,7 +58,7 @@ from arbor.model.plan import Segment, SegmentTable
 from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention, chunks_of
 from arbor.retention.allocators.hierarchy import Hierarchy
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits

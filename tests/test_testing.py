@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.policies import POLICIES
 from support.slow_cases import every
 
 from arbor import registry
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import order, whole_blocks
-from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.testing import check_policy, make_offer, reordered
 

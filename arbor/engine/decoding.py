@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.engine.branches import Branches
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.operation import Growing, Row, Siblings
 from arbor.engine.pieces import head
 from arbor.engine.prefix_sharing import PrefixSharing
-from arbor.engine.scheduler import Row
 from arbor.engine.schedulers import Schedulers
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import CheckedSource, TokenSource
@@ -129,7 +128,8 @@ class Decoding:
                     opened.emit(Sampled(nodes, ids, logprobs, others if any(others) else ()))
 
     def compare(self, rows: Sequence[Row]) -> bool:
-        """Compare branches that were given a token, and end those that a rule ends (`BranchStop`).
+        """Compare rows that were given a token with their siblings, and end those that a hook ends
+        (`BranchHook`).
 
         A row that is ahead of its siblings leaves the batch until they have caught up.
 
@@ -137,26 +137,31 @@ class Decoding:
             whether rows have left the batch.
         """
         left = False
-        for branches in dict.fromkeys(row.branches for row in rows):
-            if branches is None or branches.operation.error is not None:
+        for siblings in dict.fromkeys(row.siblings for row in rows if row.siblings is not None):
+            growing, leaf = siblings.rows[0].operation, siblings.rows[0].leaf
+            assert isinstance(growing, Growing)
+            if growing.error is not None:
                 continue
-            for row in branches.ahead():
+            for row in siblings.ahead:
                 if row.started:
                     self._schedulers.leave([row])
                     self.suspend(row)
-                    branches.operation.held.append(row)
+                    growing.held.append(row)
                     left = True
-            stopped = branches.compare()
+            stopped = siblings.watch.chosen()
             if stopped is not None:
-                self._state.of(branches.leaf).emit(stopped)
-            self._release(branches)
+                for row in (siblings.rows[place] for place in stopped.places):
+                    row.stop = "gate"
+                    if row.growth.grammar is not None:
+                        row.growth.grammar.forget(row.node)
+                self._state.of(leaf).emit(stopped.event)
+            self._release(growing, siblings)
         return left
 
-    def _release(self, branches: Branches) -> None:
+    def _release(self, growing: Growing, siblings: Siblings) -> None:
         """Let rows go on that wait for no sibling any more."""
-        growing = branches.operation
-        ahead = branches.ahead()
-        mine = [row for row in growing.held if row.branches is branches and row not in ahead]
+        ahead = siblings.ahead
+        mine = [row for row in growing.held if row.siblings is siblings and row not in ahead]
         growing.held = [row for row in growing.held if row not in mine]
         self._schedulers.resume(mine)
 

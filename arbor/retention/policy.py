@@ -20,7 +20,6 @@ from arbor.retention.allocators.per_tree import Among, divided
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
-from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.thinkv import ThinKV
 from arbor.retention.allocators.uniform import Uniform
@@ -441,11 +440,6 @@ _NAMED = {
         WindowAttention(window=32, pooled=7),
         Protect(recent=32),
         summary="Keeps the tokens, and their neighbours, that the last 32 queries attended to (RPC).",
-    ),
-    "rsbcm": Policy(
-        RSBCM(),
-        spares_paths=True,
-        summary="Keeps blocks of high value and small depth, up to a capacity in blocks (RSBCM of RKSC).",
     ),
     "snapkv": Policy(
         Pooled(),

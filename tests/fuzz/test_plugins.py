@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.policies import POLICIES
 
 from arbor import Solver
 from arbor.controllers.base import Expansion
 from arbor.controllers.tot import ToT
 from arbor.errors import ArborError
-from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.policy import Policy
 from arbor.tasks.game24 import Game24
 from arbor.tree import Node
 from arbor.verifiers.base import Verdict

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from support.models import Words, path_logits
+from support.policies import POLICIES
 from torch import Tensor
 
 from arbor.engine.engine import Engine
+from arbor.engine.hooks import PromptHook
 from arbor.engine.mode import Mode, Rehydrate, Share
-from arbor.engine.mode_names import SHARE_THRESHOLD
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth, TokenSource
+from arbor.engine.token_source import TokenSource
 from arbor.events import Event, Forwarded, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.torch_cascade import TorchCascade
@@ -24,7 +26,7 @@ from arbor.model.graphs import Recorder
 from arbor.model.level_rule import LevelRule
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
-from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.policy import Policy
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree
 
@@ -55,7 +57,7 @@ class Lab(Engine):
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
         share: Share = "exact",
-        threshold: float = SHARE_THRESHOLD,
+        prompt_hook: PromptHook | None = None,
         source: TokenSource | None = None,
         min_saved_reads: int = 0,
         debug: bool = False,
@@ -73,7 +75,7 @@ class Lab(Engine):
             mode=mode,
             rehydrate=rehydrate,
             share=share,
-            threshold=threshold,
+            prompt_hook=prompt_hook,
             source=source,
             levels=LevelRule(min_saved_reads),
             lower=lower,
