@@ -128,7 +128,7 @@ TUNING: dict[tuple[str, str], str] = {
     ("arbor/engine/sampling.py", "_WIDEN"): SPEED,
     ("arbor/engine/sampling.py", "_CPU_SLICE"): "rows at a time; slices change no bit",
     ("arbor/engine/sampling.py", "_GPU_SLICE"): "rows at a time; slices change no bit",
-    ("arbor/engine/last_logits.py", "MOST_BYTES"): "logits that were dropped are computed again",
+    ("arbor/engine/forest_state.py", "MOST_LOGITS"): "logits that were dropped are computed again",
     ("arbor/engine/text.py", "LOOK_BACK"): "more tokens than a character has; the text is the same",
     (
         "arbor/memory/prefix_cache.py",

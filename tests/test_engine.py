@@ -154,7 +154,7 @@ def kv_of(lab: Lab, node: Node) -> list[Tensor]:
 def test_logits_that_are_no_longer_kept_are_computed_from_the_last_token(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arbor.engine.last_logits.MOST_BYTES", 0)
+    monkeypatch.setattr("arbor.engine.forest_state.MOST_LOGITS", 0)
     want, want_answers = full()
 
     tree, answers = grown(lab)
@@ -168,7 +168,7 @@ def test_logits_that_are_no_longer_kept_are_computed_from_the_last_token(
 def test_running_a_last_token_again_leaves_its_kv_alone(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arbor.engine.last_logits.MOST_BYTES", 0)
+    monkeypatch.setattr("arbor.engine.forest_state.MOST_LOGITS", 0)
     tree = lab.plant()
     (first,) = lab.sprout([(tree.root, 1)])
     lab.sprout([(tree.root, 1)])

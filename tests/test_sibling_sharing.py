@@ -12,8 +12,8 @@ from support.trees import PROMPT, QUESTIONS, SAMPLED, Lab, planted_again, relati
 from torch import Tensor
 
 from arbor import Solver
-from arbor.engine.lengths import Lengths
 from arbor.engine.operation import Growth, Row
+from arbor.engine.retained import Lengths
 from arbor.engine.scheduler import MARGIN
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import ModelSampler
