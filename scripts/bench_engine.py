@@ -137,6 +137,7 @@ class NoModel:
     dtype = kv_dtype = torch.float32
     device = torch.device("cpu")
     weight_bytes = 0
+    graphs = None
 
     def __init__(self, outside: Stopwatch) -> None:
         self.outside = outside
