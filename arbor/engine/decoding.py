@@ -94,7 +94,7 @@ class Decoding:
                     row.context = (*row.context, *head(row.node, row.tail_from))
             row.context_length = sum(len(piece.slots) for piece in row.context)
 
-    def choose(self, rows: Sequence[Row], logits: Tensor | Sequence[Tensor]) -> None:
+    def choose(self, rows: Sequence[Row], logits: Tensor | Sequence[Tensor]) -> list[Row]:
         """Append one token to each row's block, and decide whether it ends the block.
 
         Where the token source fails, the operations it fails for are given the error.
@@ -102,9 +102,13 @@ class Decoding:
         Args:
             rows: of any operations.
             logits: [n, V] float32, or n times [V].
+
+        Returns:
+            the rows that are to be compared with their siblings.
         """
+        watched: list[Row] = []
         if not rows:
-            return
+            return watched
         stacked = logits if isinstance(logits, Tensor) else torch.stack(list(logits))
         with self._forwards.timing():
             tokens = self._tokens(rows, stacked)
@@ -112,6 +116,8 @@ class Decoding:
                 if token is None or row.operation.error is not None:
                     continue
                 row.node.tree.append(row.node, token)
+                if row.siblings is not None:
+                    watched.append(row)
                 try:
                     row.stop = self._source.stop(row.node, row.growth)
                 except Exception as error:
@@ -126,6 +132,7 @@ class Decoding:
                 if chosen:
                     nodes, ids, logprobs, others = zip(*chosen, strict=True)
                     opened.emit(Sampled(nodes, ids, logprobs, others if any(others) else ()))
+        return watched
 
     def compare(self, rows: Sequence[Row]) -> bool:
         """Compare rows that were given a token with their siblings, and end those that a hook ends

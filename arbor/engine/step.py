@@ -216,8 +216,9 @@ class Stepper:
             fresh = [row for row in rows if row.pending is None]
             self._changed = True
             self._decoding.start(rows)
-            self._decoding.choose(fresh, [self._known[row.leaf] for row in fresh])
-            self._decoding.compare(fresh)
+            watched = self._decoding.choose(fresh, [self._known[row.leaf] for row in fresh])
+            if watched:
+                self._decoding.compare(watched)
 
     def _upcoming(self, operation: Operation) -> list[list[Node]]:
         """Blocks at whose end the waiting work begins, as much at a time as fits."""
@@ -466,8 +467,8 @@ class Stepper:
         if some:
             some_logits = logits if len(some) == len(rows) else logits[some]
             chosen = [rows[i] for i in some]
-            self._decoding.choose(chosen, some_logits)
-            if self._decoding.compare(chosen):
+            watched = self._decoding.choose(chosen, some_logits)
+            if watched and self._decoding.compare(watched):
                 self._changed = True
 
     def _interrupt(self, operation: Growing) -> None:
