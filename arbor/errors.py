@@ -131,6 +131,15 @@ def did_you_mean(name: str, known: Iterable[str], *, likeness: float = 0.5) -> s
     return f"Did you mean '{near[0]}'? " if near else ""
 
 
+def logits_not_finite() -> ModelError:
+    """Error for logits that no token can be chosen by."""
+    return ModelError(
+        "logits-not-finite",
+        "the model's logits are not finite: its numbers have overflowed, or its weights are broken.",
+        "Use --dtype bfloat16 or --dtype float32 where it is float16; else compare the weights with their source.",
+    )
+
+
 def unknown_setting(where: str, name: str, known: Iterable[str], /, **data: Any) -> UsageError:
     """The error for an unknown setting.
 

@@ -137,7 +137,7 @@ def by_padding(function: Handler, x: Tensor, *settings: Any, **named: Any) -> Te
 def _handlers(kind: str) -> dict[str, Handler]:
     """What replaces each operator of torch, by its name with the overload."""
     if kind == "cuda":
-        from .invariant_reductions import REDUCTIONS
+        from arbor.kernels.invariant_reductions import REDUCTIONS
 
         return REDUCTIONS
     found: dict[str, Handler] = {}

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .base import AttentionShape
+from arbor.kernels.attention.base import AttentionShape
 
 # Addresses that pass for aligned with Triton, which reads 16 bytes at once.
 ALIGNMENT_BYTES = 16
@@ -286,7 +286,7 @@ def attend(
     """Attention of some rows, into `out` and `lse`.
 
     Args:
-        launch: a `Launch` of `arbor.kernels.invariant_cascade`.
+        launch: a `Launch` of `arbor.kernels.attention.invariant_cascade`.
         q: [rows, heads, D_k]; k_pool, v_pool: as in `AttentionBackend.run`.
         out: [rows, heads, D_v], contiguous; lse: [rows, heads] float32, contiguous.
         tile: `attention_tile` of the layer.

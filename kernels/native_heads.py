@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .native import HeadSelectJob, HeadShareJob, native_library
+from arbor.kernels.native import HeadSelectJob, HeadShareJob, native_library
 
 Places = NDArray[np.int32]
 _LAST, _FIRST = 1, 2  # `HeadSelectJob::Guard` of native.h

@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library, native_state
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.measure.statistics import bootstrap
 
 NODE_TOKENS = 64

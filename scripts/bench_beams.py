@@ -23,10 +23,10 @@ from random_llama import NoText, random_llama
 
 from arbor.engine.beam_hypotheses import BeamSettings
 from arbor.engine.engine import Engine
-from arbor.kernels.linear import pack_linears
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.kernels.native import native_library
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model.runner import ModelRunner
 from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree

@@ -28,7 +28,8 @@ from random_llama import NoText, fixed_length, prefix, random_llama
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
 from arbor.model.sampling_params import Sampling
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.registry import resolve
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.tree import Node, ThoughtTree
 
@@ -42,8 +43,8 @@ SPARE = 32
 def policy_of(name: str) -> Policy:
     """A policy as it is named here, with the protection that all have."""
     base, *rest = name.split("/")
-    policy = replace(
-        POLICIES[base],
+    policy: Policy = replace(
+        resolve("policy", base),
         protect=Protect(sinks=4, recent=32),
         trigger=Trigger(spare=SPARE if str(SPARE) in rest else 0),
     )
@@ -62,7 +63,7 @@ class Decoder:
         self.engine = Engine(
             fused_runner(model),
             NoText(),
-            policy=POLICIES["full"] if whole else policy_of(name),
+            policy=resolve("policy", "full") if whole else policy_of(name),
             mode="lossless" if whole else "lossy",
             rehydrate="selective" if whole else "off",
         )

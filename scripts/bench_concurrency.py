@@ -34,12 +34,12 @@ from random_llama import NoText, fixed_length, prefix, random_llama
 from arbor import Solver
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
-from arbor.kernels.fused import fused_ops
-from arbor.kernels.linear import pack_linears
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.fused.parts import fused_ops
+from arbor.kernels.fused.rotary import rotary_ops
+from arbor.kernels.linear.layers import pack_linears
 from arbor.kernels.native import native_library
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.rotary import rotary_ops
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model.fuse import fuse
 from arbor.model.fuse_attention import fuse_attention
 from arbor.model.runner import ModelRunner

@@ -32,13 +32,13 @@ from transformers import DynamicCache
 
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
-from arbor.kernels.base import AttentionBackend
-from arbor.kernels.fused import fused_ops
-from arbor.kernels.linear import pack_linears
+from arbor.kernels.attention.base import AttentionBackend
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.fused.parts import fused_ops
+from arbor.kernels.fused.rotary import rotary_ops
+from arbor.kernels.linear.layers import pack_linears
 from arbor.kernels.native import native_library, native_state, open_library, without_native
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.rotary import rotary_ops
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.measure.statistics import bootstrap
 from arbor.model.fuse import fuse
 from arbor.model.fuse_attention import fuse_attention

@@ -31,8 +31,8 @@ from arbor.engine.operation import Growth
 from arbor.engine.sampling import confidence, sample
 from arbor.engine.stop_rule import StopRule
 from arbor.events import Event, Forwarded
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.memory.slots import SlotTable
 from arbor.model.level_rule import LevelRule

@@ -27,8 +27,8 @@ from random_llama import SIZES, NoText, fixed_length, prefix, random_llama
 
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.measure.timing import interleaved
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling

@@ -25,8 +25,8 @@ from experiment_table import add_options
 from model_and_problems import add_model_and_problems, task_of
 from random_llama import random_llama
 
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.native_cascade import NativeCascade
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.linear.layers import pack_linears
 
 Row = dict[str, Any]
 # How a task is solved; others by one chain, which goes wrong as soon as a line is wrong.

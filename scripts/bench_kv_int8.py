@@ -29,9 +29,9 @@ from random_llama import random_llama
 from torch import Tensor
 
 from arbor import Solver
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.int8 import MOST_CODE, decode, encode
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.measure.statistics import clopper_pearson, paired
 from arbor.run.solution import Solution
 

@@ -24,7 +24,7 @@ import torch
 from experiment_table import ExperimentTable, add_options
 from torch import Tensor, nn
 
-from arbor.kernels.linear import Packing, pack_linears
+from arbor.kernels.linear.layers import Packing, pack_linears
 from arbor.kernels.native import native_library, native_state
 from arbor.measure.statistics import bootstrap
 

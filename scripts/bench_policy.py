@@ -44,11 +44,12 @@ from arbor.engine.open_tree import OpenTree, RunHooks
 from arbor.engine.residency import Residency
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
-from arbor.retention.allocators.kkt import KKT
+from arbor.papers.arborkv.kkt import KKT
+from arbor.registry import names, resolve
 from arbor.retention.base import NEVER, Blocks, Ints, TokenAllocator, Tokens
 from arbor.retention.block_table import BlockTable
 from arbor.retention.msve import MSVE
-from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.policy import Policy
 from arbor.retention.selection import select, select_all_but, select_by_count
 from arbor.retention.token_statistics import AttentionColumns, TokenStatistics
 from arbor.tree import Node, NodeState, Span, Spans, ThoughtTree
@@ -345,7 +346,7 @@ def main() -> None:
     rows = []
     for size in args.sizes:
         search = Search(size, args.seed)
-        for policy in POLICIES.values():
+        for policy in (resolve("policy", name) for name in names("policy")):
             # a made-up search has no keys, and no heads
             if not (policy.keeps_all or policy.observation.keys or policy.by_head):
                 rows.append(measure(search, policy, args.share, args.rounds))

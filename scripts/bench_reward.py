@@ -33,15 +33,15 @@ from torch import Tensor
 from arbor import Solver
 from arbor.budget import Budget, Footprint
 from arbor.engine.engine import Engine
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.model.loading import load_model, load_tokenizer, locate_model
 from arbor.model.runner import ModelRunner
 from arbor.model.scoring import TokenScores
 from arbor.retention.policy import POLICIES
 from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.verifiers.reward.engine import values_of
 from arbor.verifiers.reward.mirror import Mirror
-from arbor.verifiers.reward.scores import values_of
 from arbor.verifiers.reward_model import ProcessRewardModel
 
 PROMPT, STEP, BEAM, WIDTH = 128, 32, 4, 4

@@ -47,8 +47,8 @@ from experiment_table import ExperimentTable, add_options
 from numpy.typing import NDArray
 from random_llama import SIZES, prefix, random_llama
 
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.memory.pool import KVPool, bytes_per_token
 from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner

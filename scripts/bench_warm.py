@@ -30,10 +30,10 @@ from experiment_table import ExperimentTable, add_options
 from random_llama import SIZES, NoText, prefix, random_llama
 
 from arbor.engine.engine import Engine
-from arbor.kernels.linear import pack_linears
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.kernels.native import native_library, native_state
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.measure.statistics import bootstrap
 from arbor.measure.timing import turned
 from arbor.memory.prompt_files import PromptFiles

@@ -29,13 +29,13 @@ from model_and_problems import (
 )
 
 from arbor import Solver
-from arbor.measure.calibrate_window import (
+from arbor.measure.statistics import bootstrap
+from arbor.papers.lazyeviction.calibrate import (
     PERCENTILES,
     PathReads,
     heaviest_share,
     path_reads,
 )
-from arbor.measure.statistics import bootstrap
 
 TASKS = ("chains", "recall", "game24")
 THRESHOLDS = (1e-4, 5e-4, 4e-3)  # the paper's two; about an even share of a path of 230 tokens

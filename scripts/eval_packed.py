@@ -36,8 +36,7 @@ from arbor.controllers.chain import ChainSearch
 from arbor.controllers.tot import BreadthFirst
 from arbor.measure.statistics import clopper_pearson, paired
 from arbor.memory import stores
-from arbor.memory.packed_store import PackedStore
-from arbor.memory.packing import Scales
+from arbor.memory.packed_store import PackedStore, Scales
 from arbor.run.solution import Solution
 
 AT_ONCE = 32

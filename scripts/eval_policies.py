@@ -43,15 +43,16 @@ from arbor.events import Boundary, Event, Forwarded, Verified
 from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.measure.statistics import bootstrap
 from arbor.metrics import Unshared
-from arbor.retention.allocators.ams import AMS
-from arbor.retention.allocators.ratio import Ratio
-from arbor.retention.allocators.thinkv import ThinKV
+from arbor.papers.ams.ams import AMS
+from arbor.papers.arborkv.ratio import Ratio
+from arbor.papers.lazyeviction.lazy_eviction import LazyEviction
+from arbor.papers.related.thinkv import ThinKV
+from arbor.registry import names, resolve
 from arbor.retention.base import Scorer
 from arbor.retention.msve import MSVE
 from arbor.retention.observation import Observation
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.lazy_eviction import LazyEviction
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.trigger import Trigger
@@ -87,11 +88,14 @@ LOSSLESS = (
 )
 LOSSY = ("random", "streaming", "h2o", "tova", "uniform", "lru", "reentry", "arborkv", "kkt")
 PROTECT = Protect(sinks=4, recent=8, tail=0, floor=0)  # the same for all that are compared
-ARBORKV = dataclasses.replace(POLICIES["arborkv"], protect=PROTECT)
-LAZY = dataclasses.replace(POLICIES["lazyeviction"], protect=PROTECT, trigger=Trigger())
-THINKV = dataclasses.replace(POLICIES["thinkv"], protect=PROTECT, trigger=Trigger())
+ARBORKV = dataclasses.replace(resolve("policy", "arborkv"), protect=PROTECT)
+LAZY = dataclasses.replace(resolve("policy", "lazyeviction"), protect=PROTECT, trigger=Trigger())
+THINKV = dataclasses.replace(resolve("policy", "thinkv"), protect=PROTECT, trigger=Trigger())
 VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of their parts changed
-    "arborkv-published": (POLICIES["arborkv"], None),  # with its own protection: tails, and a floor
+    "arborkv-published": (
+        resolve("policy", "arborkv"),
+        None,
+    ),  # with its own protection: tails, and a floor
     "arborkv-any-path": (dataclasses.replace(ARBORKV, spares_paths=False), MSVE()),
     "arborkv-any-path-no-eta": (
         dataclasses.replace(ARBORKV, allocator=Ratio(eta=1.0), spares_paths=False),
@@ -118,7 +122,7 @@ VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of thei
     "arborkv-as-guessed": (ARBORKV, MSVE()),
     # a token at a time, as the policies they are compared with, not with slots to spare
     "ams-each": (
-        dataclasses.replace(POLICIES["ams"], protect=PROTECT, trigger=Trigger()),
+        dataclasses.replace(resolve("policy", "ams"), protect=PROTECT, trigger=Trigger()),
         None,
     ),
     "thinkv-each": (THINKV, None),
@@ -133,8 +137,8 @@ VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of thei
 for _allocator, _scorer in itertools.product(("ams", "strata"), ("keydiff", "rkv")):
     VARIANTS[f"{_allocator}-{_scorer}-each"] = (
         dataclasses.replace(
-            POLICIES[_allocator],
-            scorer=POLICIES[_scorer].scorer,
+            resolve("policy", _allocator),
+            scorer=resolve("policy", _scorer).scorer,
             protect=PROTECT,
             trigger=Trigger(),
         ),
@@ -142,7 +146,7 @@ for _allocator, _scorer in itertools.product(("ams", "strata"), ("keydiff", "rkv
     )
 VARIANTS["ams-no-credit-each"] = (
     dataclasses.replace(
-        POLICIES["ams"], allocator=AMS(blend=1.0), protect=PROTECT, trigger=Trigger()
+        resolve("policy", "ams"), allocator=AMS(blend=1.0), protect=PROTECT, trigger=Trigger()
     ),
     None,
 )
@@ -154,7 +158,7 @@ for _window in WINDOWS:
     )
 HEADED = ("h2o", "snapkv", "keydiff", "rkv", "rpc", "tova", "lazyeviction")
 for _name in HEADED:
-    _policy = dataclasses.replace(POLICIES[_name], protect=PROTECT, trigger=Trigger())
+    _policy = dataclasses.replace(resolve("policy", _name), protect=PROTECT, trigger=Trigger())
     VARIANTS[f"{_name}-heads"] = (dataclasses.replace(_policy, granularity="head"), None)
     # one set for all heads, from all layers, as `granularity=head` observes them
     VARIANTS[f"{_name}-layers"] = (
@@ -164,7 +168,7 @@ for _name in HEADED:
 for _name, _heads in itertools.product(("h2o", "snapkv", "tova"), ("adaptive", "pyramid")):
     VARIANTS[f"{_name}-{_heads}"] = (
         dataclasses.replace(
-            POLICIES[_name],
+            resolve("policy", _name),
             protect=PROTECT,
             trigger=Trigger(),
             granularity="head",
@@ -523,8 +527,8 @@ def recall_of(task: Chains, problem: Problem) -> int:
 
 def policy_name(text: str) -> str:
     """A policy's name, also with settings (``triattention,queries=FILE``), or that of a variant."""
-    if text not in VARIANTS and split_spec(text)[0] not in POLICIES:
-        known = ", ".join((*sorted(POLICIES), *VARIANTS))
+    if text not in VARIANTS and split_spec(text)[0] not in names("policy"):
+        known = ", ".join((*names("policy"), *VARIANTS))
         raise argparse.ArgumentTypeError(f"{text} is not one of {known}")
     return text
 

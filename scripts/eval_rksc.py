@@ -54,8 +54,8 @@ from arbor import Solver
 from arbor.engine.engine import Engine
 from arbor.engine.operation import GivenBlock, Growth, Operation
 from arbor.events import preferred
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.measure.statistics import clopper_pearson
 from arbor.measure.timing import interleaved
 from arbor.memory.pool import KVPool
@@ -73,7 +73,7 @@ from arbor.papers.rksc.exit_watch import ways_of
 from arbor.papers.rksc.layer_exit import LayerExit
 from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing
 from arbor.papers.rksc.similarity import similarity
-from arbor.retention.policy import POLICIES
+from arbor.registry import resolve
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains, Fact, chain_to
 from arbor.tree import Node, ThoughtTree
@@ -92,7 +92,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "beam": {"controller": {"name": "beam", "beam_size": 5, "width": 4}},
     "dpts": {"controller": {"name": "dpts", "max_visited": 60}},
 }
-# of the calibration in docs/experiments/layer_exit.md, by the paper's percentiles
+# of the calibration in docs/experiments/rksc.md, by the paper's percentiles
 PAPER_GATE = CGEE(confidence=0.9962, gap=0.0006)
 PAPER_EXIT = LayerExit(threshold=0.198, patience=1)
 
@@ -375,7 +375,7 @@ class Pipeline:
         ]
         self.question = prefix(QUESTION, vocabulary)
         self.slots = BRANCHES * (n + SUFFIX + decoded + QUESTION)
-        lru = POLICIES["lru"]
+        lru = resolve("policy", "lru")
         self.engine = Engine(self.runner, NoText(), policy=lru, share="off")
         self.leaves: list[Node] = []
 

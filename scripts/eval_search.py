@@ -41,7 +41,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 # Gates around the model's own judge, with thresholds by RKSC's percentiles
-# (docs/experiments/layer_exit.md) and those of its released code; only where they are named.
+# (docs/experiments/rksc.md) and those of its released code; only where they are named.
 GATED: dict[str, dict[str, Any]] = {
     name: {"controller": "tot", "verifier": verifier, "sampling": Sampling(1.0, 1.0)}
     for name, verifier in {

@@ -1,13 +1,14 @@
-"""Tables and plots of EXPERIMENTS.md, rendered from the CSV files in docs/experiments.
+"""Verdicts of EXPERIMENTS.md; tables and plots of docs/experiments, rendered from its CSV files.
 
-    python scripts/report.py            writes the tables into the page and the plots as SVG
-    python scripts/report.py --check    writes nothing; exit code 1 if a table or a plot differs
+    python scripts/report.py            writes verdicts and tables into the pages, plots as SVG
+    python scripts/report.py --check    writes nothing; exit code 1 if a page or a plot differs
     python scripts/report.py --tables   leaves out the plots, which depend on matplotlib's version
 
-A table stands in the page between ``<!-- table: NAME -->`` and ``<!-- end -->``. CSV files are
-append-only, oldest row first: a cell of a table or a point of a plot shows the last row of the file
-that fits, so a measurement that is repeated and appended replaces the older one on the page and
-leaves it in the file.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, the verdicts of the page
+docs/experiments/NAME.md between ``<!-- verdicts: NAME -->`` and ``<!-- end -->``. CSV files are
+append-only, oldest row first: a cell of a table or a point of a plot shows the last row that fits.
+A measurement that is repeated and appended replaces the older one on the page and leaves it in the
+file.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "EXPERIMENTS.md"
+INDEX = ROOT / "EXPERIMENTS.md"
 DATA = ROOT / "docs" / "experiments"
-MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (table|verdicts): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+VERDICT = re.compile(r"^Verdict: \[(.+?)\]\((#\S+)\) (.+)$", re.MULTILINE)
 
 Row = Mapping[str, str]
 Where = Mapping[str, str | tuple[str, ...]]
@@ -44,8 +46,6 @@ class Column:
     low: str = ""  # CSV columns of the interval
     high: str = ""
     half: str = ""  # CSV column of half the width of the interval, where it has that instead
-    unit: str = ""  # written after the value
-    unit_from: str = ""  # CSV column of the unit, where rows have different ones
     where: Where = field(
         default_factory=dict
     )  # filters of this column, added to those of the table
@@ -66,7 +66,7 @@ class Table:
 def share(title: str, where: Where | None = None) -> Column:
     """A share of solved problems with its interval."""
     low, high = "solved_low_percent", "solved_high_percent"
-    return Column(title, "solved_percent", low, high, unit=" %", where=where or {})
+    return Column(f"{title}, %", "solved_percent", low, high, where=where or {})
 
 
 def ratio(title: str, where: Where) -> Column:
@@ -83,8 +83,7 @@ def recomputed(title: str, search: str) -> Column:
 def cost(fraction: str) -> Column:
     """CPU time under a part of the peak, against full retention."""
     where = {"budget_fraction": fraction}
-    title = f"time at {fraction} of the peak (full retention: 1)"
-    return Column(title, "ratio_to_full", "ratio_low", "ratio_high", where=where)
+    return Column(f"time at {fraction}", "ratio_to_full", "ratio_low", "ratio_high", where=where)
 
 
 def microseconds(title: str, name: str) -> Column:
@@ -92,9 +91,9 @@ def microseconds(title: str, name: str) -> Column:
     return Column(title, f"{name}_us", f"{name}_q1_us", f"{name}_q3_us")
 
 
-def step(title: str, rows_end: str, commit: str = "") -> Column:
+def step(title: str, rows_end: str) -> Column:
     """The engine's own time of a decode step, with its quartiles."""
-    where: Where = {"rows_end": rows_end} | ({"commit": commit} if commit else {})
+    where = {"rows_end": rows_end}
     return Column(title, "step_ms", "step_q1_ms", "step_q3_ms", where=where)
 
 
@@ -102,9 +101,10 @@ def lost(rehydrate: str, fraction: str) -> Column:
     """Problems solved with a part of the KV, which comes back or does not."""
     kind = "comes back" if rehydrate == "selective" else "is lost"
     where = {"rehydrate": rehydrate, "budget_fraction": fraction}
-    return share(f"{fraction} held, the rest {kind}", where)
+    return share(f"{fraction}, {kind}", where)
 
 
+BEAM = "beam (5, width 4, own judge, lines of at most 16 tokens)"
 REPLAYED: Where = {"n": "60", "rehydrate": "selective", "budget_fraction": "0.25"}
 DETERMINISTIC: Where = {"deterministic": "yes"}
 SAMPLED: Where = {"deterministic": "no"}
@@ -153,21 +153,18 @@ TABLES: dict[str, Table] = {
             "verifier": ("", "self"),
         },
     ),
-    "lossy_word_problems": Table(
-        "lossy_word_problems",
-        {"policy": "policy"},
-        (lost("off", "0.75"),),
-        {
-            "n": "500",
-            "task": "chains of 4 to 6 steps, test; open blocks lose tokens too",
-            "policy": ("lru", "keydiff", "lazyeviction-each"),
-        },
-    ),
     "lossy_trees": Table(
         "lossy_trees",
         {"policy": "policy"},
-        (lost("off", "0.75"), lost("off", "0.5"), lost("selective", "0.5"), lost("off", "0.35")),
-        {"n": "500", "policy": ("ends", "lru", "arborkv")},
+        (
+            lost("selective", "0.5"),
+            *(lost("off", fraction) for fraction in ("0.75", "0.5", "0.35", "0.25")),
+        ),
+        {
+            "n": "500",
+            "controller": BEAM,
+            "policy": ("ends", "uniform", "streaming", "lru", "arborkv", "h2o"),
+        },
     ),
     "step_speed": Table(
         "step_speed",
@@ -180,35 +177,12 @@ TABLES: dict[str, Table] = {
             "dtype": ("float32", "bfloat16"),
         },
     ),
-    "fork_cost": Table(
-        "fork_cost",
-        {"what": "what", "setting": "setting", "machine": "machine"},
-        (
-            Column("n", "n"),
-            Column("result", "value", unit_from="unit"),
-        ),
-        {
-            "what": (
-                "a fork of 8 branches at 512 tokens",
-                "part of a decode step outside the model's layers, plans included",
-                "claiming 100 slots",
-            ),
-            "setting": (
-                "5M Llama",
-                "5M Llama, 32 leaves, 512-token prefix",
-                "pool of 600000 slots, half full pool",
-            ),
-            "metric": ("time", "share"),
-        },
-    ),
     "engine_step": Table(
         "engine_step",
         {"rows": "rows", "machine": "machine"},
         (
             step("ms", "no"),
-            step("before (bf8af81)", "no", "bf8af81"),
             step("ms while rows end", "one a step"),
-            step("before (bf8af81)", "one a step", "bf8af81"),
         ),
         {"min_saved_reads": "0"},
     ),
@@ -222,15 +196,6 @@ TABLES: dict[str, Table] = {
             recomputed("beam, at 0.25", "beam"),
         ),
         {**REPLAYED, "policy": ("lru", "reentry", "belady")},
-    ),
-    "block_values": Table(
-        "block_values",
-        {"signal": "signal", "blocks_judged": "blocks"},
-        (Column("rank correlation with a lost answer", "value", "value_low", "value_high"),),
-        {
-            "quantity": "Spearman's rank correlation with whether the loss cost the answer",
-            "signal": ("the fit", "the default weights, a guess", "value alone"),
-        },
     ),
     "largest_search": Table(
         "largest_search",
@@ -256,24 +221,6 @@ TABLES: dict[str, Table] = {
             "blocks": "10000",
             "machine": "epyc",
             "policy": ("lru", "arborkv", "h2o"),
-        },
-    ),
-    "trace_cost": Table(
-        "trace_cost",
-        {"what": "what", "metric": "metric", "setting": "setting", "machine": "machine"},
-        (Column("n", "n"), Column("result", "value", unit_from="unit")),
-        {
-            "what": (
-                "writing a trace, part of the CPU time of the search",
-                "starting: `arbor --version`",
-                "one frame of the live view",
-            ),
-            "setting": (
-                "Sapling, game24 validation, tot, self, full budget; compressed",
-                "",
-                "110 blocks, 100 columns",
-            ),
-            "metric": ("median, run 1", "median, run 2", "CPU time", "time"),
         },
     ),
 }
@@ -307,8 +254,7 @@ def cell(row: Row | None, column: Column) -> str:
     """A cell as the page shows it; empty where nothing was measured."""
     if row is None:
         return ""
-    unit = f" {row[column.unit_from]}" if column.unit_from else column.unit
-    text = grouped(row[column.value]) + unit
+    text = grouped(row[column.value])
     if column.low and row[column.low]:
         text += f" ({grouped(row[column.low])} to {grouped(row[column.high])})"
     if column.half and row[column.half]:
@@ -347,9 +293,26 @@ def rendered(table: Table) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (titles, marks, *lines))
 
 
+def verdicts(name: str) -> str:
+    """The verdicts of a page as a list, each linked to its section."""
+    page = (DATA / f"{name}.md").read_text(encoding="utf-8")
+    folder = DATA.relative_to(ROOT).as_posix()
+    return "".join(
+        f"- [{question}]({folder}/{name}.md{section}) {answer}\n"
+        for question, section, answer in VERDICT.findall(page)
+    )
+
+
 def filled(page: str) -> str:
-    """The page with every table rendered anew."""
-    return MARKED.sub(lambda found: found[1] + rendered(TABLES[found[2]]) + found[3], page)
+    """The page with every table and every list of verdicts rendered anew."""
+
+    def part(found: re.Match[str]) -> str:
+        kind, name = found[2], found[3]
+        return (
+            found[1] + (verdicts(name) if kind == "verdicts" else rendered(TABLES[name])) + found[4]
+        )
+
+    return MARKED.sub(part, page)
 
 
 # Plots
@@ -484,6 +447,7 @@ def time_by_policy() -> Figure:
 
 OVERVIEW_COLOURS = {
     **COLOURS,
+    "ends": "#4e79a7",
     "tova": "#7f7f7f",
     "random": "#bab0ac",
     "kkt": "#c49c94",
@@ -507,17 +471,17 @@ def apart(values: Sequence[float], gap: float) -> list[float]:
 
 
 def success_by_part(
-    panel: Axes, source: str, task: str, policies: Mapping[str, str], full: Row
+    panel: Axes, source: str, where: Where, policies: Mapping[str, str], full: Row
 ) -> None:
     """Success where KV is lost against the part of the peak that is held, a line for each policy.
 
     Args:
         source: name of the CSV file.
-        task: of its rows.
+        where: which of its rows.
         policies: name in the CSV file: label.
         full: the row of full retention.
     """
-    rows = [row for row in read(source) if fits(row, {**LOST, "task": task})]
+    rows = [row for row in read(source) if fits(row, {**LOST, **where})]
     whole = float(full["solved_percent"])
     ends = []
     for name, label in policies.items():
@@ -583,21 +547,15 @@ def searches_at_equal_tokens(panel: Axes) -> None:
     for value, held, label in points:
         panel.plot([held], [value], marker="o", ms=4, color=BLUE)
         if (value, held, label) not in crowd:
-            down = 3 if "\n" in label else 0
-            below = (held * (1 if down else 0.93), value - down)
-            panel.annotate(
-                label,
-                (held, value),
-                below,
-                fontsize=7.5,
-                ha="right",
-                va="top" if down else "center",
-            )
+            up = 1.5 if "\n" in label else 0
+            corner = (held * (1 if up else 0.93), value + up)
+            va = "bottom" if up else "center"
+            panel.annotate(label, (held, value), corner, fontsize=7.5, ha="right", va=va)
     panel.set_xscale("log")
     panel.set_xticks((30, 50, 100, 200, 400), ("30", "50", "100", "200", "400"))
     panel.minorticks_off()
     panel.set_xlim(26, 480)
-    panel.set_ylim(25, 100)
+    panel.set_ylim(25, 105)
     panel.set_xlabel("peak KV, tokens (mean)")
     panel.set_ylabel("solved (%)")
 
@@ -641,13 +599,14 @@ def overview() -> Figure:
         panel.patch.set_alpha(0)
         panel.grid(True)
         panel.set_axisbelow(True)
-    named = ("uniform", "streaming", "tova", "lru", "random", "arborkv", "h2o")
+    named = ("ends", "uniform", "streaming", "tova", "lru", "random", "arborkv", "h2o")
     game = "game24, test"
-    beam = "beam (5, width 4, own judge, lines of at most 16 tokens)"
-    wanted = {"policy": "full", "n": "500", "controller": beam}
+    wanted = {"policy": "full", "n": "500", "controller": BEAM}
     full = newest(read("lossy_trees"), wanted, "solved_percent")
     assert full is not None, "lossy_trees.csv has no row of full retention"
-    success_by_part(trees, "lossy_trees", game, {name: name for name in named}, full)
+    success_by_part(
+        trees, "lossy_trees", {"controller": BEAM}, {name: name for name in named}, full
+    )
     parts = [1.0]
     for row in read("budget_answers"):
         where = {"task": game, "controller": "beam (5, width 4)", "n": "500"}
@@ -658,7 +617,7 @@ def overview() -> Figure:
     whole = [float(full["solved_percent"])] * len(parts)
     trees.plot(sorted(parts), whole, ls="--", marker="D", ms=3.5, color=GREY)
     trees.text(0.31, 102, "lossless: any policy, and the bound", fontsize=7.5, color=GREY)
-    trees.set_xlim(0.16, 1.04)
+    trees.set_xlim(-0.04, 1.04)
     trees.set_title("game24, beam search: lost KV")
     chains = "chains of 4 to 6 steps, test; open blocks lose tokens too"
     lines = {name: name.removesuffix("-each") for name in ("lru", "strata", "lazyeviction-each")}
@@ -670,10 +629,10 @@ def overview() -> Figure:
         "solved_percent",
     )
     assert full is not None, "lossy_word_problems.csv has no row of full retention"
-    success_by_part(paths, "lossy_word_problems", chains, lines, full)
+    success_by_part(paths, "lossy_word_problems", {"task": chains}, lines, full)
     paths.axhline(float(full["solved_percent"]), ls="--", lw=1, color=GREY)
     paths.text(0.47, 102, "full retention, the bound", fontsize=7.5, color=GREY)
-    paths.set_xlim(0.45, 1.02)
+    paths.set_xlim(0.4, 1.02)
     paths.set_title("word problems, one path: lost KV")
     searches_at_equal_tokens(searches)
     searches.set_title("game24: searches with 300 tokens")
@@ -692,7 +651,7 @@ PLOTS: dict[str, Callable[[], Figure]] = {
     ),
     "lossy_trees": lambda: solved_by_policy(
         "lossy_trees",
-        {"n": "500"},
+        {"n": "500", "controller": BEAM},
         ("0.75", "0.5", "0.35"),
         ("uniform", "streaming", "tova", "lru", "random", "arborkv", "kkt", "h2o"),
     ),
@@ -718,7 +677,8 @@ def main() -> int:
     parser.add_argument("--tables", action="store_true", help="tables only")
     args = parser.parse_args()
     check = args.check
-    wanted = {PAGE: filled(PAGE.read_text(encoding="utf-8"))}
+    pages = (INDEX, *sorted(DATA.glob("*.md")))
+    wanted = {page: filled(page.read_text(encoding="utf-8")) for page in pages}
     if not args.tables:
         wanted |= {DATA / f"{name}.svg": drawn(name) for name in PLOTS}
     stale = False

@@ -11,8 +11,8 @@ from support.slow_cases import every
 
 from arbor import Solver
 from arbor.errors import ModelError
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.model import agreement
 from arbor.model.agreement import check_agreement, own_logits
 from arbor.model.runner import ModelRunner, check_layer_types

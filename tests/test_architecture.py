@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 
 # A folder of more entries is no longer read at a glance.
-MOST_ROOMS = 31
+MOST_ROOMS = 32
 
 # Narrower than the floors: a controller sees the tree and nothing of the machine.
 ONLY = {"controllers": {"controllers", "errors", "tree"}}
@@ -45,9 +45,6 @@ TORCH = (
     "__main__",
     "engine",
     "kernels",
-    "measure.calibrate",
-    "measure.calibrate_queries",
-    "measure.calibrate_window",
     "measure.inspect_model",
     "measure.lm_eval",
     "measure.replay",
@@ -74,6 +71,9 @@ TORCH = (
     "model.threads",
     "model.unembedding",
     "model.weights",
+    "papers.arborkv.calibrate",
+    "papers.lazyeviction.calibrate",
+    "papers.related.calibrate_queries",
     "papers.rksc.calibration",
     "papers.rksc.exit_watch",
     "papers.rksc.kv_probe",

@@ -13,10 +13,10 @@ from transformers import masking_utils
 from transformers.models.phimoe import modeling_phimoe
 
 from arbor.errors import ModelError
-from arbor.kernels.fused import fused_ops
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.fused.parts import fused_ops
+from arbor.kernels.fused.rotary import rotary_ops
 from arbor.kernels.native import native_library
-from arbor.kernels.rotary import rotary_ops
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model.attention import IMPLEMENTATION
 from arbor.model.describe import describe_config
 from arbor.model.fuse import fuse

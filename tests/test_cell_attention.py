@@ -9,13 +9,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from arbor.kernels.base import AttentionBackend, AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.base import (
+    AttentionBackend,
+    AttentionShape,
+    CascadeLayout,
+    CascadeLevel,
+)
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.int8 import decode, encode
 from arbor.kernels.native import native_library
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.rowwise import RowwiseAttention
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.model.cell_attention import CellAttention, CellLists, cell_lists
 

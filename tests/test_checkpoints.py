@@ -15,7 +15,7 @@ from support.gguf_files import EMPTY, LAYERS, llama, write_gguf
 from torch import Tensor, nn
 
 from arbor import ModelError, Solver, UsageError
-from arbor.kernels.linear import PackedLinear, batch_dependent, is_plain, pack_linears
+from arbor.kernels.linear.layers import PackedLinear, batch_dependent, is_plain, pack_linears
 from arbor.model import adapters, loading, quantized
 from arbor.model.loading import BUILTIN, locate_model
 from arbor.model.model_identity import model_identity

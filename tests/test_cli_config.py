@@ -26,9 +26,10 @@ from support.fake_run import fake_run, tick
 from support.run_cli import FAKE, Arbor, environment, in_process
 
 import arbor.cli.demo
-import arbor.measure.calibrate
-import arbor.measure.calibrate_queries
-import arbor.measure.calibrate_window
+import arbor.papers.arborkv.calibrate
+import arbor.papers.lazyeviction.calibrate
+import arbor.papers.related.calibrate_queries
+import arbor.papers.rksc.calibration
 import arbor.server.serving
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
@@ -43,12 +44,13 @@ from arbor.cli.serve import ServeOptions
 from arbor.cli.solve import SolveOptions
 from arbor.cli.trace import ConvertOptions, RepairOptions
 from arbor.cli.view import ViewOptions
-from arbor.measure.calibrate import Example
-from arbor.measure.calibrate_queries import CollectedQueries
-from arbor.measure.calibrate_window import Recurrence
 from arbor.model.loading import BUILTIN
+from arbor.papers.arborkv.calibrate import Example
+from arbor.papers.lazyeviction.calibrate import Recurrence
+from arbor.papers.related.calibrate_queries import CollectedQueries
+from arbor.papers.related.query_means import LayerMeans, QueryMeans
+from arbor.papers.rksc.calibration import Verification
 from arbor.retention.msve import MSVE
-from arbor.retention.query_means import LayerMeans, QueryMeans
 from arbor.run.presets import preset
 from arbor.tasks.splits import dataset_split_of
 from arbor.trace import TraceWriter
@@ -334,7 +336,7 @@ def found_command(name: str) -> click.Command:
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_has_every_option_of_its_command(name: str) -> None:
     options = {each.name for each in found_command(name).params if each.expose_value}
-    own = {"bench": {"policies", "budgets"}, "serve": {"budget"}}.get(name, set())
+    own = {"bench": {"policies", "budgets"}}.get(name, set())
     of_other_commands = {"temperature", "top_p", "top_k", "threads", "seed", "deterministic"}
 
     fields = set(types_of(RECORDS[name])) - own
@@ -348,7 +350,17 @@ GIVEN = {
     "bench": ["x", "--compare", "c", "--max-depth", "2", "--rehydrate", "span"],
     "demo": ["-o", "page.html", "--seed", "2"],
     "view": ["a", "b", "--event", "3", "-o", "page.html"],
-    "serve": ["model", "--kv", "5tok", "--timeout", "3", "--api-keys", "keys.txt", "--set", "a=1"],
+    "serve": [
+        "model",
+        "--budget",
+        "5tok",
+        "--timeout",
+        "3",
+        "--api-keys",
+        "keys.txt",
+        "--set",
+        "a=1",
+    ],
     "info": ["model", "--max-depth", "2", "--msve", "m"],
     "prompt": ["math", "x", "--set", "shots=1", "--model", "m"],
     "trace convert": ["a", "-o", "b"],
@@ -647,7 +659,7 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     monkeypatch.setattr(arbor.server.serving.Server, "run", lambda server, sockets: server.ready())
     monkeypatch.setattr(arbor.cli.demo, "search", lambda output, folder, seed: solution)
     monkeypatch.setattr(
-        arbor.measure.calibrate, "collect", lambda solver, problems: made_up_losses()
+        arbor.papers.arborkv.calibrate, "collect", lambda solver, problems: made_up_losses()
     )
     if "calibrate exit" in example:
         monkeypatch.setattr(
@@ -655,12 +667,12 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
             lambda solver, problems: made_up_verifications(),
         )
     monkeypatch.setattr(
-        arbor.measure.calibrate_window,
+        arbor.papers.lazyeviction.calibrate,
         "calibrate_window",
         lambda solver, problems, percentile: MADE_UP_WINDOW,
     )
     monkeypatch.setattr(
-        arbor.measure.calibrate_queries,
+        arbor.papers.related.calibrate_queries,
         "collect_queries",
         lambda solver, problems: MADE_UP_QUERIES,
     )
@@ -692,7 +704,6 @@ def made_up_losses() -> list[Example]:
 
 def made_up_verifications() -> list[Any]:
     """Two thoughts each, of which the confident one is right, after every layer."""
-    from arbor.papers.rksc.calibration import Verification
 
     values = (0.8, 0.2)
     return [

@@ -27,9 +27,8 @@ ROOT = Path(__file__).parents[1]
         (["--bind", "0.0.0.0"], 2, "has no API keys"),
         (["--bind", "::"], 2, "has no API keys"),
         (["--bind", "example.org"], 2, "has no API keys"),
-        (["--kv", "0.5"], 2, "is not a size"),
-        (["--kv", "full"], 2, "is not a size"),
-        (["--kv", "much"], 2, "budget"),
+        (["--budget", "much"], 2, "budget"),
+        (["--budget", "25"], 2, "Did you mean 0.25"),
         (["--api-keys", "none.txt"], 4, "No such file"),
         (["--port", "70000"], 2, "65535"),
         (["--controller", "nobody"], 2, "unknown controller"),
@@ -124,10 +123,10 @@ def test_a_signal_ends_it_after_what_is_in_progress(number: int) -> None:
         assert process.stderr.read() == ""
 
 
-def started(port: int) -> tuple[subprocess.Popen[str], str]:
+def started(port: int, *words: str) -> tuple[subprocess.Popen[str], str]:
     """A server on a port (0: a free one), ready, and its address."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "arbor", "serve", "--port", str(port), "--json"],
+        [sys.executable, "-m", "arbor", "serve", "--port", str(port), "--json", *words],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -136,6 +135,23 @@ def started(port: int) -> tuple[subprocess.Popen[str], str]:
     )
     assert process.stdout is not None
     return process, str(json.loads(process.stdout.readline())["url"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "ratio"), [("0.25", 0.25), ("full", 1.0)])
+def test_a_server_begins_with_a_ratio(budget: str, ratio: float) -> None:
+    import openai
+
+    process, url = started(0, "--budget", budget)
+    with process, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        made = client.chat.completions.create(
+            model="builtin:sapling",
+            messages=[{"role": "user", "content": "4 5 6 10"}],
+            seed=3,
+            extra_body={"arbor": {"budget": ratio}},
+        )
+        assert made.choices[0].arbor["answer"]
+        process.kill()
 
 
 @pytest.mark.slow

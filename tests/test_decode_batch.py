@@ -16,7 +16,7 @@ from arbor.engine.operation import Growth, Row
 from arbor.engine.pieces import contexts_of
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopRule
-from arbor.kernels.base import CascadeLayout
+from arbor.kernels.attention.base import CascadeLayout
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.model.level_rule import LevelRule

@@ -16,14 +16,14 @@ from torch.nn import functional as F
 
 from arbor import Solver
 from arbor.kernels import invariant
-from arbor.kernels.base import AttentionBackend
-from arbor.kernels.fused import fused_ops
+from arbor.kernels.attention.base import AttentionBackend
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.fused.parts import fused_ops
+from arbor.kernels.fused.rotary import rotary_ops
 from arbor.kernels.invariant import FUNCTIONS, by_padding, row_invariant
-from arbor.kernels.linear import batch_dependent, pack_linears
+from arbor.kernels.linear.layers import batch_dependent, pack_linears
 from arbor.kernels.native import native_library, without_native
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.rotary import rotary_ops
-from arbor.kernels.rowwise import RowwiseAttention
 from arbor.memory.pool import KVPool
 from arbor.model.fuse import fuse
 from arbor.model.fuse_attention import fuse_attention

@@ -14,7 +14,7 @@ from support.models import build
 from arbor import Solver
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.memory.stores import LowerRoom
 from arbor.model import fetch_probe
 from arbor.model.fetch_costs import FetchCosts, Run

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from arbor import Solver
 from arbor.errors import OutOfMemory, UsageError
-from arbor.kernels import flashinfer_cascade
-from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
-from arbor.kernels.flashinfer_cascade import (
+from arbor.kernels.attention import flashinfer_cascade
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.flashinfer_cascade import (
     MEBIBYTE,
     FlashInferCascade,
     FlashInferUnusable,
     workspace_bytes,
 )
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.model import loading
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.placement import device_of_model

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from arbor import Solver
 from arbor.kernels import triton_module
-from arbor.kernels.fused import Activation, FusedOps, NormForm, fused_ops
-from arbor.kernels.linear import pack_linears
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.fused.parts import Activation, FusedOps, NormForm, fused_ops
+from arbor.kernels.linear.layers import pack_linears
 from arbor.kernels.native import native_library, without_native
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model import weights
 from arbor.model.fuse import FuseReport, fuse, unfuse
 from arbor.model.runner import ModelRunner
@@ -507,7 +507,7 @@ def test_the_kernels_of_cuda_are_tritons_and_those_of_a_cpu_native(
     monkeypatch.setattr(triton_module, "find_spec", lambda name: object())
     with without_native():
         assert fused_ops(torch.device("cpu")) is None and not imported
-    assert fused_ops(cuda) is stand_in and imported == ["arbor.kernels.triton_fused"]
+    assert fused_ops(cuda) is stand_in and imported == ["arbor.kernels.fused.triton_parts"]
 
     monkeypatch.setattr(triton_module, "find_spec", lambda name: None)
     assert fused_ops(cuda) is None
@@ -526,10 +526,10 @@ def test_the_kernels_of_cuda_are_tritons_and_those_of_a_cpu_native(
 def test_a_cpu_never_imports_triton_for_them() -> None:
     code = (
         "import sys, arbor.solver, arbor.model.fuse\n"
-        "from arbor.kernels.fused import fused_ops\n"
+        "from arbor.kernels.fused.parts import fused_ops\n"
         "import torch\n"
         "assert type(fused_ops(torch.device('cpu'))).__name__ in ('NativeFusedOps', 'NoneType')\n"
-        "assert 'arbor.kernels.triton_fused' not in sys.modules"
+        "assert 'arbor.kernels.fused.triton_parts' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 

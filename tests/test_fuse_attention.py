@@ -17,11 +17,11 @@ from support.trees import relative_error
 from test_layers import batch
 from torch import Tensor, nn
 
-from arbor.kernels.fused import fused_ops
-from arbor.kernels.linear import DenseJoint, pack_linears, weight_bytes
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.fused.parts import fused_ops
+from arbor.kernels.fused.rotary import RotaryOps, rotary_ops
+from arbor.kernels.linear.layers import DenseJoint, pack_linears, weight_bytes
 from arbor.kernels.native import native_library
-from arbor.kernels.rotary import RotaryOps, rotary_ops
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
 from arbor.model.attention import register_implementation
 from arbor.model.fuse import fuse, unfuse

@@ -15,13 +15,13 @@ from support.models import ARCHITECTURES, VOCABULARY, config_of, random_model
 from test_layers import batch
 from torch import Tensor
 
-from arbor.kernels.fused import fused_ops
-from arbor.kernels.linear import pack_linears
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.fused.native_layers import MOST_ROWS, NativeLayers
+from arbor.kernels.fused.parts import fused_ops
+from arbor.kernels.fused.rotary import rotary_ops
+from arbor.kernels.linear.layers import pack_linears
 from arbor.kernels.native import native_library
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.native_layers import MOST_ROWS, NativeLayers
-from arbor.kernels.rotary import rotary_ops
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
 from arbor.model.fuse import fuse
 from arbor.model.fuse_attention import fuse_attention

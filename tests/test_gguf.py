@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,94 @@ def test_a_part_of_a_split_file_says_how_to_join_it(tmp_path: Path) -> None:
     assert "part 1 of 3" in said and "llama-gguf-split --merge" in said
 
 
+ATTENTION = b"blk.1.attn_q.weight"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+# what is done to the bytes of a file -> words of the refusal
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda _: b"", "it is empty"),
+    "git lfs": (lambda _: LFS, "pointer of Git LFS"),
+    "web page": (lambda _: b"<!DOCTYPE html><html>", "it is a web page"),
+    "zeros": (lambda data: bytes(len(data)), "begins with zeros"),
+    "zip": (lambda data: b"PK" + data[2:], "four bytes GGUF"),
+    "big endian": (lambda data: data[:4] + data[4:8][::-1] + data[8:], "little-endian"),
+    "dimensions": (lambda data: after(data, ATTENTION, 0, "I", 9), "9 dimensions"),
+    "tensor type": (lambda data: after(data, ATTENTION, 20, "I", 99), "weights of type 99"),
+    "tensor far": (lambda data: after(data, ATTENTION, 24, "Q", 1 << 40), "is cut off"),
+    "tensor between": (lambda data: after(data, ATTENTION, 24, "Q", 7), "no multiple of 32"),
+    "huge tensor": (lambda data: after(data, ATTENTION, 12, "Q", 1 << 60), "is cut off"),
+    "block": (lambda data: after(data, ATTENTION, 4, "Q", 33), "keeps 32 a block"),
+    "tensor twice": (lambda data: data.replace(b"blk.1.attn_q", b"blk.0.attn_q"), "twice"),
+    "name": (lambda data: data.replace(b"1.attn_q", b"1.attn\xff\xfe"), "not UTF-8"),
+    "key twice": (lambda data: data.replace(b"bos_token_id", b"eos_token_id"), "twice"),
+    "setting type": (lambda data: after(data, b"llama.block_count", 0, "I", 77), "type 77"),
+    "array type": (lambda data: after(data, b"ggml.merges", 4, "I", 77), "array of type 77"),
+    "architecture": (lambda data: data.replace(b"l.architecture", b"l.architectura"), "not say"),
+    "no tokens": (lambda data: data.replace(b"ggml.tokens", b"ggml.tokenz"), "ggml.tokens'"),
+    "no merges": (lambda data: data.replace(b"ggml.merges", b"ggml.mergez"), "ggml.merges'"),
+    "no tokenizer": (lambda data: data.replace(b"ggml.model", b"ggml.modex"), "ggml.model'"),
+    "no context": (lambda data: data.replace(b"context_l", b"contexx_l"), "context_length'"),
+    "no epsilon": (lambda data: data.replace(b"rms_eps", b"rms_epz"), "rms_epsilon'"),
+    "no heads": (lambda data: after(data, b"attention.head_count", 4, "I", 0), "head_count' is 0"),
+    "heads": (lambda data: after(data, b"head_count_kv", 4, "I", 3), "of its 3 KV heads"),
+    "no blocks": (lambda data: after(data, b"llama.block_count", 4, "I", 0), "block_count' is 0"),
+    "a block less": (lambda data: after(data, b"llama.block_count", 4, "I", 1), "'blk.1."),
+    "no width": (lambda data: after(data, b"embedding_length", 4, "I", 0), "length' is 0"),
+    "width": (lambda data: after(data, b"embedding_length", 4, "I", 32), "length' is 32"),
+}
+
+
+def after(data: bytes, name: bytes, place: int, form: str, value: int) -> bytes:
+    """The bytes with a number of a setting or tensor changed, `place` bytes after its name."""
+    at = data.index(name) + len(name) + place
+    number = struct.pack(f"<{form}", value)
+    return data[:at] + number + data[at + len(number) :]
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_each_kind_of_damage_is_named(tiny: Path, kind: str) -> None:
+    damage, words = DAMAGE[kind]
+    data = tiny.read_bytes()
+    tiny.write_bytes(damage(data))
+    assert tiny.read_bytes() != data
+
+    said = refusal(tiny)
+
+    assert words in said and said.count(". ") >= 1 and "tokenizer.json" not in said, said
+
+
+@needs_load
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("llama.feed_forward_length", 64, "other shapes"),
+        ("llama.rope.dimension_count", 5, "dim"),
+    ],
+)
+def test_sizes_that_contradict_the_weights_are_refused(
+    tiny: Path, name: str, value: int, words: str
+) -> None:
+    tiny.write_bytes(after(tiny.read_bytes(), name.encode(), 4, "I", value))
+
+    with pytest.raises(ModelError) as refused, Solver(tiny) as solver:
+        solver.load()
+
+    said = str(refused.value)
+    assert refused.value.code == "model-incomplete"
+    assert words in said and "above" not in said and not said.endswith(":"), said
+
+
+@needs_load
+def test_weights_that_are_not_numbers_are_not_the_architectures_fault(tmp_path: Path) -> None:
+    path, model = tmp_path / "m.gguf", llama()
+    model.model.norm.weight.data.fill_(torch.nan)
+    write_gguf(model, path)
+
+    with pytest.raises(ModelError) as refused, Solver(path) as solver:
+        solver.load()
+
+    assert refused.value.code == "logits-not-finite" and "weights are broken" in str(refused.value)
+
+
 @needs_load
 def test_a_missing_tensor_is_named_as_the_files(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
@@ -379,7 +468,7 @@ def test_the_plan_names_dtype_and_memory_of_the_weights(
 RESIDENT = """
 import sys
 from arbor import Solver
-from arbor.kernels.linear import weight_bytes
+from arbor.kernels.linear.layers import weight_bytes
 
 def resident():
     lines = open("/proc/self/status").read().splitlines()

@@ -163,6 +163,8 @@ def test_layers_with_a_window_are_not_scaled(scaling: Mapping[str, str], tmp_pat
         writer.add_string(f"gemma3.rope.scaling.{name}", value)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(["<pad>", "<eos>", "<bos>"])
+    writer.add_token_scores([0.0, 0.0, 0.0])
+    writer.add_layer_norm_rms_eps(1e-6)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -38,9 +38,9 @@ from gpu_stages import (  # noqa: E402
 from gpu_stages.table import numbers  # noqa: E402
 
 from arbor.engine.engine import Engine  # noqa: E402
+from arbor.kernels.attention.reference import ReferenceAttention  # noqa: E402
+from arbor.kernels.attention.torch_cascade import TorchCascade  # noqa: E402
 from arbor.kernels.native import without_native  # noqa: E402
-from arbor.kernels.reference import ReferenceAttention  # noqa: E402
-from arbor.kernels.torch_cascade import TorchCascade  # noqa: E402
 
 CPU = torch.device("cpu")
 

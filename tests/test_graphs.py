@@ -19,13 +19,13 @@ from support.models import build, config_of, copy_of, random_model
 from support.trees import GREEDY, Lab, leaves_of, own_answers, relative_error
 from torch import Tensor
 
-from arbor.kernels import flashinfer_fixed
-from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
-from arbor.kernels.fixed import ROWS, Bucket, bucket_of, pad_last, pad_shared
-from arbor.kernels.flashinfer_cascade import FlashInferCascade
-from arbor.kernels.flashinfer_fixed import launch_of
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention import flashinfer_fixed
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.fixed import ROWS, Bucket, bucket_of, pad_last, pad_shared
+from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
+from arbor.kernels.attention.flashinfer_fixed import launch_of
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
 from arbor.model import graphs
 from arbor.model.fuse_attention import fuse_attention
@@ -342,7 +342,7 @@ def test_a_step_of_more_keys_than_the_buffers_hold_runs_without_a_graph(
 def test_buckets_of_too_large_a_workspace_run_without_a_graph(
     backend: FlashInferCascade, tape: Tape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arbor.kernels.flashinfer_cascade.MOST_WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr("arbor.kernels.attention.flashinfer_cascade.MOST_WORKSPACE_BYTES", 1 << 10)
     runner = runner_of(MODELS["llama"](), backend, tape)
     pool, tree = pool_of(runner), Tree(3, 0)
 

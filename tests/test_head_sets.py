@@ -25,11 +25,15 @@ from arbor.kernels.native_heads import head_moves
 from arbor.memory.head_table import HeadMoves
 from arbor.memory.pool import KVPool
 from arbor.memory.stores import LowerRoom
-from arbor.retention.allocators.ams import AMS
-from arbor.retention.allocators.chunks import Chunks
+from arbor.papers.ams.ams import AMS
+from arbor.papers.ams.strata import Strata
+from arbor.papers.related.chunks import Chunks
+from arbor.papers.related.expected_attention import ExpectedAttention
+from arbor.papers.related.rkv import RKV
+from arbor.papers.related.triattention import TriAttention
+from arbor.papers.related.window_attention import WindowAttention
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.segments import Segmented
-from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import CreditingAllocator, Tokens
 from arbor.retention.head_selection import (
@@ -41,12 +45,8 @@ from arbor.retention.head_selection import (
     select_by_head,
 )
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.scorers.expected_attention import ExpectedAttention
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
-from arbor.retention.scorers.rkv import RKV
-from arbor.retention.scorers.triattention import TriAttention
-from arbor.retention.scorers.window_attention import WindowAttention
 from arbor.retention.token_kv import KVScorer, KVSequence
 from arbor.retention.trigger import Trigger
 from arbor.tree import Node, ThoughtTree

@@ -18,15 +18,14 @@ from support.slow_cases import only
 from test_kernels import TOLERANCE, Case, cases, make_case, make_level, make_shape, random_layout
 
 from arbor.kernels import native
-from arbor.kernels.base import AttentionBackend
-from arbor.kernels.decoded_cascade import DecodedCascade
-from arbor.kernels.int8 import GROUP, MOST_CODE, decode, encode, groups_of, stored_width
+from arbor.kernels.attention.base import AttentionBackend
+from arbor.kernels.attention.decoded_cascade import DecodedCascade
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.int8 import GROUP, MOST_CODE, decode, encode, groups_of, store, stored_width
 from arbor.kernels.native import SETS, native_library
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.native_int8 import store
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.rowwise import RowwiseAttention
-from arbor.kernels.torch_cascade import TorchCascade
 
 needs_native = pytest.mark.skipif(native_library() is None, reason="the library is not built")
 BACKENDS = [

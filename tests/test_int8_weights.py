@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from arbor import Solver
 from arbor.errors import ModelError, UsageError
 from arbor.events import Header
-from arbor.kernels.int8_weights import GROUP, MOST_CODE, decode, encode, int8_bytes
-from arbor.kernels.linear import (
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.linear.int8_weights import GROUP, MOST_CODE, decode, encode, int8_bytes
+from arbor.kernels.linear.layers import (
     PackedLinear,
     joint_linear,
     native_product,
@@ -29,7 +30,6 @@ from arbor.kernels.linear import (
     weight_bytes,
 )
 from arbor.kernels.native import INT8, native_library, without_native
-from arbor.kernels.native_cascade import NativeCascade
 from arbor.model.agreement import arbor_logits, logit_error
 from arbor.model.runner import ModelRunner
 from arbor.trace.read import read_trace

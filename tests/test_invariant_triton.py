@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from arbor.errors import UsageError
-from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
-from arbor.kernels.invariant_cascade import InvariantCascade, tile_items
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.invariant_cascade import InvariantCascade, tile_items
 from arbor.model import placement
 from arbor.model.placement import refuse_batch_dependent, resolve_backend
 
@@ -60,7 +60,7 @@ def test_kernels_compile_for_hopper() -> None:
 
 def test_triton_is_imported_where_it_is_needed_alone() -> None:
     code = (
-        "import sys, arbor, arbor.solver, arbor.kernels.invariant_cascade, arbor.kernels.linear\n"
+        "import sys, arbor, arbor.solver, arbor.kernels.attention.invariant_cascade, arbor.kernels.linear.layers\n"
         "from arbor.kernels import invariant\n"
         "invariant._handlers('cuda')\n"
         "assert 'arbor.kernels.invariant_triton' not in sys.modules"

@@ -18,19 +18,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arbor.kernels.base import (
+from arbor.kernels.attention.base import (
     AttentionBackend,
     AttentionShape,
     CascadeLayout,
     CascadeLevel,
     apply_sinks,
 )
-from arbor.kernels.logits import attention_logits, matmul_float32
+from arbor.kernels.attention.logits import attention_logits, matmul_float32
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.attention.torch_cascade import LOGIT_BYTES, TorchCascade
 from arbor.kernels.native import native_library
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.rowwise import RowwiseAttention
-from arbor.kernels.torch_cascade import LOGIT_BYTES, TorchCascade
 
 POOL_SLOTS = 4096
 
@@ -626,18 +626,18 @@ def test_products_of_full_precision_keep_their_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "base",
+        "attention.base",
         "hugepages",
-        "linear",
-        "logits",
-        "mass_work",
+        "linear.layers",
+        "attention.logits",
+        "attention.mass_work",
         "native",
-        pytest.param("native_cascade", marks=needs_native),
-        pytest.param("native_fused", marks=needs_native),
-        "reference",
-        "rowwise",
-        "torch_cascade",
-        "torch_tasks",
+        pytest.param("attention.native_cascade", marks=needs_native),
+        pytest.param("fused.parts", marks=needs_native),
+        "attention.reference",
+        "attention.rowwise",
+        "attention.torch_cascade",
+        "attention.torch_tasks",
     ],
 )
 def test_the_examples_of_the_documentation_run(module: str) -> None:

@@ -19,12 +19,11 @@ from support.trees import Lab, grown, own_answers, relative_error
 from arbor import Solver
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.int8 import decode, encode, stored_width
 from arbor.kernels.native import native_library, without_native
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.rowwise import RowwiseAttention
-from arbor.memory.kv_format import Int8KV, PlainKV, kv_format
-from arbor.memory.pool import KVPool, LayerKV, bytes_per_token
+from arbor.memory.pool import Int8KV, KVPool, LayerKV, PlainKV, bytes_per_token, kv_format
 from arbor.memory.stores import DiskStore, HostStore, Store
 from arbor.run.solution import Solution
 

@@ -21,10 +21,10 @@ from support.trees import PROMPT, leaves_of, path_ids, relative_error
 from torch import Tensor, nn
 
 from arbor.errors import ModelError
-from arbor.kernels.base import ObservingBackend
+from arbor.kernels.attention.base import ObservingBackend
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
 from arbor.model.layers import StoppableLayers, Tap
 from arbor.model.plan import ForwardPlan, Piece, Segment, plan_forward

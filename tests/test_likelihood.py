@@ -13,7 +13,7 @@ from support.models import VOCABULARY, build
 
 import arbor.engine.likelihood as likelihood
 from arbor.engine.likelihood import GivenTokens, TokenScores, score_tokens
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.model.runner import ModelRunner
 
 TEXTS = st.lists(st.integers(3, 9), min_size=1, max_size=7)

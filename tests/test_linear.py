@@ -10,8 +10,8 @@ import torch
 from support.models import build
 from torch import Tensor, nn
 
-from arbor.kernels import linear
-from arbor.kernels.linear import (
+from arbor.kernels.linear import layers as linear
+from arbor.kernels.linear.layers import (
     PackedLinear,
     Packing,
     batch_dependent,

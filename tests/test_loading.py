@@ -16,10 +16,10 @@ from support.slow_cases import only
 
 from arbor import Solver
 from arbor.errors import UsageError
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library, without_native
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.rowwise import RowwiseAttention
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model.describe import describe
 from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
@@ -171,8 +171,8 @@ def test_a_replay_trusts_code_only_on_request(command: Arbor, own: Path) -> None
 @pytest.fixture
 def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
     """``arbor calibrate`` with made-up losses; lists its solvers here, writes ``kept``."""
-    import arbor.measure.calibrate
-    from arbor.measure.calibrate import Example
+    import arbor.papers.arborkv.calibrate
+    from arbor.papers.arborkv.calibrate import Example
 
     solvers: list[Solver] = []
 
@@ -185,7 +185,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
             for block in range(6)
         ]
 
-    monkeypatch.setattr(arbor.measure.calibrate, "collect", losses)
+    monkeypatch.setattr(arbor.papers.arborkv.calibrate, "collect", losses)
     monkeypatch.setenv("ARBOR_CACHE", str(tmp_path / "kept"))
     return solvers
 

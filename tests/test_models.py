@@ -27,11 +27,11 @@ from transformers import AutoModelForCausalLM
 
 from arbor.errors import ModelError
 from arbor.events import Rehydrated
-from arbor.kernels.base import AttentionBackend
+from arbor.kernels.attention.base import AttentionBackend
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
 from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ModelRunner, check_layer_types

@@ -27,11 +27,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arbor.kernels import native
-from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
-from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS, Activation, FusedOps, NormForm, fused_ops
-from arbor.kernels.linear import PackedLinear
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.fused.parts import (
+    ACTIVATIONS,
+    NORM_FORMS,
+    Activation,
+    FusedOps,
+    NormForm,
+    fused_ops,
+)
+from arbor.kernels.linear.layers import PackedLinear
 from arbor.kernels.native import SETS, native_library, native_state, without_native
-from arbor.kernels.native_cascade import NativeCascade
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

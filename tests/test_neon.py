@@ -36,12 +36,12 @@ from test_native import DTYPES
 from torch import Tensor, nn
 
 from arbor.kernels import native
-from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS
-from arbor.kernels.linear import PackedLinear
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.fused.parts import ACTIVATIONS, NORM_FORMS
+from arbor.kernels.fused.rotary import ROTARY_FORMS
+from arbor.kernels.linear.layers import PackedLinear
 from arbor.kernels.native import native_library
-from arbor.kernels.native_cascade import NativeCascade
 from arbor.kernels.native_heads import head_moves, held_by_head, shared_moves
-from arbor.kernels.rotary import ROTARY_FORMS
 
 ROOT = Path(__file__).parents[1]
 BUILD = runpy.run_path(str(ROOT / "kernels/csrc/build.py"))

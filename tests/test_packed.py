@@ -19,8 +19,7 @@ from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
 from arbor.events import Event, Evicted, Header
 from arbor.memory import KVMemory
-from arbor.memory.packed_store import PackedStore
-from arbor.memory.packing import Scales, pack, packed_width, unpack
+from arbor.memory.packed_store import PackedStore, Scales, pack, packed_width, unpack
 from arbor.memory.pool import LayerKV
 from arbor.memory.records import GroupedRecords, Tokens
 from arbor.memory.stores import LowerRoom

@@ -21,9 +21,9 @@ from torch import Tensor
 from arbor import Solver
 from arbor.errors import OutOfMemory, UsageError
 from arbor.events import Event, Forwarded
-from arbor.kernels.base import AttentionShape
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.rowwise import RowwiseAttention
+from arbor.kernels.attention.base import AttentionShape
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.memory import KVMemory
 from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import LayerKV
@@ -31,7 +31,7 @@ from arbor.memory.stores import HostStore, LowerRoom
 from arbor.model.plan import Segment, SegmentTable
 from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention
-from arbor.retention.allocators.hierarchy import Hierarchy
+from arbor.papers.hierarchy.hierarchy import Hierarchy
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.support.packed_size import BITS, GROUP

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor.kernels.base import CascadeLayout
+from arbor.kernels.attention.base import CascadeLayout
 from arbor.model.plan import (
     ForwardPlan,
     Piece,

@@ -156,6 +156,26 @@ def test_the_prompt_of_a_finished_problem_serves_later_ones() -> None:
     is_as_alone(lab, second)
 
 
+@pytest.mark.parametrize("children", [1, 2])
+def test_an_only_continuation_serves_the_next_turn(children: int) -> None:
+    lab = Lab(build("llama"), debug=True)
+    (first,) = opened(lab, FIRST)
+    child = lab.grow([(first.root, children)], growth())[0]
+    turn = (*FIRST, *child.tokens, 60, 2, 71)
+    lab.close(first)
+    lab.events.clear()
+
+    (second,) = opened(lab, turn)
+    extended(lab, second)
+
+    known = len(FIRST) + (len(child.tokens) if children == 1 else 0)
+    assert lab.rows() == len(turn) - known
+    assert [each.nodes for each in lab.events if isinstance(each, Shared)] == [((0, known),)]
+    is_as_alone(lab, second)
+    lab.close(second)
+    assert lab.memory.available == 400
+
+
 def test_kept_prompts_leave_before_any_block_does() -> None:
     lab = Lab(build("llama"), debug=True, policy="full")
     pool = 2 * len(FIRST)

@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arbor import components
 from arbor.errors import ArborError, UsageError
+from arbor.papers.related.window_attention import WindowAttention
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.scorers.window_attention import WindowAttention
 from arbor.retention.token_kv import KVSequence, attention_of
 from arbor.testing import check_policy, random_kv
 from arbor.tree import Node

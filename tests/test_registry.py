@@ -751,7 +751,7 @@ OWN = {
     "task": "from arbor.tasks.game24 import Game24\n\n\nclass Mine(Game24):\n    pass\n",
     "policy": "from arbor.retention.policy import POLICIES\n\nMine = POLICIES['lru']\n",
     "aggregate": "from arbor.aggregate.best import Best\n\n\nclass Mine(Best):\n    pass\n",
-    "backend": "from arbor.kernels.torch_cascade import TorchCascade as Mine\n",
+    "backend": "from arbor.kernels.attention.torch_cascade import TorchCascade as Mine\n",
 }
 
 

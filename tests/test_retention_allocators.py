@@ -14,21 +14,20 @@ from hypothesis import strategies as st
 from support.offers import SEEDS, AtMost, offer, permuted, room_for
 
 from arbor.errors import UsageError
-from arbor.retention.allocators.ams import AMS
+from arbor.papers.ams.ams import AMS
+from arbor.papers.ams.strata import Strata
+from arbor.papers.arborkv.kkt import KKT
+from arbor.papers.arborkv.ratio import Ratio, log_weights
+from arbor.papers.hierarchy.hierarchy import Hierarchy
+from arbor.papers.related.chunks import Chunks
 from arbor.retention.allocators.belady import Belady
-from arbor.retention.allocators.chunks import Chunks
 from arbor.retention.allocators.ends import Ends
-from arbor.retention.allocators.hierarchy import Hierarchy
-from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.allocators.per_tree import Among, PerTree, divided
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
-from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.allocators.waterfill import rounded, waterfill
-from arbor.retention.allocators.weights import log_weights
 from arbor.retention.base import (
     NEVER,
     Allocator,

@@ -10,8 +10,7 @@ from support.offers import SEEDS
 
 from arbor.forest import Forest
 from arbor.retention.base import NEVER
-from arbor.retention.block_table import FAR, NO_PARENT, BlockTable, _Levels
-from arbor.retention.held_tokens import HeldTokens
+from arbor.retention.block_table import FAR, NO_PARENT, BlockTable, HeldTokens, _Levels
 from arbor.support.growable import grown
 from arbor.tree import Node, NodeState, ThoughtTree
 

@@ -13,9 +13,9 @@ from support.policies import POLICIES
 
 from arbor.components import build, spec_of
 from arbor.errors import BudgetInfeasible, UsageError
-from arbor.retention.allocators.kkt import KKT
+from arbor.papers.arborkv.kkt import KKT
+from arbor.papers.arborkv.ratio import Ratio
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.base import Allocator, Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import lowest, order
 from arbor.retention.policy import Policy, Protect

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from support.offers import SEEDS, offer
 
 from arbor.errors import UsageError
+from arbor.papers.lazyeviction.lazy_eviction import LazyEviction
+from arbor.papers.related.raas import RaaS
+from arbor.papers.related.tova import TOVA
 from arbor.retention.base import Scorer, Tokens
 from arbor.retention.policy import Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.lazy_eviction import LazyEviction
-from arbor.retention.scorers.raas import RaaS
 from arbor.retention.scorers.random_tokens import _PIECE, RandomTokens, _mixed
 from arbor.retention.scorers.recency import Recency
-from arbor.retention.scorers.tova import TOVA
 from arbor.retention.scorers.window import Window
 from arbor.retention.token_statistics import TokenStatistics
 from arbor.tree import Node, ThoughtTree

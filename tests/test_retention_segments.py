@@ -15,10 +15,10 @@ from support.policies import POLICIES
 from support.trees import GREEDY, PROMPT, Lab
 
 from arbor.errors import UsageError
-from arbor.retention.allocators.ams import AMS, pooled, segments
-from arbor.retention.allocators.chunks import Chunks
+from arbor.papers.ams.ams import AMS, pooled, segments
+from arbor.papers.ams.strata import Strata
+from arbor.papers.related.chunks import Chunks
 from arbor.retention.allocators.segments import TokenSequence, quotas_of
-from arbor.retention.allocators.strata import Strata
 from arbor.retention.base import Blocks, TokenAllocator
 from arbor.retention.policy import Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters

@@ -33,9 +33,8 @@ from arbor.model.loading import ModelLocation
 from arbor.model.scoring import label_count
 from arbor.tree import Node
 from arbor.verifiers.base import Placement, SearchShape, Verdict
-from arbor.verifiers.reward.engine import RewardEngine
+from arbor.verifiers.reward.engine import RewardEngine, values_of
 from arbor.verifiers.reward.mirror import Mirror
-from arbor.verifiers.reward.scores import values_of
 from arbor.verifiers.reward_model import (
     OutcomeRewardModel,
     ProcessRewardModel,

@@ -11,8 +11,14 @@ import torch
 from test_invariant_triton import run_check
 from torch import Tensor
 
+from arbor.kernels.fused.rotary import (
+    ROTARY_FORMS,
+    RotaryForm,
+    RotaryOps,
+    rotary_ops,
+    rotate_by_torch,
+)
 from arbor.kernels.native import native_library, without_native
-from arbor.kernels.rotary import ROTARY_FORMS, RotaryForm, RotaryOps, rotary_ops, rotate_by_torch
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -131,9 +137,9 @@ def test_other_devices_and_machines_without_the_library_have_no_kernel() -> None
 def test_triton_is_imported_on_cuda_alone() -> None:
     code = (
         "import sys, torch\n"
-        "from arbor.kernels import rotary\n"
+        "from arbor.kernels.fused import rotary\n"
         "rotary.rotary_ops(torch.device('cpu'))\n"
-        "assert 'arbor.kernels.triton_rotary' not in sys.modules\n"
+        "assert 'arbor.kernels.fused.triton_rotary' not in sys.modules\n"
         "from arbor.kernels import triton_module\n"
         "triton_module.find_spec = lambda name: None\n"
         "assert rotary.rotary_ops(torch.device('cuda')) is None"

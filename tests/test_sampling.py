@@ -21,7 +21,7 @@ from arbor.engine.operation import Growth
 from arbor.engine.sampling import ArithmeticCode, confidence, likeliest, sample, stream
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import ModelError, UsageError
-from arbor.kernels import row_sums
+from arbor.kernels.fused.row_sums import row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree
@@ -48,6 +48,8 @@ def allowed(logits: torch.Tensor, sampling: Sampling) -> dict[int, float]:
     for token in order:
         if kept and sum(kept.values()) >= sampling.top_p * total:
             break
+        if probability[token] < sampling.min_p * max(probability):
+            break
         kept[token] = probability[token]
     mass = sum(kept.values())
     return {token: p / mass for token, p in kept.items()}
@@ -58,6 +60,7 @@ samplings = st.builds(
     temperature=st.floats(0.2, 3.0),
     top_p=st.floats(0.05, 1.0),
     top_k=st.integers(0, 12),
+    min_p=st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
 )
 
 
@@ -79,8 +82,14 @@ def test_the_cuts_keep_what_their_definitions_say(
 
 @pytest.mark.parametrize(
     "sampling",
-    [EVERYTHING, Sampling(0.7, 0.9), Sampling(1.3, 1.0, 20), Sampling(0.5, 0.8, 7)],
-    ids=["all", "top-p", "top-k", "both"],
+    [
+        EVERYTHING,
+        Sampling(0.7, 0.9),
+        Sampling(1.3, 1.0, 20),
+        Sampling(0.5, 0.8, 7),
+        Sampling(1, 1, min_p=0.1),
+    ],
+    ids=["all", "top-p", "top-k", "both", "min-p"],
 )
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     logits = logits_of(4, 1, 50)
@@ -149,8 +158,14 @@ def test_a_wide_nucleus_of_a_large_vocabulary_is_found_whole(seed: int, uniform:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(0.7, 0.9), Sampling(0.7, 1.0, 40), Sampling(0.7, 0.8, 300), Sampling(1.0, 0.98)],
-    ids=["top-p", "top-k", "both", "wide"],
+    [
+        pytest.param(Sampling(0.7, 0.9), id="top-p"),
+        pytest.param(Sampling(0.7, 1.0, 40), id="top-k"),
+        pytest.param(Sampling(0.7, 0.8, 300), id="both"),
+        pytest.param(Sampling(1.0, 0.98), id="wide"),
+        pytest.param(Sampling(1.0, 1.0, min_p=0.05), id="min-p"),
+        pytest.param(Sampling(1.0, 1.0, min_p=1e-4), id="low min-p"),
+    ],
 )
 @given(seed=st.integers(0, 10_000), uniform=st.floats(0, 1, exclude_max=True))
 def test_equally_probable_tokens_are_drawn_alike_in_any_batch(
@@ -255,6 +270,9 @@ def test_probabilities_are_the_models_own_whatever_the_temperature() -> None:
         ("top_p", math.nan),
         ("top_p", 1.1),
         ("top_k", -1),
+        ("min_p", -0.1),
+        ("min_p", math.nan),
+        ("min_p", 1.1),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(name: str, value: float) -> None:

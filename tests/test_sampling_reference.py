@@ -33,6 +33,8 @@ SAMPLINGS = {
     "top-k of most": Sampling(0.7, 1.0, 2500),
     "one": Sampling(1.0, 1.0, 1),
     "both": Sampling(0.5, 0.8, 7),
+    "min-p": Sampling(0.7, 1.0, min_p=0.05),
+    "low min-p": Sampling(2.0, 0.99, min_p=1e-5),
     "nearly all": Sampling(1.0, ALMOST_ONE),
     "so hot that probabilities are equal": Sampling(1e18, 0.9),
 }

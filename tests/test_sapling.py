@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor import Solver
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains
 from arbor.tasks.countdown import Countdown, solve
@@ -289,33 +288,3 @@ def test_several_processes_make_the_steps_of_one(tokenizer: Any) -> None:
     alone = steps(0, 1, 6)
     assert len({tuple(step) for step in alone}) == 6
     assert [steps(0, 2, 3), steps(1, 2, 3)] == [alone[::2], alone[1::2]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_models_of_other_training_seeds_solve_word_problems(seed: int) -> None:
-    folder = ROOT / "scripts" / "sapling_seeds" / f"seed{seed}"
-    greedy = {"controller": "chain", "verifier": "exact", "sampling": {"temperature": 0.0}}
-    task = {"name": "chains", "fewest": 4, "most": 6}
-    with Solver(str(folder), task=task, **greedy) as solver:
-        problems = itertools.islice(solver.task.problems("test"), 20)
-        solved = sum(bool(solver.solve(problem).correct) for problem in problems)
-    assert solved >= 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "least"),
-    [
-        ({"name": "chains", "fewest": 24, "most": 24}, 14),
-        ({"name": "recall"}, 14),
-    ],
-    ids=["chains", "recall"],
-)
-def test_the_model_for_long_problems_solves_them(task: dict[str, Any], least: int) -> None:
-    folder = ROOT / "scripts" / "sapling_long"
-    greedy = {"controller": "chain", "verifier": "exact", "sampling": {"temperature": 0.0}}
-    with Solver(str(folder), task=task, **greedy) as solver:
-        problems = itertools.islice(solver.task.problems("test"), 20)
-        solved = sum(bool(solver.solve(problem).correct) for problem in problems)
-    assert solved >= least

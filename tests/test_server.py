@@ -169,12 +169,13 @@ def test_a_stream_is_the_whole_in_parts(client: Any) -> None:
     fields = chat("4 5 6 10", max_tokens=40, n=3, seed=5, stop=[")\n", "= 9"], logprobs=True)
     whole = client.chat.completions.create(**fields)
     texts, finish, tokens = {}, {}, {}
-    usage = None
+    usages = []
 
     for chunk in client.chat.completions.create(
         **fields, stream=True, stream_options={"include_usage": True}
     ):
-        usage = chunk.usage or usage
+        assert "usage" in chunk.model_fields_set
+        usages.append(chunk.usage)
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
             finish[choice.index] = choice.finish_reason or finish.get(choice.index)
@@ -186,9 +187,22 @@ def test_a_stream_is_the_whole_in_parts(client: Any) -> None:
     assert tokens == {
         choice.index: [each.token for each in choice.logprobs.content] for choice in whole.choices
     }
+    *before, usage = usages
+    assert before == [None] * len(before), "null but in the last chunk"
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert "stop" in finish.values()
     assert not any(stop in text for text in texts.values() for stop in (")\n", "= 9"))
+
+
+def test_the_smallest_part_of_the_most_probable_token(client: Any) -> None:
+    fields = {"model": NAME, "prompt": "4 5 6 10\n", "max_tokens": 24, "seed": 3}
+
+    greedy, free, cut = (
+        client.completions.create(**fields, temperature=temperature, extra_body={"min_p": least})
+        for temperature, least in ((0, 0), (2, 0), (2, 1))
+    )
+
+    assert cut.choices[0].text == greedy.choices[0].text != free.choices[0].text
 
 
 def test_the_seed_decides_and_is_reported(client: Any) -> None:
@@ -224,6 +238,16 @@ def test_a_prompt_that_was_read_before_is_reused(client: Any) -> None:
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert first.usage.prompt_tokens == second.usage.prompt_tokens
     assert cached >= second.usage.prompt_tokens - 1 > 32
+
+
+def test_the_next_turn_reuses_what_was_generated(client: Any) -> None:
+    prompt, fields = "7 8 9 10\n" * 10, {"model": NAME, "max_tokens": 24, "temperature": 0}
+
+    first = client.completions.create(prompt=prompt, **fields)
+    second = client.completions.create(prompt=f"{prompt}{first.choices[0].text} 4 5", **fields)
+
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached >= first.usage.total_tokens - 2 > first.usage.prompt_tokens
 
 
 def test_roles_without_a_template_are_their_contents(client: Any) -> None:
@@ -459,6 +483,45 @@ def test_events_name_no_path_of_the_machine(tmp_path: Path) -> None:
     assert records._public({"a": ["/x/y", "C:\\x", "a/b", 5]}) == {
         "a": ["(path)", "(path)", "a/b", 5]
     }
+
+
+def test_searches_share_the_ratio_of_the_server(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [solver.solve(hand, seed=3) for hand in HANDS]
+    held: list[tuple[int, int, int]] = []
+    right = ModelRunner.forward
+    with Solver(budget=0.25) as tight:
+        tight.load()
+
+        def forward(runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+            state = tight.engine.state
+            account = state.account(next(iter(state.trees)))
+            held.append((account.used, account.slots, len(state.trees)))
+            return right(runner, *args, **kwargs)
+
+        monkeypatch.setattr(ModelRunner, "forward", forward)
+        with serving(tight, None, live=True) as running, ThreadPoolExecutor(len(HANDS)) as clients:
+            bodies = [chat(hand, seed=3, arbor={"task": "game24"}) for hand in HANDS]
+            bodies[0]["arbor"]["budget"] = 0.25
+            made = list(clients.map(lambda body: running.send(CHAT, body)[2], bodies))
+            refused = running.send(CHAT, chat(HANDS[0], arbor={"budget": "0.5"}))
+            slots = re.search(r"^arbor_kv_slots (.*)$", running.send("/metrics")[2]["text"], re.M)
+            page = running.send("/")[2]["text"]
+
+    assert [each["choices"][0]["message"]["content"] for each in made] == [
+        solution.text for solution in alone
+    ]
+    assert max(trees for _, _, trees in held) == len(HANDS)
+    assert all(used <= slots for used, slots, _ in held)
+    full = sum(solution.metrics.peak_tokens for solution in alone)
+    assert max(used for used, _, _ in held) < 0.4 * full
+    assert sum(each["usage"]["arbor"]["tokens_recomputed"] for each in made) > 0
+    assert refused[0] == 400 and refused[2]["error"]["code"] == "budget_shared"
+    assert "Give 0.25, or leave it out." in refused[2]["error"]["message"]
+    assert slots is not None and float(slots[1]) >= max(used for used, _, _ in held)
+    shown = [int(found.replace(",", "")) for found in re.findall(r'"budget">([\d,]+)', page)]
+    assert len(shown) == len(HANDS) and all(0 < each < full for each in shown)
 
 
 def test_searches_are_shown_on_a_page(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -838,6 +901,7 @@ OF_A_CHAT: dict[str, Any] = {
     **{"tools": [], "tool_choice": "none", "functions": [], "response_format": {"type": "text"}},
     **{"top_logprobs": 0, "logprobs": False, "modalities": ["text"], "metadata": {"a": "b"}},
     **{"store": False, "parallel_tool_calls": True, "audio": None},
+    **{"add_generation_prompt": True, "continue_final_message": False},
 }
 
 
@@ -871,6 +935,7 @@ SAID: dict[str, Any] = {
         ("assistant", {"refusal": "", "audio": {}, "function_call": {}, "reasoning_content": ""}),
         ("assistant", {"parsed": {"a": 1}, "name": "", "tool_call_id": "", "thinking_blocks": []}),
         ("assistant", {"content": [{"type": "text", "text": "9", "annotations": []}]}),
+        ("user", {"type": "text"}),
         ("user", {"tool_call_id": None, "cache_control": {"type": "ephemeral"}}),
         ("user", {"content": [{"type": "text", "text": "9", "cache_control": {"type": "x"}}]}),
     ],
@@ -1000,11 +1065,11 @@ def test_equal_choices_are_decoded_once(client: Any) -> None:
         ("frequency_penalty", 0.5, "0"),
         ("repetition_penalty", 1.1, "1"),
         ("repetition_penalty", True, "1"),
-        ("min_p", 0.1, "0"),
         ("logit_bias", {"5": 1}, "{}"),
         ("tool_choice", "required", '"auto" or "none"'),
         ("functions", [{"name": "x"}], "[]"),
         ("modalities", ["audio"], '["text"]'),
+        ("continue_final_message", True, "false"),
         ("prediction", {"type": "content"}, "null"),
     ],
 )
@@ -1016,6 +1081,22 @@ def test_a_value_that_is_not_supported_is_told_which_is(
     assert (status, document["error"]["param"]) == (400, field)
     words = f"{field}: this value is not supported; leave the field out or send {works}."
     assert document["error"]["message"] == words
+
+
+def test_bytes_of_tokens_are_those_of_the_text(smollm2: Path) -> None:
+    fields = chat("Repeat: 😀😃😄😁", max_tokens=24, temperature=0, logprobs=True, top_logprobs=5)
+    with Solver(str(smollm2), task="reasoning") as solver:
+        solver.load()
+        with serving(solver) as running, closing(running.client()) as client:
+            choice = client.chat.completions.create(**fields).choices[0]
+
+    content = choice.logprobs.content
+    said = b"".join(bytes(each.bytes) for each in content)
+    others = [other for each in content for other in each.top_logprobs]
+    parts = [other for other in others if "\ufffd" in other.token]
+    assert said.decode() == choice.message.content and "😀" in choice.message.content
+    assert parts and all(other.bytes is None for other in parts), "of a part of a character"
+    assert all(bytes(each.bytes).decode() == each.token for each in others if each not in parts)
 
 
 # JSON

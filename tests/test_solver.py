@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import shutil
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ from arbor.events import (
     Selected,
     Verified,
 )
-from arbor.kernels.linear import PackedLinear
+from arbor.kernels.linear.layers import PackedLinear
 from arbor.metrics import MetricsFold
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.loading import BUILTIN
@@ -347,11 +348,11 @@ def test_a_stream_can_be_stopped() -> None:
 
 def test_sampling_defaults_are_the_models_own(small: Path, tmp_path: Path) -> None:
     shutil.copytree(small, tmp_path / "own")
-    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20}
+    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20, "min_p": 0.1}
     (tmp_path / "own" / "generation_config.json").write_text(json.dumps(said))
 
-    assert Solver(tmp_path / "own").sampling == Sampling(0.6, 0.8, 20)
-    assert Solver(tmp_path / "own", sampling={"top_k": 5}).sampling == Sampling(0.6, 0.8, 5)
+    assert Solver(tmp_path / "own").sampling == Sampling(0.6, 0.8, 20, 0.1)
+    assert Solver(tmp_path / "own", sampling={"top_k": 5}).sampling == Sampling(0.6, 0.8, 5, 0.1)
     assert Solver(tmp_path / "own", sampling=Sampling(0)).sampling == Sampling(0)
 
 
@@ -471,6 +472,39 @@ def test_weights_cut_short_are_refused_by_name(tmp_path: Path, small: Path) -> N
         Solver(tmp_path / "cut").load()
 
     assert error.value.code == "model-incomplete"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "it is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
+        (b"<!DOCTYPE html><html></html>", "it is a web page"),
+        (bytes(4096), "begins with zeros"),
+        (struct.pack("<Q", 1 << 60) + b"{}", "header"),
+        (struct.pack("<Q", 9) + b'{"a": 1x}', "header"),
+    ],
+)
+def test_what_lies_in_the_place_of_weights_is_named(
+    tmp_path: Path, small: Path, data: bytes, words: str
+) -> None:
+    shutil.copytree(small, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").write_bytes(data)
+
+    with pytest.raises(ModelError) as error:
+        Solver(tmp_path / "m").load()
+
+    assert error.value.code == "model-incomplete" and words in str(error.value)
+
+
+def test_weights_of_other_shapes_are_refused(tmp_path: Path, small: Path) -> None:
+    shutil.copytree(small, tmp_path / "m")
+    config = tmp_path / "m" / "config.json"
+    known = json.loads(config.read_text())
+    config.write_text(json.dumps(known | {"intermediate_size": known["intermediate_size"] * 2}))
+
+    with pytest.raises(ModelError, match="other shapes than its settings say"):
+        Solver(tmp_path / "m").load()
 
 
 def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:
@@ -800,17 +834,17 @@ def test_settings_of_a_generation_config_that_are_left_out_are_named_once(
 ) -> None:
     place = tmp_path / "penalised"
     shutil.copytree(small, place)
-    applied = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20, "max_length": 99}
+    applied = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "min_p": 0.1, "max_length": 99}
     ids = {"eos_token_id": [2, 3], "pad_token_id": 0, "transformers_version": "5.0.0"}
-    neutral = {"repetition_penalty": 1.0, "min_p": 0.0, "no_repeat_ngram_size": 0, "typical_p": 1}
+    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1}
     empty = {"bad_words_ids": None, "suppress_tokens": [], "min_length": 0, "guidance_scale": 1}
-    own = {"min_p": 0.05, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
+    own = {"typical_p": 0.9, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
 
     assert warned(place, {**applied, **ids, **neutral, **empty}, caplog) == []
     (warning,) = warned(place, {**applied, **ids, **neutral, **own}, caplog)
-    assert "sets repetition_penalty, no_repeat_ngram_size, min_p, which" in warning
+    assert "sets repetition_penalty, no_repeat_ngram_size, typical_p, which" in warning
     assert str(place) in warning
-    # transformers applies min_p only where it samples
+    # transformers applies typical_p only where it samples
     (warning,) = warned(place, {**ids, **own, "do_sample": False}, caplog)
     assert "sets repetition_penalty, no_repeat_ngram_size, which" in warning
 

@@ -11,7 +11,7 @@ from support.models import config_of, random_model
 from torch import Tensor
 
 from arbor.kernels import staging
-from arbor.kernels.flashinfer_cascade import FlashInferCascade
+from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
 from arbor.kernels.staging import Staging
 from arbor.memory.pool import KVPool
 from arbor.model.plan import ForwardPlan, Segment, plan_forward

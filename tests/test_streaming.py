@@ -44,12 +44,12 @@ from arbor.engine.operation import GivenBlock, Growth
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Discarded, Event, Evicted, Forwarded
-from arbor.kernels.base import AttentionBackend, AttentionShape
+from arbor.kernels.attention.base import AttentionBackend, AttentionShape
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.rowwise import RowwiseAttention
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.memory.staging_buffer import StagingBuffer
@@ -57,7 +57,7 @@ from arbor.memory.stores import LowerRoom
 from arbor.model.plan import Segment, SegmentTable
 from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention, chunks_of
-from arbor.retention.allocators.hierarchy import Hierarchy
+from arbor.papers.hierarchy.hierarchy import Hierarchy
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.trigger import Trigger

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbor.trace import Block
-from arbor.trace.siblings import identical_siblings
 from arbor.tree import NodeState
+from arbor.view.draw import identical_siblings
 
 FIRST = Block(1, 0, 0, 1, text="9", state=NodeState.TERMINAL, answer="9")
 

@@ -20,11 +20,10 @@ import torch
 from test_kernels import decode_level, make_case, make_level, make_shape, random_layout
 from torch import Tensor
 
-from arbor.kernels import mass_kernel
-from arbor.kernels.mass_kernel import MassKernel
-from arbor.kernels.mass_work import ITEM_KEYS, ITEM_ROWS, MassWork, mass_work
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention import mass_work as mass_kernel
+from arbor.kernels.attention.mass_work import ITEM_KEYS, ITEM_ROWS, MassKernel, MassWork, mass_work
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
 
 CHILD = Path(__file__).parent / "support" / "triton_child.py"
 CPU = torch.device("cpu")
@@ -150,7 +149,7 @@ def test_the_kernel_is_not_for_deterministic_algorithms(monkeypatch: pytest.Monk
 
 def use_kernel(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
     """Let `function` stand for `triton_mass`, and every backend use it."""
-    module = types.ModuleType("arbor.kernels.triton_mass")
+    module = types.ModuleType("arbor.kernels.attention.triton_mass")
     module.triton_mass = function  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(MassKernel, "runs", lambda self, q: not self._failed)
@@ -222,12 +221,12 @@ def test_a_cpu_never_imports_triton() -> None:
     code = (
         "import sys, torch\n"
         "from test_kernels import decode_level, make_case, make_shape\n"
-        "from arbor.kernels.torch_cascade import TorchCascade\n"
+        "from arbor.kernels.attention.torch_cascade import TorchCascade\n"
         "case, backend = make_case([decode_level([4, 9], 20)], make_shape()), TorchCascade()\n"
         "plan = backend.plan(case.layout, case.shape)\n"
         "_, lse = backend.run(plan, case.q, case.k_pool, case.v_pool)\n"
         "backend.mass(plan, case.q, case.k_pool, lse)\n"
-        "assert 'arbor.kernels.triton_mass' not in sys.modules\n"
+        "assert 'arbor.kernels.attention.triton_mass' not in sys.modules\n"
     )
 
     done = subprocess.run(

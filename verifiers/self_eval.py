@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arbor.errors import UsageError
+from arbor.errors import UsageError, logits_not_finite
 from arbor.tasks.base import Problem, Question, Task
 from arbor.tree import Node
 
@@ -114,12 +114,10 @@ def expected_worth(logits: torch.Tensor, worths: Sequence[float]) -> float:
     """
     import torch
 
-    from arbor.engine.sampling import not_finite
-
     probabilities = torch.softmax(logits.double(), dim=0)
     value = float(probabilities @ torch.tensor(worths, dtype=torch.float64))
     if math.isnan(value):
-        raise not_finite()
+        raise logits_not_finite()
     return min(max(value, 0.0), CERTAIN)
 
 

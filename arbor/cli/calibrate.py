@@ -5,22 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from arbor.cli.command import Command, F, Group, Integer, Number, option, option_group
+from arbor.cli.command import F, Group, Integer, option, option_group
 from arbor.cli.evaluation.eval import complete_dataset, task_of
 from arbor.cli.evaluation.eval_dataset import is_task, name_of, read_samples
 from arbor.cli.evaluation.eval_options import DatasetOptions, column_options
 from arbor.cli.options import output_options, revision_option, trust_option
-from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_unwritable
 from arbor.errors import UsageError
 from arbor.feature import features
-from arbor.support.cache_dir import msve_file
 
 if TYPE_CHECKING:
     from arbor.solver import Solver
@@ -149,7 +145,7 @@ class Fitted:
 
 @click.group(
     cls=Group,
-    lazy={name: each for one in features() for name, each in one.calibrations.items()},
+    lazy={name: command for each in features() for name, command in each.calibrations.items()},
 )
 @output_options
 def calibrate() -> None:
@@ -166,247 +162,6 @@ def calibrate() -> None:
       arbor calibrate queries --task chains
       arbor calibrate window gsm8k.jsonl --task gsm8k
     """
-
-
-@calibrate.command(cls=Command)
-@fitted_to("chains")
-@option(
-    "--top",
-    type=Integer(0),
-    default=0,
-    metavar="K",
-    heading="Search",
-    help="Confidence from the K likeliest tokens, the others as one; 0: from all tokens.",
-)
-@option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    heading="Output",
-    common=True,
-    help="File for --msve; default: msve.json, or for a Hub model or GGUF file the cache.",
-)
-@output_options
-@click.pass_obj
-def msve(
-    output: Output,
-    /,
-    top: int,
-    out: Path | None,
-    **values: Any,
-) -> int:
-    """Fit the block values of ArborKV (MSVE): solve problems, then drop each block in turn.
-
-    \b
-      arbor calibrate msve
-      arbor calibrate msve --task chains --n 200 --out msve.json
-      arbor calibrate msve --model ./model
-      arbor calibrate msve gsm8k.jsonl --task gsm8k --out msve.json
-    """
-    refuse_unwritable("--out", out)
-
-    from arbor.measure.calibrate import calibrate as fitted
-    from arbor.measure.calibrate import collect
-    from arbor.model.loading import locate_model
-    from arbor.retention.msve import MSVE
-
-    given = Fitted.of(values)
-    source = locate_model(given.model, given.revision)
-    out = out or default_file("msve.json", source.place, msve_file(source.place, given.revision))
-    with given.solver(
-        controller="chain",
-        policy="arborkv",
-        msve=MSVE(top=top),  # not the values fitted before
-    ) as solver:
-        problems = given.problems(solver)
-        output.say(f"solving {len(problems)} {given.named}, then dropping each block in turn")
-        result = fitted(collect(solver, problems), top)
-    figures: dict[str, Any] = {
-        **given.record,
-        "task": given.task,
-        "created": datetime.now(UTC).date().isoformat(),
-        "problems": result.problems,
-        "blocks": result.blocks,
-        "lost": round(result.lost, 4),
-        "rank_correlation": round(result.correlation, 4),
-        "default_rank_correlation": round(result.default_correlation, 4),
-        "interval": [round(bound, 4) for bound in result.interval],
-        "gain": [round(bound, 4) for bound in result.gain],
-        "held_out": result.held_out,
-    }
-    result.msve.save(out, **figures)
-    if output.json:
-        output.document(
-            {"schema": "arbor.calibration/1", "out": str(out), "msve": str(result.msve), **figures}
-        )
-    else:
-        output.print(str(out))
-        output.say(
-            f"s = sigmoid({result.msve.theta[0]:.2f} v + {result.msve.theta[1]:.2f} u + "
-            f"{result.msve.theta[2]:.2f} a {result.msve.bias:+.2f}) from {result.blocks} blocks of {result.problems} "
-            f"right answers, {100 * result.lost:.0f} % of them needed; held-out rank correlation "
-            f"{result.correlation:.2f} ({result.interval[0]:.2f} to {result.interval[1]:.2f}; the defaults: "
-            f"{result.default_correlation:.2f})"
-        )
-    return 0
-
-
-@calibrate.command(cls=Command)
-@fitted_to("chains")
-@option(
-    "--threshold",
-    type=Number(0, 1, min_open=True),
-    default=1e-4,
-    metavar="X",
-    heading="Search",
-    common=True,
-    help="Attention from which a token counts as read (alpha).",
-)
-@option(
-    "--percentile",
-    type=Number(0, 100, min_open=True),
-    default=80,
-    metavar="P",
-    heading="Search",
-    help="Percentile of the intervals that the window is.",
-)
-@output_options
-@click.pass_obj
-def window(
-    output: Output,
-    /,
-    threshold: float,
-    percentile: float,
-    **values: Any,
-) -> int:
-    """Measure the window of LazyEviction: solve problems, see when tokens are read again.
-
-    Prints the policy with its settings, as --policy takes it.
-
-    \b
-      arbor calibrate window
-      arbor calibrate window --task chains --n 200 --threshold 0.001
-      arbor calibrate window --model ./model --percentile 90
-      arbor calibrate window gsm8k.jsonl --task gsm8k
-    """
-    from arbor.measure.calibrate_window import calibrate_window
-
-    given = Fitted.of(values)
-
-    with given.solver(
-        controller="chain",
-        policy=f"lazyeviction,threshold={threshold}",
-    ) as solver:
-        problems = given.problems(solver)
-        output.say(f"solving {len(problems)} {given.named}, with everything kept")
-        found = calibrate_window(solver, problems, percentile)
-    width = found.window
-    policy = f"lazyeviction,window={width},recent={width},spare={width},threshold={threshold}"
-    if output.json:
-        output.document(
-            {
-                "schema": "arbor.calibration/1",
-                "policy": policy,
-                **given.record,
-                "task": given.task,
-                "threshold": threshold,
-                **{name: getattr(found, name) for name in found.__dataclass_fields__},
-            }
-        )
-    else:
-        output.print(policy)
-        output.say(
-            f"{100 * found.recurring:.1f} % of {found.tokens:,} tokens of {found.problems} problems "
-            f"were read again; longest intervals: "
-            + ", ".join(f"{percent} % within {most}" for percent, most in found.intervals.items())
-            + f"; a fifth of the tokens receives {100 * found.heavy:.1f} % of the attention"
-        )
-    return 0
-
-
-@calibrate.command(cls=Command)
-@fitted_to("chains")
-@option(
-    "--seed",
-    type=Integer(0),
-    default=0,
-    metavar="N",
-    heading="Search",
-    help="Seed of all random streams.",
-)
-@option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default="queries.npz",
-    metavar="FILE",
-    heading="Output",
-    common=True,
-    help="File for the setting queries of triattention.",
-)
-@output_options
-@click.pass_obj
-def queries(
-    output: Output,
-    /,
-    seed: int,
-    out: Path,
-    **values: Any,
-) -> int:
-    """Average the queries that TriAttention scores with: solve problems, with everything kept.
-
-    A search reads the file with --policy triattention,queries=FILE.
-
-    \b
-      arbor calibrate queries
-      arbor calibrate queries --task chains --n 200 --out queries.npz
-      arbor calibrate queries --model ./model
-      arbor calibrate queries gsm8k.jsonl --task gsm8k
-    """
-    refuse_unwritable("--out", out)
-
-    from arbor.measure.calibrate_queries import EveryQuery, collect_queries
-    from arbor.retention.allocators.pooled import Pooled
-    from arbor.retention.policy import Policy
-
-    given = Fitted.of(values)
-    with given.solver(
-        controller="chain",
-        policy=Policy(Pooled(), EveryQuery()),
-        share="off",  # the queries of tokens that prompts have in common count for each
-        seed=seed,
-    ) as solver:
-        problems = given.problems(solver)
-        output.say(f"solving {len(problems)} {given.named}, with everything kept")
-        found = collect_queries(solver, problems)
-    heads, dim, _ = found.means.layers[0].sizes
-    figures: dict[str, Any] = {
-        **given.record,
-        "task": given.task,
-        "seed": seed,
-        "created": datetime.now(UTC).date().isoformat(),
-        "problems": found.problems,
-        "concentration": [round(each, 4) for each in found.concentration],
-    }
-    found.means.save(out, **figures)
-    if output.json:
-        sizes = {"layers": len(found.means.layers), "heads": heads, "head_dim": dim}
-        output.document(
-            {
-                "schema": "arbor.calibration/1",
-                "out": str(out),
-                "queries": found.means.queries,
-                **sizes,
-                **figures,
-            }
-        )
-    else:
-        output.print(str(out))
-        output.say(
-            f"means of {found.means.queries:,} queries of {found.problems} problems, in "
-            f"{len(found.concentration)} layers; length of the mean by mean length, by layer: "
-            + ", ".join(f"{each:.2f}" for each in found.concentration)
-        )
-    return 0
 
 
 def default_file(name: str, model: str, cached: Path) -> Path:

@@ -17,6 +17,7 @@ SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
     "temperature": (float, "a number"),
     "top_p": (float, "a number"),
     "top_k": (int, "a number"),
+    "min_p": (float, "a number"),
     "arithmetic": (_BOOLEAN.__getitem__, "true or false"),
 }
 

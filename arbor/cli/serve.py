@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SERVE_SCHEMA = "arbor.serve/1"
 KEYS_VARIABLE = "ARBOR_API_KEYS"
+AUTO = "auto"  # half of the free memory, at most a context for each request
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 _options = option_group(
@@ -89,12 +90,12 @@ _options = option_group(
         help="Requests that may wait; further ones are refused (429).",
     ),
     option(
-        "--kv",
-        metavar="SIZE",
+        "--budget",
+        default=AUTO,
+        metavar="X",
         heading="Server",
         common=True,
-        help="KV of all requests (16384tok, 6GiB); default: half of the free memory, "
-        "at most a context each.",
+        help="KV of all requests: 6GiB, or 0.25 of full retention; auto: a size.",
     ),
     option(
         "--max-tokens",
@@ -165,7 +166,6 @@ class ServeOptions:
     api_keys: Path | None
     concurrency: int
     queue: int
-    kv: str | None
     max_tokens: int
     max_search_tokens: int
     timeout: float
@@ -185,15 +185,16 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
 
     \b
       arbor serve
-      arbor serve my-model --kv 1GiB --concurrency 16
+      arbor serve my-model --budget 1GiB --concurrency 16
       arbor serve --bind 0.0.0.0 --api-keys keys.txt
     """
     output = ctx.ensure_object(Output)
     if ctx.get_parameter_source("task") is click.core.ParameterSource.DEFAULT:
         values["task"] = "game24" if values["model"].startswith("builtin:") else WORDS
-    options = read_options(ServeOptions, {**values, "budget": "full"})
+    budget = None if values["budget"] == AUTO else Budget.parse(values["budget"])
+    is_part = budget is not None and budget.unit == "ratio"
+    options = read_options(ServeOptions, values | {"budget": str(budget) if is_part else "full"})
     _check_packages()
-    size = _size(options.kv)
     with ending_at_once():
         from arbor.server.app import make_app
         from arbor.server.service import Service
@@ -226,14 +227,17 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
     url = url_of(listening)
     with closing(listening), build_solver(options.solver) as solver:
         solver.load()
-        tokens = _kv_tokens(size, options.concurrency, solver)
+        tokens = None if is_part else _kv_tokens(budget, options.concurrency, solver)
         service = Service(solver, tokens, settings)
 
         def ready() -> None:
             if output.json:
                 output.document({"schema": SERVE_SCHEMA, "url": url, "model": settings.name})
             elif not output.quiet:
-                kv = f"{tokens:,} tokens of KV ({human_bytes(tokens * solver.describe().kv_bytes_per_token)})"
+                kv = f"budget {budget}"
+                if tokens is not None:
+                    size = tokens * solver.describe().kv_bytes_per_token
+                    kv = f"{tokens:,} tokens of KV ({human_bytes(size)})"
                 output.print(f"serving {settings.name} at {url}/v1 · {kv}")
 
         server = Server(
@@ -277,18 +281,6 @@ def _is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _size(kv: str | None) -> Budget | None:
-    """KV of all requests; None: by default.
-
-    Raises:
-        UsageError: not a size.
-    """
-    size = None if kv is None else Budget.parse(kv)
-    if size is not None and size.unit not in ("tokens", "bytes"):
-        raise UsageError("kv-size", f"--kv {kv} is not a size.", "As in 16384tok or 6GiB.")
-    return size
 
 
 def _kv_tokens(size: Budget | None, concurrency: int, solver: Solver) -> int:

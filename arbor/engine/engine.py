@@ -394,6 +394,11 @@ class Engine:
         return self.state.memory
 
     @property
+    def room_tokens(self) -> int:
+        """Slots that the pool has by now; 0 before the first tree."""
+        return 0 if self._memory is None else self._memory.budget
+
+    @property
     def held_tokens(self) -> int:
         """Slots in use, kept prompts included; 0 before the first tree."""
         return 0 if self._memory is None else self._memory.used

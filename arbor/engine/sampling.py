@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.errors import ModelError
-from arbor.kernels.row_sums import row_sums
+from arbor.errors import logits_not_finite
+from arbor.kernels.fused.row_sums import row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
 
@@ -132,7 +132,7 @@ def sample(
     Probable tokens come first, equally probable ones by id. Probabilities are float64 softmaxes
     over the whole vocabulary, computed for a few rows at a time (`_CPU_SLICE`, `_GPU_SLICE`); a
     softmax treats rows separately, so the slices change no bit, and neither do other rows of the
-    batch. On CUDA they are quotients by sums of a kernel of ours (`arbor.kernels.row_sums`). Only
+    batch. On CUDA they are quotients by sums of a kernel of ours (`fused.row_sums`). Only
     probabilities of tokens that a cut-off can keep are stored: `topk` of the logits, in their own
     type, finds these. It leaves open which of several equal logits it takes, which cannot matter
     while all tokens that the cut-offs keep lie strictly above the least probable token examined.
@@ -143,7 +143,8 @@ def sample(
     Args:
         logits: [n, V], float32 or a type that float32 contains.
         uniforms: n numbers in [0, 1).
-        sampling: temperature and cut-offs, applied in the usual order: temperature, top-k, top-p.
+        sampling: temperature and cut-offs, applied in the order of transformers:
+            temperature, top-k, top-p, min-p.
         first: draws from the tokens that are examined first, as `drawn`, which None stands for.
 
     Raises:
@@ -154,7 +155,7 @@ def sample(
     width = _first_width(vocabulary, sampling)
     found = (first or drawn)(logits, uniform, sampling, width).cpu()
     if found[_TOP1].isnan().any():  # one such logit makes all of its row NaN
-        raise not_finite()
+        raise logits_not_finite()
     while len(again := (found[_SETTLED] == 0).nonzero().squeeze(1)):
         width = min(vocabulary, _WIDEN * width)
         slices = again.split(_slice_rows(logits, vocabulary))
@@ -179,15 +180,6 @@ def likeliest(logits: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]
     ]
 
 
-def not_finite() -> ModelError:
-    """Error for logits that no token can be chosen by."""
-    return ModelError(
-        "logits-not-finite",
-        "the model's logits are not finite: its numbers have overflowed, or its weights are broken.",
-        "Use --dtype bfloat16 or --dtype float32 where it is float16; else compare the weights with their source.",
-    )
-
-
 def _upload(uniforms: list[float], logits: Tensor) -> Tensor:
     """Numbers as [n, 1] float64 on the device of the logits; a GPU's queue is not waited for."""
     if logits.is_cuda:
@@ -198,7 +190,7 @@ def _upload(uniforms: list[float], logits: Tensor) -> Tensor:
 
 def _first_width(vocabulary: int, sampling: Sampling) -> int:
     """Number of most probable tokens examined first."""
-    if sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1):
+    if sampling.temperature == 0 or not sampling.cuts:
         return vocabulary
     if sampling.top_k:
         return min(vocabulary, sampling.top_k + _TIES)
@@ -301,7 +293,7 @@ def _from_some(
 def _from_all(logits: Tensor, uniform: Tensor, sampling: Sampling) -> _Choice:
     """Choice among all tokens."""
     probability = _probability(logits, sampling.temperature)
-    if sampling.top_k == 0 and sampling.top_p == 1:
+    if not sampling.cuts:
         tokens, left, share = _invert(probability, uniform)
         return tokens, left, share, torch.ones_like(share)
     ordered = probability.sort(dim=-1, descending=True, stable=True)
@@ -312,7 +304,7 @@ def _from_all(logits: Tensor, uniform: Tensor, sampling: Sampling) -> _Choice:
 def _nucleus(
     values: Tensor, ids: Tensor, uniform: Tensor, sampling: Sampling, lowest: Tensor
 ) -> _Choice:
-    """Choice among the first of these tokens that top-k and top-p keep.
+    """Choice among the first of these tokens that top-k, top-p and min-p keep.
 
     Args:
         values: [n, width] probabilities, descending.
@@ -327,6 +319,8 @@ def _nucleus(
     total = mass[:, -1:] if sampling.top_k else 1.0
     # a token stays if the mass before it has not reached top_p; the first one always does
     kept = (mass - values) < sampling.top_p * total
+    if sampling.min_p:
+        kept &= values >= sampling.min_p * values[:, :1]
     settled = ~(kept & (values <= lowest)).any(dim=-1)
     chosen, left, share = _invert(torch.where(kept, values, 0.0), uniform)
     return ids.gather(1, chosen.unsqueeze(1)).squeeze(1), left, share, settled

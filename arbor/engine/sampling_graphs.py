@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbor.engine.sampling import FIELDS, drawn
-from arbor.kernels.fixed import ROWS
+from arbor.kernels.attention.fixed import ROWS
 from arbor.model.graphs import MOST_GRAPHS, PATIENCE, Recorder, Recording
 from arbor.model.sampling_params import Sampling
 

@@ -101,9 +101,9 @@ class Scheduler:
 
     In an amount, no work overtakes that of a tree opened earlier: taking turns would let every tree
     wait for the room of all others, and with eight searches in a small budget 1.7 times as many
-    tokens are computed again (docs/experiments/concurrency.md). A part of full retention grows with
+    tokens are computed again (docs/experiments/server.md). A part of full retention grows with
     the trees, so there the oldest operation of any tree comes first: one search after the other
-    would have the room of one (docs/experiments/ratio.md).
+    would have the room of one (docs/experiments/budget.md).
 
     Args:
         account: the budget, and what is free of it.

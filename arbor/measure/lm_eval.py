@@ -33,7 +33,7 @@ from arbor.tasks.plain_text import SteppedText, cut_at, plain_problem
 
 MAX_GEN_TOKS = 256  # lm-eval's default
 ANY_DEVICE = (None, "cuda", "cuda:0")  # what lm-eval asks for by default: a GPU where there is one
-SAMPLING = ("temperature", "top_p", "top_k")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 PASSED_OVER = ("max_length", "num_beams", "num_return_sequences", "use_cache")
 
 

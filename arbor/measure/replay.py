@@ -29,7 +29,7 @@ from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.token_source import ModelSampler
 from arbor.errors import BudgetInfeasible, TraceError, UsageError
 from arbor.events import Boundary, Ended, Event, Header, Opened, Selected, Verified
-from arbor.kernels.base import AttentionShape
+from arbor.kernels.attention.base import AttentionShape
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.metrics import Metrics, MetricsFold
 from arbor.model.attention import LayerSpec

@@ -187,7 +187,7 @@ class KVMemory:
         Args:
             tree: the tree.
             keep_prompt: its prompt is kept for trees whose prompts begin alike, while nothing needs
-                the slots.
+                the slots; and, in a pool that does not grow, its text as far as it has one only.
 
         Returns:
             the rows its blocks had.
@@ -195,8 +195,10 @@ class KVMemory:
         assert not self.pending, "the last step was neither committed nor rolled back"
         root = tree.root
         if keep_prompt:
-            whole = np.flatnonzero(~root.span.exact)
-            self.prefixes.add(self.table, root, int(whole[0]) if len(whole) else len(root.tokens))
+            path = [root]
+            while not self.grows and len(path[-1].children) == 1:
+                path += path[-1].children
+            self.prefixes.add(self.table, path)
         self.release(tree.nodes)
         temporary = self._temporary() & (self.table.tree == tree.number)
         self._release(np.flatnonzero(temporary).astype(np.int32))

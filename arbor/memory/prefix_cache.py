@@ -1,7 +1,8 @@
-"""PrefixCache: KV of prompts whose trees were dropped, for later prompts that begin alike."""
+"""PrefixCache: KV of texts whose trees were dropped, for later prompts that begin alike."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,23 +17,29 @@ MOST_PREFIXES = 64
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The first n tokens of a prompt: int64 [n], their slots int32 [n] and depths int16 [n].
+    """The first n tokens of a text: int64 [n], their slots int32 [n] and depths int16 [n].
 
     Attributes:
-        whole: these are all of its tokens.
+        prompt: how many of them are its prompt, all of that; 0: a part of it only.
     """
 
     tokens: NDArray[np.int64]
     slots: NDArray[np.int32]
     depth: NDArray[np.int16]
-    whole: bool
+    prompt: int
+
+    def of_prompt(self) -> Kept:
+        """The same without what was generated after the prompt."""
+        end = self.prompt
+        return Kept(self.tokens[:end], self.slots[:end], self.depth[:end], end)
 
 
 class PrefixCache:
     """Prompts of finished problems that stay on the device while nothing needs their slots.
 
-    Each holds a reference to its slots, so that prompts which begin alike take the common part
-    once. They are given up before any tree loses a token, the least recently used first.
+    An only continuation stays with its prompt: it is a part of the next turn's. Each text holds a
+    reference to its slots, so that texts which begin alike take the common part once. They are
+    given up before any tree loses a token, the least recently used first.
     """
 
     def __init__(self) -> None:
@@ -41,21 +48,26 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def add(self, table: SlotTable, root: Node, count: int) -> None:
-        """Keep a prompt that is about to be dropped.
+    def add(self, table: SlotTable, path: Sequence[Node]) -> None:
+        """Keep the first tokens of a path that are on the device, exact and of as many layers as
+        the first one; it is about to be dropped.
 
         Args:
             table: of its slots.
-            root: the prompt.
-            count: its first tokens that are on the device and exact.
+            path: from a prompt on.
         """
+        depth = np.concatenate([node.span.depth for node in path])
+        exact = np.concatenate([node.span.exact for node in path])
+        missing = np.flatnonzero(~exact | (depth < depth[0]))
+        tokens = np.array([token for node in path for token in node.tokens], np.int64)
+        count = int(missing[0]) if len(missing) else len(tokens)
         if count < LEAST_COMMON:
             return
         if len(self) == MOST_PREFIXES:
             table.release(self.oldest(), NO_TREE)
-        span, tokens = root.span, np.array(root.tokens[:count], np.int64)
-        whole = count == len(root.tokens)
-        prefix = Kept(tokens, span.slot[:count].copy(), span.depth[:count].copy(), whole)
+        slots = np.concatenate([node.span.slot for node in path])[:count]
+        prompt = len(path[0].tokens)
+        prefix = Kept(tokens[:count], slots, depth[:count], prompt if prompt <= count else 0)
         table.retain(prefix.slots)
         self._prefixes.append(prefix)
 
@@ -87,7 +99,7 @@ class PrefixCache:
         def in_common(kept: Kept) -> int:
             return _alike(kept.tokens, prompt) + _alike(kept.tokens[::-1], prompt[::-1])
 
-        whole = [kept for kept in reversed(self._prefixes) if kept.whole]
+        whole = [kept.of_prompt() for kept in reversed(self._prefixes) if kept.prompt]
         return max(whole, key=in_common, default=None)
 
     def oldest(self) -> NDArray[np.int32]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.errors import ModelError
+from arbor.errors import ModelError, logits_not_finite
 from arbor.memory.pool import KVPool
 from arbor.model.attention import IMPLEMENTATION
 from arbor.model.plan import Segment, plan_forward
@@ -72,6 +72,8 @@ def check_agreement(runner: ModelRunner, own: Tensor) -> None:
     Raises:
         ModelError: the difference is more than rounding.
     """
+    if not own.isfinite().all():
+        raise logits_not_finite()
     error = logit_error(runner, own)
     half = runner.dtype in (torch.float16, torch.bfloat16)
     if not error <= (HALF_TOLERANCE if half else TOLERANCE):

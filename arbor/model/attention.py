@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from arbor.kernels.base import AttentionShape
-from arbor.kernels.rotary import RotaryForm, RotaryOps
+from arbor.kernels.attention.base import AttentionShape
+from arbor.kernels.fused.rotary import RotaryForm, RotaryOps
 from arbor.memory.pool import KVPool
 from arbor.model.context_limit import context_limit
 

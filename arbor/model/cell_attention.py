@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.kernels.base import (
+from arbor.kernels.attention.base import (
     AttentionBackend,
     AttentionShape,
     CascadeLayout,

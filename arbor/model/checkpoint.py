@@ -240,7 +240,7 @@ class Checkpoint:
         if self.device.type == "cuda" and find_spec(FLASHINFER) is not None:
             import torch
 
-            from arbor.kernels.flashinfer_cascade import DTYPES, HEAD_DIMS
+            from arbor.kernels.attention.flashinfer_cascade import DTYPES, HEAD_DIMS
 
             dtype: torch.dtype = getattr(torch, info.dtype)
             if dtype in DTYPES and set(info.head_dims) <= set(HEAD_DIMS):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from arbor.errors import ModelError
-from arbor.kernels.base import AttentionShape
+from arbor.kernels.attention.base import AttentionShape
 from arbor.memory.pool import LayerKV, bytes_per_token
 from arbor.model.attention import IMPLEMENTATION, LayerSpec, probe, register_implementation
 from arbor.model.context_limit import context_limit

@@ -9,7 +9,7 @@ from arbor.model.model_info import ModelInfo
 from arbor.model.sampling_params import Sampling
 
 if TYPE_CHECKING:
-    from arbor.kernels.base import AttentionShape
+    from arbor.kernels.attention.base import AttentionShape
 
 
 @dataclass(frozen=True, slots=True)

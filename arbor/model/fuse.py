@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS, FusedOps
-from arbor.kernels.linear import DenseJoint, JointLinear, dense_joint, joint_linear
+from arbor.kernels.fused.parts import ACTIVATIONS, NORM_FORMS, FusedOps
+from arbor.kernels.linear.layers import DenseJoint, JointLinear, dense_joint, joint_linear
 
 logger = logging.getLogger(__name__)
 

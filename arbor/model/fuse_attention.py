@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arbor.kernels.base import AttentionShape
-from arbor.kernels.linear import DenseJoint, JointLinear, dense_joint, joint_linear
+from arbor.kernels.attention.base import AttentionShape
+from arbor.kernels.fused.rotary import ROTARY_FORMS, RotaryForm, RotaryOps
+from arbor.kernels.linear.layers import DenseJoint, JointLinear, dense_joint, joint_linear
 from arbor.kernels.native import MOST_DIM
-from arbor.kernels.rotary import ROTARY_FORMS, RotaryForm, RotaryOps
 from arbor.model.attention import (
     IMPLEMENTATION,
     Attend,

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from arbor.kernels.base import AttentionShape
-from arbor.kernels.linear import native_product
+from arbor.kernels.attention.base import AttentionShape
+from arbor.kernels.fused.native_layers import LayerParts, NativeLayers, Norm
+from arbor.kernels.linear.layers import native_product
 from arbor.kernels.native import head_dim_fits, native_library
-from arbor.kernels.native_layers import LayerParts, NativeLayers, Norm
 from arbor.model.attention import answering
 from arbor.model.fuse import FusedGated, FusedNorm
 from arbor.model.fuse_attention import FusedAttention

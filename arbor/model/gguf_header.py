@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from arbor.errors import ModelError
+from arbor.model.placeholders import instead_of_weights
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -26,6 +28,13 @@ MOST_BYTES = 1 << 30  # of a header
 FIRST_READ = 16 << 20  # bytes; a vocabulary of 262,144 tokens takes 7 MB
 MOST_SETTINGS, MOST_TENSORS, MOST_DIMENSIONS = 1 << 20, 1 << 24, 8
 DOWNLOAD_AGAIN = "Download the file again."
+OTHER_CONVERSION = "Take another conversion of the model, as in Q4_K_M or Q8_0."
+
+# What every file says: of its architecture, and of its kind of tokenizer.
+SIZES = ("block_count", "context_length", "embedding_length", "attention.head_count")
+EPSILONS = ("layer_norm_rms_epsilon", "layer_norm_epsilon")  # one of them
+PARTS = {"gpt2": ("tokenizer.ggml.merges",), "llama": ("tokenizer.ggml.scores",)}
+BLOCK = re.compile(r"blk\.(\d+)\.")
 
 # Types of settings: number -> format of `struct`.
 NUMBERS = {
@@ -127,7 +136,8 @@ class GGUFHeader:
         self.path, self.size, self._data = path, size, data
         self._settings: dict[str, tuple[int, Any]] = {}  # key -> type and value
         if data[:4] != MAGIC:
-            raise _damaged(path, "it does not begin with the four bytes GGUF", "Name a GGUF file.")
+            what = instead_of_weights(data) or "it does not begin with the four bytes GGUF"
+            raise _damaged(path, what, "Name a GGUF file, or download it again.")
         self.version, tensors, settings = struct.unpack_from("<IQQ", data, 4)
         if self.version not in VERSIONS:
             raise _damaged(
@@ -147,6 +157,10 @@ class GGUFHeader:
         alignment = self.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise _damaged(path, f"its alignment is {alignment!r}, not a power of two")
+        for name, _, _, offset in found:
+            if offset % alignment:
+                where = f"begins at {offset:,}, no multiple of {alignment}"
+                raise _damaged(path, f"its tensor '{name:.60}' {where}")
         self.data_start = -(-at // alignment) * alignment
         self.tensors = tuple(
             TensorPlace(name, shape, kind, self.data_start + offset, self._bytes(name, shape, kind))
@@ -212,8 +226,8 @@ class GGUFHeader:
         """Refuse a file that cannot be loaded, before any weight is read.
 
         Raises:
-            ModelError: it ends before its last tensor, is one part of several, or names an id
-                beyond its vocabulary.
+            ModelError: it ends before its last tensor, is one part of several, lacks settings that
+                every model has, or has some that contradict its weights or its vocabulary.
         """
         end = max((each.start + each.length for each in self.tensors), default=0)
         if self.size < end:
@@ -227,6 +241,7 @@ class GGUFHeader:
                 "Join the parts: llama-gguf-split --merge FIRST-PART model.gguf.",
                 model=str(self.path),
             )
+        self._check_sizes()
         vocabulary = self.length("tokenizer.ggml.tokens")
         for key, (_, value) in self._settings.items():
             named = key.startswith("tokenizer.ggml.") and key.endswith("_token_id")
@@ -238,6 +253,36 @@ class GGUFHeader:
                     f"'{key}' is {value}, and its vocabulary has {vocabulary:,} tokens",
                     f"Correct the file, as in: gguf-set-metadata {self.path.name} {key} ID.",
                 )
+
+    def _check_sizes(self) -> None:
+        """Refuse settings that are missing, nothing, or contradict the weights."""
+        kind = self.get("general.architecture")
+        if not isinstance(kind, str):
+            raise _damaged(self.path, "it does not say 'general.architecture'", OTHER_CONVERSION)
+        needed = [f"{kind}.{size}" for size in SIZES]
+        needed += ["tokenizer.ggml.model", "tokenizer.ggml.tokens"]
+        needed += PARTS.get(self.get("tokenizer.ggml.model"), ())
+        for key in needed:
+            if key not in self:
+                raise _damaged(self.path, f"it does not say '{key}'", OTHER_CONVERSION)
+            if self.length(key) is None and self.get(key) in (0, ""):
+                raise _damaged(self.path, f"its '{key}' is {self.get(key)!r}", OTHER_CONVERSION)
+        if not any(f"{kind}.attention.{each}" in self for each in EPSILONS):
+            says = f"it does not say '{kind}.attention.{EPSILONS[0]}'"
+            raise _damaged(self.path, says, OTHER_CONVERSION)
+        heads, groups = (self.get(f"{kind}.attention.head_count{each}") for each in ("", "_kv"))
+        if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
+            says = f"'{kind}.attention.head_count' is {heads}, no multiple of its {groups} KV heads"
+            raise _damaged(self.path, says, OTHER_CONVERSION)
+        blocks, width = (self.get(f"{kind}.{size}") for size in ("block_count", "embedding_length"))
+        for each in self.tensors:
+            block = BLOCK.match(each.name)
+            if block and isinstance(blocks, int) and int(block[1]) >= blocks:
+                says = f"'{kind}.block_count' is {blocks}, and it has '{each.name:.60}'"
+                raise _damaged(self.path, says, OTHER_CONVERSION)
+            if each.name == "token_embd.weight" and each.shape[-1:] != (width,):
+                says = f"'{kind}.embedding_length' is {width}, and '{each.name}' is {each.shape}"
+                raise _damaged(self.path, says, OTHER_CONVERSION)
 
     def _setting(self, key: str, data: bytes, at: int) -> int:
         """Keeps one setting; returns the byte after it."""
@@ -302,7 +347,7 @@ class GGUFHeader:
         return _damaged(
             self.path,
             f"'{name:.60}' holds {what}, which is not known here",
-            "Take another conversion of the model, as in Q4_K_M or Q8_0.",
+            OTHER_CONVERSION,
         )
 
 

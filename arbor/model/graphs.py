@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.kernels.base import AttentionBackend, AttentionShape
-from arbor.kernels.fixed import Bucket, FixedAttention, FixedBackend, bucket_of
+from arbor.kernels.attention.base import AttentionBackend, AttentionShape
+from arbor.kernels.attention.fixed import Bucket, FixedAttention, FixedBackend, bucket_of
 from arbor.kernels.staging import Staging
 from arbor.memory.pool import KVPool
 from arbor.model.attention import Attend, AttentionCall, written

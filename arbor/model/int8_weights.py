@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from arbor.errors import ModelError, UsageError
-from arbor.kernels.linear import PackedLinear, pack_linears, weight_bytes
+from arbor.kernels.linear.layers import PackedLinear, pack_linears, weight_bytes
 from arbor.kernels.native import NUMBERS, native_library, native_state
 from arbor.model.names import INT8, check_int8_weights
 from arbor.model.placement import dtype_name

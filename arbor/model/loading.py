@@ -22,6 +22,7 @@ from arbor.model.gguf_pretokenizers import split_as_named
 from arbor.model.gguf_rope import divide_frequencies, scale_rotary
 from arbor.model.gguf_tags import restore_tags
 from arbor.model.hub import cache_if_unreachable, is_reachable
+from arbor.model.placeholders import instead_of_weights
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
 from arbor.support.stages import show
@@ -55,7 +56,6 @@ LEFT_OUT = {
 }
 # The same, of configs that sample.
 LEFT_OUT_OF_SAMPLING = {
-    "min_p": 0.0,
     "top_h": None,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
@@ -376,7 +376,9 @@ def _no_tokenizer(source: ModelLocation, reason: str) -> ModelError:
     return ModelError(
         "model-incomplete",
         f"{source.name} has no readable tokenizer ({reason}).",
-        "Copy tokenizer.json and tokenizer_config.json there.",
+        "Copy tokenizer.json and tokenizer_config.json there."
+        if source.gguf is None
+        else "Take another conversion of the model.",
         model=source.name,
     )
 
@@ -539,10 +541,15 @@ def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
     if needs_remote_code(error):
         return remote_code_error(source.label)
     if Path(source.path).is_dir():
+        reason = _first_line(error)
+        if "ignore_mismatched_sizes" in str(error):
+            reason = "weights have other shapes than its settings say."
+        for path in sorted(Path(source.path).glob("*.safetensors") if source.gguf is None else ()):
+            with path.open("rb") as file:
+                if found := instead_of_weights(file.read(64)):
+                    reason = f"{path.name}: {found}."
         return ModelError(
-            "model-incomplete",
-            f"{source.name} cannot be read: {_first_line(error)}",
-            model=source.name,
+            "model-incomplete", f"{source.name} cannot be read: {reason}", model=source.name
         )
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     if os.environ.get("HF_HUB_OFFLINE") == "1":
@@ -571,6 +578,8 @@ def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
+    if len(lines) > 1 and lines[0].endswith(":"):  # only says whose words follow
+        lines = lines[1:]
     line = "".join(each if each.isprintable() else " " for each in lines[0]) if lines else ""
     if len(line) > LONGEST_REASON:
         line = f"{line[:LONGEST_REASON]}…"
@@ -615,12 +624,13 @@ def sampling_defaults(generation: Any) -> Sampling:
             temperature=float(configured("temperature", 1.0)),
             top_p=float(configured("top_p", 1.0)),
             top_k=int(configured("top_k", 0)),
+            min_p=float(configured("min_p", 0.0)),
         )
     except (TypeError, ValueError, UsageError) as error:
         raise ModelError(
             "model-incomplete",
             f"generation_config.json has invalid sampling settings: {_first_line(error)}",
-            "Correct temperature, top_p and top_k there.",
+            "Correct temperature, top_p, top_k and min_p there.",
         ) from error
 
 

@@ -183,7 +183,7 @@ def refuse_batch_dependent(model: Any, device: torch.device) -> None:
     """
     import torch
 
-    from arbor.kernels.linear import batch_dependent
+    from arbor.kernels.linear.layers import batch_dependent
 
     half_or_single = (torch.float32, torch.float16, torch.bfloat16)
     if device.type == "cuda" and model.dtype not in half_or_single:

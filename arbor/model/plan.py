@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.kernels.base import CascadeLayout
+from arbor.kernels.attention.base import CascadeLayout
 from arbor.model.level_rule import LevelRule
 from arbor.model.sharing import Context, Piece, SharedPrefix, Slots, level_of, share
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arbor.kernels.rotary import ROTARY_FORMS, RotaryForm, rotate_by_torch
+from arbor.kernels.fused.rotary import ROTARY_FORMS, RotaryForm, rotate_by_torch
 from arbor.model.attention import AttentionCall, answered_by
 from arbor.retention.token_kv import PairRotation
 

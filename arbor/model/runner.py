@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from arbor.errors import ModelError
-from arbor.kernels.base import (
+from arbor.kernels.attention.base import (
     AttentionBackend,
     AttentionShape,
     CascadeLayout,
     CascadeLevel,
     ObservingBackend,
 )
-from arbor.kernels.fixed import FixedBackend
+from arbor.kernels.attention.fixed import FixedBackend
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.fused.native_layers import MOST_ROWS
 from arbor.kernels.invariant import row_invariant
-from arbor.kernels.linear import weight_bytes
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.native_layers import MOST_ROWS
+from arbor.kernels.linear.layers import weight_bytes
 from arbor.kernels.staging import Staging
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.model.attention import (

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.kernels.base import CascadeLayout, CascadeLevel
+from arbor.kernels.attention.base import CascadeLayout, CascadeLevel
 from arbor.model.level_rule import LevelRule
 
 Slots = NDArray[np.int32]

@@ -13,7 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.kernels.base import AttentionBackend, AttentionShape, CascadeLayout, apply_sinks
+from arbor.kernels.attention.base import (
+    AttentionBackend,
+    AttentionShape,
+    CascadeLayout,
+    apply_sinks,
+)
 from arbor.kernels.invariant import row_invariant
 from arbor.memory.staging_buffer import StagingBuffer
 from arbor.model.plan import SegmentTable, select_rows

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arbor.kernels.linear import PackedLinear
+from arbor.kernels.linear.layers import PackedLinear
 from arbor.model.layers import StoppableLayers
 
 TRIAL_ROWS = 3  # of random states, on which the short way is compared with the model's own

@@ -10,10 +10,10 @@ import torch
 
 from arbor import components
 from arbor.errors import ModelError, UsageError
-from arbor.kernels.base import AttentionBackend
-from arbor.kernels.fused import fused_ops
-from arbor.kernels.linear import batch_dependent, pack_linears
-from arbor.kernels.rotary import rotary_ops
+from arbor.kernels.attention.base import AttentionBackend
+from arbor.kernels.fused.parts import fused_ops
+from arbor.kernels.fused.rotary import rotary_ops
+from arbor.kernels.linear.layers import batch_dependent, pack_linears
 from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 from arbor.model.agreement import check_agreement, logit_error, own_logits
 from arbor.model.describe import describe_attention
@@ -217,7 +217,7 @@ def _flashinfer(files: Files, device: torch.device, required: bool) -> Attention
     Raises:
         UsageError: FlashInfer was asked for and cannot run; the message names the module.
     """
-    from arbor.kernels.flashinfer_cascade import FlashInferCascade, FlashInferUnusable
+    from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade, FlashInferUnusable
 
     try:
         backend = FlashInferCascade(device, getattr(torch, files.info.dtype))

@@ -8,20 +8,13 @@ from typing import ClassVar, Literal, get_args
 
 from arbor.components import NO_SETTING, ONLY_IF_SET
 from arbor.errors import UsageError
-from arbor.retention.allocators.ams import AMS
 from arbor.retention.allocators.belady import Belady
-from arbor.retention.allocators.chunks import Chunks
 from arbor.retention.allocators.ends import Ends
 from arbor.retention.allocators.full import Full
-from arbor.retention.allocators.hierarchy import Hierarchy
-from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.allocators.per_tree import Among, divided
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
-from arbor.retention.allocators.strata import Strata
-from arbor.retention.allocators.thinkv import ThinKV
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import (
     Allocator,
@@ -32,19 +25,10 @@ from arbor.retention.base import (
 )
 from arbor.retention.head_budgets import Adaptive, HeadBudgets, HeadShares, Pyramid
 from arbor.retention.observation import Observation
-from arbor.retention.scorers.expected_attention import ExpectedAttention
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.keydiff import KeyDiff
-from arbor.retention.scorers.lazy_eviction import LazyEviction
-from arbor.retention.scorers.raas import RaaS
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
-from arbor.retention.scorers.rkv import RKV
-from arbor.retention.scorers.tova import TOVA
-from arbor.retention.scorers.triattention import TriAttention
-from arbor.retention.scorers.vatp import VATP
 from arbor.retention.scorers.window import Window
-from arbor.retention.scorers.window_attention import WindowAttention
 from arbor.retention.token_kv import HeadKVScorer, KVScorer
 from arbor.retention.trigger import Trigger
 
@@ -98,10 +82,6 @@ class Protect:
             while left := getattr(eased, name):
                 eased = replace(eased, **{name: left // 2})
                 yield eased
-
-
-# ArborKV's L_tail and K_min, which its two forms protect as published
-ARBORKV = Protect(tail=8, floor=4)
 
 
 @dataclass(frozen=True, repr=False)
@@ -318,50 +298,16 @@ class Policy:
 
 
 _NAMED = {
-    "adakv": Policy(
-        Pooled(),
-        Window(),
-        granularity="head",
-        heads="adaptive",
-        summary="Keeps the tokens that the last queries attended to; the KV heads of a layer compete for "
-        "its room (AdaKV).",
-    ),
-    "ams": Policy(
-        AMS(),
-        Window(),
-        trigger=Trigger(spare=32),
-        summary="Cuts the sequence into segments of equal attention mass and keeps the best tokens of "
-        "each (AMS).",
-    ),
-    "arborkv": Policy(
-        Ratio(),
-        HeavyHitters(),
-        ARBORKV,
-        spares_paths=True,
-        summary="ArborKV as published: tree-aware ratios (TAE), heavy hitters within a block, tails and "
-        "sinks protected.",
-    ),
     "belady": Policy(
         Belady(),
         spares_paths=True,
         summary="Keeps what a recorded run reads next (Belady 1966): the bound, up to the order of waves "
         "within an operation.",
     ),
-    "chunkkv": Policy(
-        Chunks(),
-        Window(),
-        summary="Keeps whole chunks of neighbouring tokens that the last queries attended to (ChunkKV).",
-    ),
     "ends": Policy(
         Ends(),
         spares_paths=True,
         summary="Keeps running paths whole, and the newest tokens of every idle block.",
-    ),
-    "expected": Policy(
-        Pooled(),
-        ExpectedAttention(),
-        summary="Keeps the tokens that the queries to come are expected to attend to (Expected "
-        "Attention).",
     ),
     "full": Policy(
         Full(),
@@ -372,52 +318,10 @@ _NAMED = {
         HeavyHitters(),
         summary="Keeps the tokens of the whole tree that received the most attention (H2O).",
     ),
-    "hierarchy": Policy(
-        Hierarchy(),
-        HeavyHitters(),
-        Protect(recent=128, prompt=True),
-        trigger=Trigger(every=64),
-        summary="Destroys a bounded part of the thoughts' tokens, those with the least attention, every 64 "
-        "steps (memory hierarchy).",
-    ),
-    "keydiff": Policy(
-        Pooled(),
-        KeyDiff(),
-        summary="Keeps the tokens whose keys resemble the others least (KeyDiff).",
-    ),
-    "kkt": Policy(
-        KKT(),
-        HeavyHitters(),
-        ARBORKV,
-        spares_paths=True,
-        summary="ArborKV's optimisation view solved exactly, by water-filling; heavy hitters within a "
-        "block.",
-    ),
-    "lazyeviction": Policy(
-        Pooled(),
-        LazyEviction(),
-        Protect(recent=25),
-        trigger=Trigger(spare=25),
-        summary="Keeps tokens that are read at intervals and are due again (LazyEviction).",
-    ),
     "lru": Policy(
         LRU(),
         spares_paths=True,
         summary="Evicts the least recently used blocks, as a radix cache does (SGLang).",
-    ),
-    "pyramidkv": Policy(
-        Pooled(),
-        Window(),
-        granularity="head",
-        heads="pyramid",
-        summary="Keeps the tokens that the last queries attended to, more of them in lower layers "
-        "(PyramidKV).",
-    ),
-    "raas": Policy(
-        Pooled(),
-        RaaS(),
-        Protect(prompt=True),
-        summary="Keeps the prompt and the tokens whose attention was high most recently (RaaS).",
     ),
     "random": Policy(
         Pooled(),
@@ -430,60 +334,19 @@ _NAMED = {
         summary="Keeps the blocks the search is most likely to read again: the optimum where nothing is "
         "lost.",
     ),
-    "rkv": Policy(
-        Pooled(),
-        RKV(),
-        summary="Keeps the tokens that the last queries attended to and no newer token resembles (R-KV).",
-    ),
-    "rpc": Policy(
-        Pooled(),
-        WindowAttention(window=32, pooled=7),
-        Protect(recent=32),
-        summary="Keeps the tokens, and their neighbours, that the last 32 queries attended to (RPC).",
-    ),
     "snapkv": Policy(
         Pooled(),
         Window(),
         summary="Keeps the tokens that the last queries attended to (SnapKV's observation window).",
-    ),
-    "strata": Policy(
-        Strata(),
-        Window(),
-        summary="Keeps equally many tokens of every stretch of the sequence: the control for AMS.",
     ),
     "streaming": Policy(
         Pooled(),
         summary="Keeps the sinks and the tokens of the whole tree farthest down their paths "
         "(StreamingLLM): a deep branch that was abandoned outlives a shallow one that runs.",
     ),
-    "thinkv": Policy(
-        ThinKV(),
-        protect=Protect(prompt=True),
-        trigger=Trigger(spare=16),
-        summary="Keeps the prompt, and of each thought fewer and fewer tokens that stand for the "
-        "others: at each change of direction, the oldest and least important first (ThinKV).",
-    ),
-    "tova": Policy(
-        Pooled(),
-        TOVA(),
-        summary="Keeps the tokens of the whole tree that the last query attended to (TOVA).",
-    ),
-    "triattention": Policy(
-        Pooled(),
-        TriAttention(),
-        Protect(prompt=True),
-        summary="Keeps the prompt and the tokens whose keys suit the distances to come "
-        "(TriAttention).",
-    ),
     "uniform": Policy(
         Uniform(),
         summary="Keeps the same part of every block: the control that sees no tree.",
-    ),
-    "vatp": Policy(
-        Pooled(),
-        VATP(),
-        Protect(sinks=20),
-        summary="Keeps the tokens with the most attention times the size of their values (VATP).",
     ),
 }
 POLICIES: Mapping[str, Policy] = {

@@ -24,7 +24,7 @@ from arbor.run.tier_sizes import TierSizes
 from arbor.tasks.base import BlockLimits, Task
 from arbor.verifiers.base import Verifier, VerifierModel
 
-CONCURRENCY = 8  # searches in progress at a time by default: docs/experiments/concurrency.md
+CONCURRENCY = 8  # searches in progress at a time by default: docs/experiments/server.md
 
 
 @dataclass(frozen=True, slots=True)

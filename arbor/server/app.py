@@ -99,11 +99,11 @@ def make_app(service: Service) -> FastAPI:
         arrived_s = time.monotonic()
         check_model(body.model)
         admitted = await service.admit(plan, arrived_s)
-        form = Format(settings.name, admitted.planned, kind)
+        options = body.stream_options
+        with_usage = bool(options and options.include_usage)
+        form = Format(settings.name, admitted.planned, kind, with_usage)
         over = ending(admitted, request.url.path, arrived_s)
         if body.stream:
-            options = body.stream_options
-            with_usage = bool(options and options.include_usage)
             return EventStream(_chunks(admitted, form, with_usage), over)
         return await whole(request, _whole(admitted, form), over)
 

@@ -14,7 +14,7 @@ class ServerMetrics:
 
     Args:
         running, waiting: number of searches in progress, and of those that have not begun.
-        slots: tokens of KV of all requests.
+        slots: tokens of KV that there is room for.
         held: tokens of KV in use.
     """
 
@@ -22,7 +22,7 @@ class ServerMetrics:
         self,
         running: Callable[[], int],
         waiting: Callable[[], int],
-        slots: int,
+        slots: Callable[[], int],
         held: Callable[[], int],
     ) -> None:
         self.registry = CollectorRegistry()
@@ -60,7 +60,7 @@ class ServerMetrics:
         for name, words, read in (
             ("arbor_searches_running", "Searches in progress.", running),
             ("arbor_searches_waiting", "Searches that have not begun.", waiting),
-            ("arbor_kv_slots", "Tokens of KV of the engine.", lambda: slots),
+            ("arbor_kv_slots", "Tokens of KV that there is room for.", slots),
             ("arbor_kv_slots_used", "Tokens of KV in use, kept prompts included.", held),
         ):
             Gauge(name, words, registry=self.registry).set_function(read)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from arbor.budget import Budget
 from arbor.errors import UsageError
 from arbor.events import Detail
 from arbor.model.control_tokens import encode_raw
@@ -147,6 +148,20 @@ def plan_solve(body: SolveRequest, engine: SharedEngine, settings: ServerSetting
     assert generating.arbor is not None, "a problem is searched"
     planning = _Planning(generating, engine, settings, False, detail=body.trace_level)
     return planning.searches(generating.arbor, [body.problem], body.max_tokens)
+
+
+def _check_budget(asked: Budget, shared: Budget) -> None:
+    """Refuse a budget that is not the one which all searches share.
+
+    Raises:
+        UsageError: names the shared one.
+    """
+    if asked != shared:
+        raise UsageError(
+            "budget-shared",
+            f"all searches here share a budget of {shared}, and this one asks for {asked}.",
+            f"Give {shared}, or leave it out.",
+        )
 
 
 def _check_form(form: StepFormat) -> None:
@@ -288,6 +303,8 @@ class _Planning:
             name = "logprobs" if self._with_logprobs else "stop"
             raise _not_of_a_search(name)
         setup = self._engine.setup
+        if search.budget is not None and self._engine.tokens is None:
+            _check_budget(Budget.parse(search.budget), setup.budget)
         changes = search_changes(search, setup, self._settings)
         with _of_the_messages():
             changes["task"] = with_system(changes["task"], system)
@@ -344,7 +361,8 @@ class _Planning:
 
     def _sampling(self) -> Sampling:
         """The server's sampling with what the request changes."""
-        asked = {name: getattr(self._body, name) for name in ("temperature", "top_p", "top_k")}
+        names = ("temperature", "top_p", "top_k", "min_p")
+        asked = {name: getattr(self._body, name) for name in names}
         given = {name: value for name, value in asked.items() if value is not None}
         if given.get("top_k") == -1:  # off, as vLLM has it
             given["top_k"] = 0

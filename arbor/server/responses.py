@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arbor._version import __version__
+from arbor.engine.text import BROKEN
 from arbor.run.choices import Cost, Delta
 from arbor.run.text_stream import TextToken
 from arbor.server.planned import Planned
@@ -43,9 +44,10 @@ class Format:
         model: its name.
         planned: the request.
         kind: ``chat.completion`` or ``text_completion``.
+        with_usage: of a stream, whether its last chunk has the usage; all others have null.
     """
 
-    def __init__(self, model: str, planned: Planned, kind: str) -> None:
+    def __init__(self, model: str, planned: Planned, kind: str, with_usage: bool = False) -> None:
         self._planned = planned
         self._chat = kind == "chat.completion"
         self._kind = kind
@@ -56,6 +58,7 @@ class Format:
             "model": model,
             "system_fingerprint": FINGERPRINT,
         }
+        self._no_usage = {"usage": None} if with_usage else {}
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()  # choices of a streamed chat whose role was sent
         self._readers: dict[int, CallReader] = {}  # of these choices
@@ -170,7 +173,7 @@ class Format:
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         kind = "chat.completion.chunk" if self._chat else self._kind
-        return sse({**self._base, "object": kind, "choices": choices, **more})
+        return sse({**self._base, "object": kind, "choices": choices, **self._no_usage, **more})
 
     def _logprobs(self, tokens: Sequence[TextToken]) -> dict[str, Any] | None:
         if not self._planned.with_logprobs:
@@ -183,7 +186,7 @@ class Format:
                         "logprob": token.logprob,
                         "bytes": list(token.text.encode()),
                         "top_logprobs": [
-                            {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+                            {"token": text, "logprob": logprob, "bytes": _bytes(text)}
                             for text, logprob in token.alternatives
                         ],
                     }
@@ -198,6 +201,11 @@ class Format:
             "top_logprobs": likeliest if any(token.alternatives for token in tokens) else None,
             "text_offset": [token.offset for token in tokens],
         }
+
+
+def _bytes(text: str) -> list[int] | None:
+    """Those of an alternative; None for one that is a part of a character."""
+    return None if BROKEN in text else list(text.encode())
 
 
 def _by_text(token: TextToken) -> dict[str, float]:

@@ -23,7 +23,7 @@ Token = Annotated[int, Field(ge=0, le=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Nucleus = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Setting = bool | int | float | Annotated[str, Field(max_length=64)] | None
 Component = Words | dict[Words, Setting]
@@ -98,7 +98,7 @@ class SolveRequest(Search):
         problem: as a user types it.
         stream: send every event as it happens; else the solution alone.
         trace_level: detail of decoding in events, as in `Solver.solve`.
-        seed, max_tokens, temperature, top_p, top_k: as in completions.
+        seed, max_tokens, temperature, top_p, top_k, min_p: as in completions.
     """
 
     problem: Annotated[str, Field(min_length=1)]
@@ -106,15 +106,16 @@ class SolveRequest(Search):
     seed: Seed | None = None
     max_tokens: Tokens | None = None
     temperature: Temperature | None = None
-    top_p: Nucleus | None = None
+    top_p: Fraction | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Fraction | None = None
     stream: bool = True
     trace_level: Literal["events", "steps", "tokens"] = "events"
 
     @property
     def generating(self) -> Generating:
         """The same in the form of other requests."""
-        names = ("model", "seed", "max_tokens", "temperature", "top_p", "top_k")
+        names = ("model", "seed", "max_tokens", "temperature", "top_p", "top_k", "min_p")
         given = {name: getattr(self, name) for name in names}
         search = {name: getattr(self, name) for name in Search.model_fields}
         return Generating(**given, arbor=Search(**search))
@@ -162,8 +163,9 @@ class Generating(Body):
 
     model: Words | None = None
     temperature: Temperature | None = None
-    top_p: Nucleus | None = None
+    top_p: Fraction | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Fraction | None = None
     n: Count | None = None
     seed: Seed | None = None
     max_tokens: Tokens | None = None
@@ -178,7 +180,6 @@ class Generating(Body):
     presence_penalty: Annotated[Any, off(0)] = None
     repetition_penalty: Annotated[Any, off(1)] = None
     length_penalty: Annotated[Any, off(1)] = None
-    min_p: Annotated[Any, off(0)] = None
     typical_p: Annotated[Any, off(1)] = None
     min_tokens: Annotated[Any, off(0)] = None
     logit_bias: Annotated[Any, off({})] = None
@@ -279,6 +280,7 @@ class Message(Body):
     # without effect
     cache_control: Any = None
     parsed: Any = None  # the content, as OpenAI's client parses it
+    type: Literal["text"] | None = None  # lm-eval sends it
     # only as switched off
     refusal: Annotated[Any, off()] = None
     audio: Annotated[Any, off()] = None
@@ -321,6 +323,8 @@ class ChatRequest(Generating):
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
     # only as switched off
+    add_generation_prompt: Annotated[Any, off(True)] = None
+    continue_final_message: Annotated[Any, off(False)] = None
     functions: Annotated[Any, off([])] = None
     function_call: Annotated[Any, off("none", "auto")] = None
     modalities: Annotated[Any, off(["text"])] = None

@@ -69,18 +69,19 @@ class Service:
 
     Args:
         solver: loaded.
-        tokens: of KV, for all requests.
+        tokens: of KV, for all requests; None: all of them share the solver's budget, a part of what
+            full retention of them holds.
         settings: limits.
     """
 
-    def __init__(self, solver: Solver, tokens: int, settings: ServerSettings) -> None:
+    def __init__(self, solver: Solver, tokens: int | None, settings: ServerSettings) -> None:
         self.solver = solver
         self.settings = settings
         self.engine = solver.shared(settings.at_once, tokens)
         self.metrics = ServerMetrics(
             lambda: self.engine.running,
             lambda: self.engine.waiting,
-            tokens,
+            lambda: solver.engine.room_tokens if tokens is None else tokens,
             lambda: solver.engine.held_tokens,
         )
         self.source = solver.checkpoint.source.name

@@ -9,7 +9,7 @@ def sureness(subject: str) -> Question:
     """How sure it is that a subject is correct, as a model for conversations is asked.
 
     The words are those of Tree of Thoughts' value prompt; for what they are worth next to yes and
-    no see docs/experiments/judges.md.
+    no see docs/experiments/controllers.md.
     """
     verdicts = {
         spelling: value

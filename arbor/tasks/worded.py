@@ -14,7 +14,6 @@ from arbor.support.texts import clipped, refuse_surrogates, surrogate_of
 from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
 from arbor.tasks.grading.base import Equates, Grader
 from arbor.tasks.grading.extraction import first_problem, marked
-from arbor.tasks.paragraphs import ends_paragraph
 from arbor.tasks.prompt_template import PromptTemplate, read_template
 from arbor.tasks.splits import content_id
 from arbor.tasks.sureness import sureness
@@ -295,3 +294,31 @@ def spoken(text: str) -> str:
     _, closed, rest = text.rpartition(THOUGHT)
     rest = rest if closed else text
     return rest.partition(THINKING)[0]
+
+
+LEAST = 16  # tokens of a paragraph that stands alone; a shorter one goes on with the next
+LONG = 64  # tokens from which a line's end is enough
+_PAIRS = (("\\[", "\\]"), ("\\begin{", "\\end{"))
+_FENCES = ("$$", "```")
+
+
+def ends_paragraph(text: str, tokens: int) -> bool:
+    """Whether a thought that has come to the end of a line ends there.
+
+    Args:
+        text: of the thought so far, with the line break.
+        tokens: of it.
+    """
+    if tokens < LEAST or is_open(text):
+        return False
+    written = text.rstrip()
+    if written.rstrip("*_ ").endswith(":"):
+        return False
+    return tokens >= LONG or text.count("\n", len(written)) > 1
+
+
+def is_open(text: str) -> bool:
+    """Whether a text ends inside of a display, an environment or code."""
+    return any(text.count(begin) > text.count(end) for begin, end in _PAIRS) or any(
+        text.count(fence) % 2 for fence in _FENCES
+    )

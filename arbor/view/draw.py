@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group
@@ -13,7 +13,6 @@ from arbor.events import Compared, Event, Evicted, Merged, Rehydrated, Shared
 from arbor.metrics import Metrics
 from arbor.support.units import counted, duration_text, human_bytes
 from arbor.trace.fold import Block, Replay
-from arbor.trace.siblings import identical_siblings
 from arbor.tree import NodeState
 
 CELLS = 8  # of a block's bar
@@ -255,3 +254,23 @@ def plain(text: str, glyphs: Glyphs) -> str:
     line = " ".join(text[:MOST_CHARACTERS].split())
     line = "".join(each if each.isprintable() else " " for each in line)
     return line.encode("ascii", "replace").decode("ascii") if glyphs is ASCII else line
+
+
+def identical_siblings(blocks: Mapping[int, Block], nodes: Iterable[int]) -> list[tuple[int, ...]]:
+    """Groups of identical siblings, in the order of their first members.
+
+    Spaces around a text do not count. An open block, and a block without text, is identical to no
+    other: its text is not known.
+
+    Args:
+        blocks: of a replay, by id.
+        nodes: the ids to group; members of a group keep their order.
+    """
+    groups: dict[object, list[int]] = {}
+    for node in nodes:
+        block = blocks[node]
+        text = block.text.strip()
+        known = text and block.state is not NodeState.OPEN
+        key = (block.parent, text, block.state, block.answer) if known else node
+        groups.setdefault(key, []).append(node)
+    return [tuple(group) for group in groups.values()]

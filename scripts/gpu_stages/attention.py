@@ -19,14 +19,14 @@ from gpu_stages.rows import Job
 from torch import Tensor
 
 from arbor import components, registry
-from arbor.kernels.base import (
+from arbor.kernels.attention.base import (
     AttentionBackend,
     AttentionShape,
     CascadeLayout,
     CascadeLevel,
     apply_sinks,
 )
-from arbor.kernels.flashinfer_cascade import FlashInferCascade
+from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
 
 ERROR = 5e-3  # of a row's output, relative to its length; bfloat16 and three levels cost up to 4e-3
 LSE_ERROR = 2e-3  # of a logsumexp

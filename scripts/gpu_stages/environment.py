@@ -13,9 +13,9 @@ import gpu_bundle
 import torch
 from gpu_stages.rows import Job
 
-from arbor.kernels.base import AttentionShape
-from arbor.kernels.flashinfer_cascade import FlashInferCascade
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.base import AttentionShape
+from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
 
 PACKAGES = ("torch", "transformers", "triton", "numpy", "flashinfer-python", "apache-tvm-ffi")
 MODULES = ("flashinfer", "tvm_ffi", "triton", "accelerate")

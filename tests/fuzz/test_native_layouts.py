@@ -17,10 +17,10 @@ import torch
 from test_kernels import POOL_SLOTS, TOLERANCE, Case, random_layout
 from torch import Tensor
 
-from arbor.kernels.base import AttentionShape, CascadeLayout, apply_sinks
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.native import native_library
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.reference import ReferenceAttention
 
 FEW = 200
 MANY = int(os.environ.get("ARBOR_FUZZ_CASES", "1500"))

@@ -21,7 +21,7 @@ import torch
 from support.graph_tape import opaque
 from torch import Tensor
 
-from arbor.kernels import flashinfer_cascade
+from arbor.kernels.attention import flashinfer_cascade
 
 MULTIPROCESSORS = 132  # an H100
 INFINITY = 5e4  # FlashInfer's stand-in for infinity: the negated base-2 logsumexp of an empty row

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arbor.kernels.fused import Activation, NormForm
-from arbor.kernels.rotary import RotaryForm, rotate_by_torch
+from arbor.kernels.fused.parts import Activation, NormForm
+from arbor.kernels.fused.rotary import RotaryForm, rotate_by_torch
 
 
 class TorchFusedOps:

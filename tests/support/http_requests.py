@@ -97,7 +97,7 @@ class Running:
 
 
 @contextmanager
-def serving(solver: Solver, tokens: int = TOKENS, **settings: Any) -> Iterator[Running]:
+def serving(solver: Solver, tokens: int | None = TOKENS, **settings: Any) -> Iterator[Running]:
     """A server of a solver while the context lasts."""
     service = Service(
         solver, tokens, ServerSettings(name=NAME, hosts=LOCAL_HOSTS, drain_s=1.0, **settings)

@@ -23,7 +23,7 @@ import numpy as np
 
 from arbor.kernels import native
 from arbor.kernels.int8 import stored_width
-from arbor.kernels.int8_weights import GROUP, GROUP_BYTES
+from arbor.kernels.linear.int8_weights import GROUP, GROUP_BYTES
 from arbor.kernels.native import (
     INT8,
     AttentionJob,

@@ -26,12 +26,13 @@ def plain_row(
         return token, float(logprobs[token]), top1, 0.0, 1.0
     weight = torch.softmax(logits.double() / sampling.temperature, dim=-1)
     ids = torch.arange(len(weight))
-    if sampling.top_k or sampling.top_p < 1:
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         weight, ids = weight.sort(descending=True, stable=True)
         weight = weight[: sampling.top_k or None]
         mass = weight.cumsum(dim=-1)
         total = float(mass[-1]) if sampling.top_k else 1.0
         weight = torch.where(mass - weight < sampling.top_p * total, weight, 0.0)
+        weight = torch.where(weight >= sampling.min_p * weight[0], weight, 0.0)
     bounds = weight.cumsum(dim=-1)
     target = uniform * bounds[-1]
     index = min(int((bounds <= target).sum()), int(weight.nonzero()[-1]))

@@ -1,8 +1,8 @@
-"""Every named policy, ready: those of the core and those of the folders that are there."""
+"""Every named policy of this checkout."""
 
 from __future__ import annotations
 
-from arbor.registry import BUILTIN, resolve
+from arbor.registry import names, resolve
 from arbor.retention.policy import Policy
 
-POLICIES: dict[str, Policy] = {name: resolve("policy", name) for name in sorted(BUILTIN["policy"])}
+POLICIES: dict[str, Policy] = {name: resolve("policy", name) for name in names("policy")}

@@ -17,8 +17,8 @@ from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import TokenSource
 from arbor.events import Event, Forwarded, Listener
-from arbor.kernels.base import AttentionBackend
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.base import AttentionBackend
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.memory.prompt_files import PromptFiles
 from arbor.memory.stores import NO_ROOM, LowerRoom
 from arbor.model.fetch_costs import FetchCosts

@@ -30,15 +30,15 @@ from torch.nn import functional as F
 from arbor.engine import sampling as sampler
 from arbor.kernels import invariant_reductions as reductions
 from arbor.kernels import invariant_triton as kernels
-from arbor.kernels import triton_fused, triton_rotary, triton_sampling
-from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
-from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.invariant_cascade import InvariantCascade
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.fused.parts import ACTIVATIONS, NORM_FORMS, triton_rotary, triton_sampling
+from arbor.kernels.fused.parts import triton_parts as triton_fused
+from arbor.kernels.fused.rotary import ROTARY_FORMS, RotaryForm, rotate_by_torch
+from arbor.kernels.fused.row_sums import by_torch as sums_by_torch
 from arbor.kernels.invariant import row_invariant
-from arbor.kernels.invariant_cascade import InvariantCascade
-from arbor.kernels.linear import PackedLinear, pack_linears
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.rotary import ROTARY_FORMS, RotaryForm, rotate_by_torch
-from arbor.kernels.row_sums import by_torch as sums_by_torch
+from arbor.kernels.linear.layers import PackedLinear, pack_linears
 from arbor.model.agreement import arbor_logits, own_logits
 from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner

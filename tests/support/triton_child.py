@@ -23,11 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from test_kernels import Case, decode_level, make_case, make_level, make_shape, random_layout
 
-from arbor.kernels.base import AttentionShape
-from arbor.kernels.mass_kernel import MassKernel
-from arbor.kernels.mass_work import TILES, MassWork, mass_work
-from arbor.kernels.reference import ReferenceAttention
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.base import AttentionShape
+from arbor.kernels.attention.mass_work import TILES, MassKernel, MassWork, mass_work
+from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
 
 CPU = torch.device("cpu")
 
@@ -72,7 +71,7 @@ def cases() -> dict[str, Case]:
 
 def interpreted() -> dict[str, float]:
     """The largest error of each case, relative to the largest mass of a slot, at least 1."""
-    from arbor.kernels.triton_mass import triton_mass
+    from arbor.kernels.attention.triton_mass import triton_mass
 
     errors = {}
     for name, case in cases().items():
@@ -136,7 +135,7 @@ def compile_for_hopper(shape: AttentionShape, dtype: torch.dtype, tile: int) -> 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from arbor.kernels.triton_mass import constants, launch_options, mass_kernel
+    from arbor.kernels.attention.triton_mass import constants, launch_options, mass_kernel
 
     none = torch.empty(0)
     fixed = constants(MassWork(shape, none, none, none, none, tile))

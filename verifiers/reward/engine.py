@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from arbor.budget import Budget, Footprint, Plan
 from arbor.engine.engine import Engine
-from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
+from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError, logits_not_finite
 from arbor.events import Listener
 from arbor.model.level_rule import LevelRule
 from arbor.model.loading import load_config
@@ -20,15 +20,38 @@ from arbor.model.scoring import ScoreCheckpoint, label_count, no_head
 from arbor.registry import name_of
 from arbor.retention.policy import POLICIES
 from arbor.tasks.base import Problem, Task
-
-from ..base import Placement, SearchShape
-from ..reward_model import RewardModel
-from .format import PROCESS, REPLY, RewardFormat, process_family
-from .mirror import Mirror
-from .scores import values_of
+from arbor.verifiers.base import Placement, SearchShape
+from arbor.verifiers.reward.format import PROCESS, REPLY, RewardFormat, process_family
+from arbor.verifiers.reward.mirror import Mirror
+from arbor.verifiers.reward_model import RewardModel
+from arbor.verifiers.self_eval import CERTAIN
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def values_of(scores: Tensor, label: int | None) -> list[float]:
+    """The probability that a step is good, in [0, `CERTAIN`].
+
+    Args:
+        scores: [n, labels] float32.
+        label: of a good step; None: the second of two, the only one of one. A single label is the
+            logit of a probability, several are those of a distribution.
+
+    Raises:
+        ModelError: the scores are not finite.
+    """
+    import torch
+
+    logits = scores.double().cpu()
+    if logits.shape[1] == 1:
+        probabilities = torch.sigmoid(logits[:, 0])
+    else:
+        probabilities = torch.softmax(logits, dim=1)[:, 1 if label is None else label]
+    if not bool(probabilities.isfinite().all()):
+        raise logits_not_finite()
+    return [min(value, CERTAIN) for value in probabilities.tolist()]
+
 
 # A step may have more tokens here than in the search's model: planned by the prompt, with a margin.
 MARGIN = 1.25

@@ -22,7 +22,7 @@ from arbor.cli.options import (
 )
 from arbor.measure.workers.worker_place import WorkerPlace
 
-AUTO_CONCURRENCY = 8  # measured: docs/experiments/concurrency.md
+AUTO_CONCURRENCY = 8  # measured: docs/experiments/server.md
 
 
 class Places(click.ParamType[Any]):

@@ -23,9 +23,9 @@ from torch import Tensor
 from arbor import Solver, components
 from arbor.errors import ModelError, UsageError
 from arbor.events import Event, Forwarded, Rehydrated, Verified
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.rowwise import RowwiseAttention
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.linear.layers import pack_linears
 from arbor.memory.pool import KVPool
 from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner

@@ -15,7 +15,7 @@ from support.models import build
 from arbor import Solver
 from arbor.errors import UsageError
 from arbor.events import Event, Header
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.model.level_rule import BUCKET, NEVER, LevelRule
 from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ModelRunner

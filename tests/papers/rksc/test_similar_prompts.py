@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from arbor.kernels.torch_cascade import TorchCascade
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import Words, build
@@ -19,7 +20,6 @@ from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import UsageError
 from arbor.events import Audited, Boundary, Compared, Event, Opened, Shared
-from arbor.kernels.torch_cascade import TorchCascade
 from arbor.metrics import MetricsFold
 from arbor.model.runner import ModelRunner
 from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing

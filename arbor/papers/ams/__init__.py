@@ -1,0 +1,16 @@
+"""AMS: segments of equal attention mass, and its control of equal lengths."""
+
+from arbor.feature import Feature
+
+FEATURE = Feature(
+    names={
+        "policy": {
+            "ams": "arbor.papers.ams.ams:POLICY",
+            "strata": "arbor.papers.ams.strata:POLICY",
+        },
+        "allocator": {
+            "ams": "arbor.papers.ams.ams:AMS",
+            "strata": "arbor.papers.ams.strata:Strata",
+        },
+    },
+)

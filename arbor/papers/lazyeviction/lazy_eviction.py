@@ -1,0 +1,82 @@
+"""Tokens that are expected to be read again win: LazyEviction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from arbor.errors import UsageError
+from arbor.retention.allocators.pooled import Pooled
+from arbor.retention.base import Floats, Tokens
+from arbor.retention.policy import Policy, Protect
+from arbor.retention.trigger import Trigger
+
+_FAR = 700.0  # above it exp overflows
+
+
+@dataclass(frozen=True)
+class LazyEviction:
+    """A token scores H1 + H2: whether it is due to be read again, and how regularly it is read.
+
+        H1 = 2 sigma(-(t - TS) / MRI)
+        H2 = 2 sigma(-(MRI - 1) / window)      fixed
+             2 sigma(-1 / (MRI - 1))           paper
+
+    TS is when its attention last reached `Protect.threshold`, MRI the longest time between two such
+    times (`Tokens.activated`, `Tokens.recurrence`), t now, all counted in queries that could see
+    the token, so that a branch nobody reads does not age.
+    A token that was never read again since it was written (MRI 0) has H1 = 1 while t = TS, the
+    limit, then 0, and H2 = 0.
+    Source: LazyEviction (arXiv 2506.15969), Eqs. 3 to 5. Its H2 grows with the interval, which
+    contradicts its text (tokens read at short intervals matter more): ``fixed`` falls with it. For
+    an interval of 1, where the paper divides by 0, its H2 is the limit, 0. Differs: one set for all
+    heads and layers.
+
+    Attributes:
+        h2: ``fixed``, ``paper`` or ``off``.
+        window: W of ``fixed``, in queries, >= 1.
+    """
+
+    h2: Literal["fixed", "paper", "off"] = "fixed"
+    window: int = 25
+
+    def __post_init__(self) -> None:
+        if self.h2 not in ("fixed", "paper", "off"):
+            raise UsageError("setting-range", f"h2={self.h2}: it must be fixed, paper or off.")
+        if self.window < 1:
+            raise UsageError(
+                "setting-range", f"window={self.window}: it must be at least 1, such as 25."
+            )
+
+    @property
+    def observes(self) -> bool:
+        return True
+
+    def scores(self, tokens: Tokens) -> Floats:
+        age = (tokens.queries - tokens.activated).astype(float)
+        interval = tokens.recurrence.astype(float)
+        known = interval > 0
+        due = np.where(known, _falling(age / np.maximum(interval, 1)), age == 0)
+        if self.h2 == "off":
+            return due
+        if self.h2 == "fixed":
+            regular = _falling((interval - 1) / self.window)
+        else:
+            regular = np.where(interval > 1, _falling(1 / np.maximum(interval - 1, 1)), 0.0)
+        return due + np.where(known, regular, 0.0)
+
+
+def _falling(x: Floats) -> Floats:
+    """2 sigma(-x): 1 at 0, towards 0."""
+    return 2 / (1 + np.exp(np.minimum(x, _FAR)))
+
+
+POLICY = Policy(
+    Pooled(),
+    LazyEviction(),
+    Protect(recent=25),
+    trigger=Trigger(spare=25),
+    summary="Keeps tokens that are read at intervals and are due again (LazyEviction).",
+)

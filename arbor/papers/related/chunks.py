@@ -1,0 +1,51 @@
+"""Whole chunks of neighbouring tokens stay or leave: ChunkKV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from arbor.errors import UsageError
+from arbor.retention.allocators.segments import Segmented, TokenSequence
+from arbor.retention.base import Ints
+from arbor.retention.ordering import order
+from arbor.retention.policy import Policy
+from arbor.retention.scorers.window import Window
+
+
+@dataclass(frozen=True)
+class Chunks(Segmented):
+    """Keep the chunks of `size` positions whose tokens score highest on average.
+
+    Of equal chunks the later one stays. One chunk is kept in part, its best tokens, so that no slot
+    stays empty.
+    Source: ChunkKV (arXiv 2502.00299). Differs: one set for all heads and layers; the budget is
+    exact; chunks are of positions, not of what is left of the sequence, so that a chunk stays the
+    same when it has lost tokens.
+
+    Attributes:
+        size: positions of a chunk, >= 1; 10 in the paper.
+    """
+
+    size: int = 10
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UsageError("setting-range", f"size={self.size}: it must be at least 1.")
+
+    def divide(self, sequence: TokenSequence) -> tuple[Ints, Ints]:
+        segment, size = sequence.stretches(self.size)
+        mean = np.bincount(segment, sequence.scores) / size
+        preferred = order(-mean, -np.arange(len(size)))
+        before = np.cumsum(size[preferred]) - size[preferred]
+        quotas = np.zeros(len(size), np.int64)
+        quotas[preferred] = np.clip(sequence.room - before, 0, size[preferred])
+        return segment, quotas
+
+
+POLICY = Policy(
+    Chunks(),
+    Window(),
+    summary="Keeps whole chunks of neighbouring tokens that the last queries attended to (ChunkKV).",
+)

@@ -1,0 +1,35 @@
+"""Tokens whose attention was high most recently win: RaaS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arbor.retention.allocators.pooled import Pooled
+from arbor.retention.base import Floats, Tokens
+from arbor.retention.policy import Policy, Protect
+
+
+@dataclass(frozen=True)
+class RaaS:
+    """A token scores the queries since it was written or its attention last reached alpha, negated.
+
+    Alpha is `Protect.threshold`; RaaS protects the prompt (`Protect.prompt`).
+    Source: RaaS (arXiv 2502.11147), which evicts the oldest timestamp. Differs: one set for all
+    heads and layers; time is counted in queries that could see the token, so that a branch nobody
+    reads does not age; no pages.
+    """
+
+    @property
+    def observes(self) -> bool:
+        return True
+
+    def scores(self, tokens: Tokens) -> Floats:
+        return (tokens.activated - tokens.queries).astype(float)
+
+
+POLICY = Policy(
+    Pooled(),
+    RaaS(),
+    Protect(prompt=True),
+    summary="Keeps the prompt and the tokens whose attention was high most recently (RaaS).",
+)

@@ -1,0 +1,48 @@
+"""Tokens with much attention and large values win: VATP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from arbor.retention.allocators.pooled import Pooled
+from arbor.retention.base import Floats, Tokens
+from arbor.retention.policy import Policy, Protect
+from arbor.retention.token_kv import HeadKVScorer, KVSequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VATP(HeadKVScorer):
+    """A token scores the attention it has received, times the L1 norm of its value.
+
+        score_i = A_i |v_i|_1
+
+    Source: VATP (arXiv 2406.12335) over H2O's attention; it keeps the first 20 tokens, whose values
+    are small (`Protect.sinks` of the policy ``vatp``). Differs: where one set is kept
+    for all heads, the product of two means over those of the observed layers, not the mean of a
+    product per head.
+    """
+
+    @property
+    def observes(self) -> bool:
+        return True
+
+    def of_heads(self, sequence: KVSequence, layer: int) -> Tensor:
+        return sequence.values(layer).abs().sum(-1).T
+
+    def scores(self, tokens: Tokens) -> Floats:
+        scores: Floats = tokens.mass * super().scores(tokens)
+        # the value of a token that is not on the device is unknown
+        scores[tokens.kv.places < 0] = -1.0
+        return scores
+
+
+POLICY = Policy(
+    Pooled(),
+    VATP(),
+    Protect(sinks=20),
+    summary="Keeps the tokens with the most attention times the size of their values (VATP).",
+)
