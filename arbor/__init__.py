@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from arbor.measure.workers.workers import Workers
     from arbor.metrics import Metrics
     from arbor.model.sampling_params import Sampling
-    from arbor.model.similarity import similarity
     from arbor.registry import register
     from arbor.run.callbacks import Callback, SafeCallback, StopSearch
     from arbor.run.solution import Solution
@@ -68,7 +67,6 @@ __all__ = [
     "__version__",
     "read_trace",
     "register",
-    "similarity",
 ]
 
 # Threads of torch that wait actively make a busy machine ten times slower. OpenMP reads this when
@@ -80,7 +78,6 @@ _HOMES = {
     "arbor.budget": ("Budget", "Plan"),
     "arbor.run.callbacks": ("Callback", "SafeCallback", "StopSearch"),
     "arbor.model.sampling_params": ("Sampling",),
-    "arbor.model.similarity": ("similarity",),
     "arbor.errors": (
         "ArborError",
         "BudgetError",

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 GROUPS = ("papers", "integrations")
 
@@ -23,6 +24,8 @@ class Feature:
     Attributes:
         names: components by kind and name, see `arbor.registry`.
         adapters: by the package whose classes are made into components, what does so.
+        hooks: by the setting of `Solver` that asks for it, what takes part in the engine's work
+            (`arbor.engine.hooks`).
         commands: path and purpose of each command of ``arbor``, by its name.
         calibrations: likewise those of ``arbor calibrate``.
         parts: by kind and name, what the rest asks for by both, see `arbor.registry.part`:
@@ -32,6 +35,7 @@ class Feature:
 
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
+    hooks: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     calibrations: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -47,3 +51,12 @@ def features() -> tuple[Feature, ...]:
         for group in GROUPS
         for folder in sorted((here / group).glob("*/__init__.py"))
     )
+
+
+def hook(setting: str) -> Any:
+    """What takes part in the engine's work where a setting asks for it; None: no folder has it."""
+    path = next((each.hooks[setting] for each in features() if setting in each.hooks), None)
+    if path is None:
+        return None
+    module, _, names = path.partition(":")
+    return functools.reduce(getattr, names.split("."), importlib.import_module(module))

@@ -61,7 +61,6 @@ _CORE: Mapping[str, Mapping[str, str]] = {
         "tot": "arbor.controllers.tot:ToT",
     },
     "verifier": {
-        "cgee": "arbor.verifiers.cgee:CGEE",
         "combined": "arbor.verifiers.combined:Combined",
         "exact": "arbor.verifiers.exact:Exact",
         "orm": "arbor.verifiers.reward_model:OutcomeRewardModel",
@@ -97,7 +96,6 @@ _CORE: Mapping[str, Mapping[str, str]] = {
             "lru",
             "random",
             "reentry",
-            "rsbcm",
             "snapkv",
             "streaming",
             "uniform",
@@ -110,7 +108,6 @@ _CORE: Mapping[str, Mapping[str, str]] = {
         "lru": "arbor.retention.allocators.lru:LRU",
         "pooled": "arbor.retention.allocators.pooled:Pooled",
         "reentry": "arbor.retention.allocators.reentry:Reentry",
-        "rsbcm": "arbor.retention.allocators.rsbcm:RSBCM",
         "uniform": "arbor.retention.allocators.uniform:Uniform",
     },
     "scorer": {

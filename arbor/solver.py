@@ -26,10 +26,11 @@ from arbor import components
 from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget, Plan
 from arbor.controllers.base import Controller
-from arbor.engine.branch_stop import BranchStop
-from arbor.engine.mode_names import SHARE_THRESHOLD, Mode, Rehydrate, Share, default_policy
+from arbor.engine.hooks import BranchHook, PromptHook
+from arbor.engine.mode_names import SHARE_THRESHOLD, SIMILAR, Mode, Rehydrate, Share, default_policy
 from arbor.errors import ArborError, SearchBug, UsageError
 from arbor.events import Event, Listener
+from arbor.feature import hook
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.fetch_costs import FetchCosts
 from arbor.model.level_rule import LevelRule
@@ -63,10 +64,12 @@ from arbor.run.run import Run
 from arbor.run.scoring import Scoring
 from arbor.run.searches import as_completed
 from arbor.run.settings import (
+    KV_PROBE,
     check_calibration,
     check_fetch,
     check_kv_probe,
     check_plain_types,
+    hook_for,
     known_keywords,
     refuse_unknown,
     resolve_boundary,
@@ -250,7 +253,7 @@ class Solver:
         step_tokens: int | None = None,
         max_expansions: int | None = None,
         step_format: str | Mapping[str, Any] | None = None,
-        branch_stop: BranchStop | str | None = None,
+        branch_stop: BranchHook | str | None = None,
         dtype: str = "auto",
         device: str = "auto",
         kv_dtype: str = "auto",
@@ -480,7 +483,7 @@ class Solver:
                     mode=self.mode,
                     rehydrate=self.rehydrate,
                     share=self.share,
-                    threshold=self.share_threshold,
+                    prompt_hook=self._prompt_hook(runner),
                     msve=self.msve,
                     levels=self._levels(runner),
                     lower=room,
@@ -491,22 +494,28 @@ class Solver:
                 self._engine.companions = tuple(companions)
             return self._engine
 
+    def _prompt_hook(self, runner: ModelRunner) -> PromptHook | None:
+        """What says whether a search reads another prompt than its own."""
+        if self.share not in SIMILAR:
+            return None
+        found: PromptHook = hook_for("share", self.share)(
+            runner, self.tokenizer, self.share_threshold
+        )
+        return found
+
     def _levels(self, runner: ModelRunner) -> LevelRule:
         """Which shared spans rows read together."""
-        from arbor.model.kv_probe import keep_rule, kept_rule, measure
         from arbor.model.plan import least_saved_reads
 
         fixed = LevelRule(least_saved_reads(self.device))
         if self.deterministic or self.kv_probe == "off":
             return fixed
-        source = self.checkpoint.source.name, self.checkpoint.load().backend
-        if self.kv_probe == "kept":
-            rule = kept_rule(runner, *source) or fixed
-        elif self.kv_probe == "measure":
-            rule = measure(runner)
-            keep_rule(rule, runner, *source)
-        else:
+        if self.kv_probe not in KV_PROBE:
             rule = LevelRule.parse(self.kv_probe)
+        else:
+            source = self.checkpoint.source.name, self.checkpoint.load().backend
+            measured = hook("kv_probe")
+            rule = (measured and measured(self.kv_probe, runner, *source)) or fixed
         if rule.least_rows:
             logger.info("KV probe: rows from which shared spans are read once: %s", rule)
         return rule

@@ -26,7 +26,7 @@ from experiment_table import ExperimentTable, add_options
 from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor.engine.engine import Engine
-from arbor.engine.token_source import Growth
+from arbor.engine.operation import Growth
 from arbor.model.sampling_params import Sampling
 from arbor.registry import resolve
 from arbor.retention.policy import Policy, Protect

@@ -33,7 +33,7 @@ from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor import Solver
 from arbor.engine.engine import Engine
-from arbor.engine.token_source import Growth
+from arbor.engine.operation import Growth
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.fused.parts import fused_ops

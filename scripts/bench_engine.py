@@ -27,9 +27,9 @@ from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor.engine import token_source
 from arbor.engine.engine import Engine
+from arbor.engine.operation import Growth
 from arbor.engine.sampling import confidence, sample
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.events import Event, Forwarded
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.linear.layers import pack_linears
@@ -137,6 +137,7 @@ class NoModel:
     dtype = kv_dtype = torch.float32
     device = torch.device("cpu")
     weight_bytes = 0
+    graphs = None
 
     def __init__(self, outside: Stopwatch) -> None:
         self.outside = outside

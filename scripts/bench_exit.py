@@ -25,14 +25,15 @@ import torch
 from bench_decode import interval
 from random_llama import SIZES, NoText, fixed_length, prefix, random_llama
 
-from arbor.engine.early_exit import LayerExit, Measure
 from arbor.engine.engine import Engine
-from arbor.engine.token_source import Growth
+from arbor.engine.operation import Growth
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.linear.layers import pack_linears
 from arbor.measure.timing import interleaved
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
+from arbor.papers.rksc.exit_watch import ask_early
+from arbor.papers.rksc.layer_exit import LayerExit, Measure
 from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 
@@ -83,7 +84,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             )
     contestants: dict[str, Callable[[], object]] = {FULL: partial(engine.ask, nodes, questions)}
     for name, rule in rules.items():
-        contestants[name] = partial(engine.ask_early, nodes, questions, rule, verdicts)
+        contestants[name] = partial(ask_early, engine, nodes, questions, rule, verdicts)
     laps: dict[str, list[float]] = {name: [] for name in contestants}
     for lap in interleaved(contestants, 2, args.rounds, cpu=time.thread_time):
         laps[lap.name].append(lap.cpu_s)

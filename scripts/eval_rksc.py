@@ -51,32 +51,32 @@ from model_and_problems import add_model_and_problems, problems_of, settings_of
 from random_llama import SIZES, NoText, fixed_length, prefix, random_llama
 
 from arbor import Solver
-from arbor.engine.early_exit import LayerExit
 from arbor.engine.engine import Engine
-from arbor.engine.operation import GivenBlock, Operation
-from arbor.engine.similar_prompts import Comparison, SimilarPrompts, differing
-from arbor.engine.token_source import Growth
+from arbor.engine.operation import GivenBlock, Growth, Operation
 from arbor.events import preferred
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.linear.layers import pack_linears
-from arbor.measure.calibrate_exit import (
-    Recorder,
-    Verification,
-    calibrate_exit,
-    collect_verifications,
-)
 from arbor.measure.statistics import clopper_pearson
 from arbor.measure.timing import interleaved
 from arbor.memory.pool import KVPool
 from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
-from arbor.model.similarity import similarity
+from arbor.papers.rksc.calibration import (
+    Recorder,
+    Verification,
+    calibrate_exit,
+    collect_verifications,
+)
+from arbor.papers.rksc.cgee import CGEE, RELEASE_ABSOLUTE, RELEASE_RELATIVE
+from arbor.papers.rksc.exit_watch import ways_of
+from arbor.papers.rksc.layer_exit import LayerExit
+from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing
+from arbor.papers.rksc.similarity import similarity
 from arbor.registry import resolve
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains, Fact, chain_to
 from arbor.tree import Node, ThoughtTree
-from arbor.verifiers.cgee import CGEE, RELEASE_ABSOLUTE, RELEASE_RELATIVE
 
 Row = dict[str, Any]
 CLEAR = 0.05  # loss of value from which a disagreement is a clear one
@@ -261,7 +261,7 @@ def compared(
     engine.extend(one.root)
     engine.finish(one)
     engine.open(other, slots)
-    found = similar.compare(engine.state, other)
+    found = similar.compare(engine.memory, other)
     engine.close(other)
     return found
 
@@ -305,8 +305,10 @@ def share(args: argparse.Namespace) -> Iterator[Row]:
         engine, runner = solver.engine, solver.engine.runner
         pool = KVPool(runner.layer_kv, 900, runner.dtype, runner.device)
         probes = {
-            "differing tokens, first quarter of the layers": SimilarPrompts(runner),
-            "differing tokens, all layers": SimilarPrompts(runner, probed=1.0),
+            "differing tokens, first quarter of the layers": SimilarPrompts(
+                runner, solver.tokenizer
+            ),
+            "differing tokens, all layers": SimilarPrompts(runner, solver.tokenizer, probed=1.0),
         }
         serial = itertools.count()
         for each in pairs(task, args.n):
@@ -406,10 +408,8 @@ class Pipeline:
         for tree in dict.fromkeys(leaf.tree for leaf in leaves):
             mine = [leaf for leaf in leaves if leaf.tree is tree]
             several = [self.question] * len(mine)
-            if rule is None:
-                asked.append(engine.begin_ask(mine, several))
-            else:
-                asked.append(engine.begin_ask(mine, several, rule, [VERDICTS] * len(mine)))
+            ways = () if rule is None else ways_of(rule, len(mine), [VERDICTS] * len(mine))
+            asked.append(engine.begin_ask(mine, several, ways))
         self._run(asked)
 
     def end(self) -> None:

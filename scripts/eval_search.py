@@ -21,9 +21,9 @@ import torch
 from model_and_problems import add_model_and_problems, problems_of, settings_of, verifier_of_chains
 
 from arbor import Sampling, Solver
-from arbor.engine.early_exit import LayerExit
 from arbor.measure.statistics import clopper_pearson, paired
-from arbor.verifiers.cgee import CGEE
+from arbor.papers.rksc.cgee import CGEE
+from arbor.papers.rksc.layer_exit import LayerExit
 
 ARMS: dict[str, dict[str, Any]] = {
     "greedy chain": {"controller": "chain", "sampling": Sampling(temperature=0)},

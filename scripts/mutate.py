@@ -73,7 +73,12 @@ FOLDER_TESTS: dict[str, tuple[str, ...]] = {
         *("test_text", "test_scheduler", "test_sampling", "test_floors", "test_engine"),
         *("test_engine_forest", "test_rehydration", "test_engine_faults", "test_prefix_sharing"),
         *("test_engine_answers", "test_engine_runs", "test_engine_transactions"),
-        *("test_sibling_sharing", "test_chunked_prefill", "test_beam_search", "test_early_exit"),
+        *(
+            "test_sibling_sharing",
+            "test_chunked_prefill",
+            "test_beam_search",
+            "papers/rksc/test_early_exit",
+        ),
         *("test_residency", "test_residency_machine", "test_forest_machine"),
         *("test_trace_engine", "test_golden", "test_solver"),
     ),
@@ -123,7 +128,7 @@ TUNING: dict[tuple[str, str], str] = {
     ("arbor/engine/sampling.py", "_WIDEN"): SPEED,
     ("arbor/engine/sampling.py", "_CPU_SLICE"): "rows at a time; slices change no bit",
     ("arbor/engine/sampling.py", "_GPU_SLICE"): "rows at a time; slices change no bit",
-    ("arbor/engine/last_logits.py", "MOST_BYTES"): "logits that were dropped are computed again",
+    ("arbor/engine/forest_state.py", "MOST_LOGITS"): "logits that were dropped are computed again",
     ("arbor/engine/text.py", "LOOK_BACK"): "more tokens than a character has; the text is the same",
     (
         "arbor/memory/prefix_cache.py",

@@ -350,10 +350,10 @@ def test_a_search_that_runs_out_of_room_leaves_the_others_as_they_are(
     engine = solver.engine
     right = engine.begin_ask
 
-    def begin_ask(nodes: Sequence[Any], questions: Sequence[Any], *, counts: bool) -> Any:
+    def begin_ask(nodes: Sequence[Any], questions: Sequence[Any], **settings: Any) -> Any:
         if "120" in nodes[0].tree.root.text:
             raise BudgetInfeasible(9999, 10, "a question")
-        return right(nodes, questions, counts=counts)
+        return right(nodes, questions, **settings)
 
     alone = list(map(approximately, solver.solve_batch(PROBLEMS[:5])))
     monkeypatch.setattr(engine, "begin_ask", begin_ask)

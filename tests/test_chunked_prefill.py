@@ -10,8 +10,8 @@ from support.models import Words, build, path_logits
 from support.trees import PROMPT, SAMPLED, Lab, grown, own_answers, relative_error
 
 from arbor.engine import mode, scheduler
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.events import Forwarded, Rehydrated
 from arbor.model.runner import ModelRunner
 from arbor.tasks.base import BlockLimits

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from arbor.engine.decode_batch import DecodeBatch
+from arbor.engine.operation import Growth, Row
 from arbor.engine.pieces import contexts_of
 from arbor.engine.sampling import ArithmeticCode
-from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.kernels.attention.base import CascadeLayout
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV

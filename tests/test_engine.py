@@ -31,9 +31,8 @@ from support.trees import (
 )
 from torch import Tensor
 
-from arbor.engine.operation import GivenBlock
+from arbor.engine.operation import GivenBlock, Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Boundary, Evicted, Forwarded, Opened, Pressure, Rehydrated
 from arbor.retention.base import Blocks, Scorer
@@ -155,7 +154,7 @@ def kv_of(lab: Lab, node: Node) -> list[Tensor]:
 def test_logits_that_are_no_longer_kept_are_computed_from_the_last_token(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arbor.engine.last_logits.MOST_BYTES", 0)
+    monkeypatch.setattr("arbor.engine.forest_state.MOST_LOGITS", 0)
     want, want_answers = full()
 
     tree, answers = grown(lab)
@@ -169,7 +168,7 @@ def test_logits_that_are_no_longer_kept_are_computed_from_the_last_token(
 def test_running_a_last_token_again_leaves_its_kv_alone(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arbor.engine.last_logits.MOST_BYTES", 0)
+    monkeypatch.setattr("arbor.engine.forest_state.MOST_LOGITS", 0)
     tree = lab.plant()
     (first,) = lab.sprout([(tree.root, 1)])
     lab.sprout([(tree.root, 1)])

@@ -12,11 +12,10 @@ from support.trees import PROMPT, SAMPLED, Lab
 from torch import Tensor
 
 from arbor.engine import scheduler
-from arbor.engine.operation import Growing
+from arbor.engine.operation import Growing, Growth, Row
 from arbor.engine.rehydration import Rehydration
-from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth, ModelSampler
+from arbor.engine.token_source import ModelSampler
 from arbor.errors import UsageError
 from arbor.events import Allocated, Event, Forwarded, Opened, Pressure, Rehydrated, Sampled
 from arbor.model.runner import ModelRunner

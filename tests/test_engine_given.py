@@ -23,9 +23,8 @@ from support.trees import (
 )
 
 from arbor.engine.mode import Mode, Rehydrate
-from arbor.engine.operation import GivenBlock
+from arbor.engine.operation import GivenBlock, Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Header, Opened, Pruned
 from arbor.model.sampling_params import Sampling

@@ -17,8 +17,8 @@ from support.slow_cases import every, only
 from support.trees import GREEDY, LENGTH, PROMPT, QUESTIONS, Lab, path_ids, relative_error
 
 from arbor.engine.mode import Mode, Rehydrate
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.events import Event
 from arbor.memory import KVMemory
 from arbor.memory.slots import SlotTable

@@ -35,11 +35,10 @@ from torch import Tensor
 from arbor import forest
 from arbor.engine import residency, scheduler
 from arbor.engine.mode import Mode
-from arbor.engine.operation import Operation
-from arbor.engine.scheduler import Row
+from arbor.engine.operation import Growth, Operation, Row
 from arbor.engine.step import Stepper
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth, ModelSampler
+from arbor.engine.token_source import ModelSampler
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.events import Discarded, Event, Evicted, Rehydrated
 from arbor.forest import LEAST_COMMON, LEAST_SIBLING

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from support.models import build
+from support.offers import AtMost
 from support.policies import POLICIES
 from support.trees import GREEDY, Lab
 
@@ -75,9 +76,9 @@ def test_idle_blocks_leave_whole_where_paths_do_not_fit() -> None:
 
 
 def test_policies_that_do_not_spare_paths_are_refused() -> None:
-    for spec in ("h2o,idle=newest", "rsbcm,spares_paths=true,idle=newest"):
+    for policy in (POLICIES["h2o"], dataclasses.replace(POLICIES["lru"], allocator=AtMost(2))):
         with pytest.raises(UsageError) as caught:
-            built("policy", spec)
+            dataclasses.replace(policy, idle="newest")
         assert caught.value.code == "idle" and "spares_paths=true" in caught.value.hint
     with pytest.raises(UsageError, match="it must be one of scored, newest"):
         built("policy", "h2o,idle=last")

@@ -92,7 +92,7 @@ def test_a_lossy_policy_that_weighs_values_has_every_block_judged(policy: str, r
 
 
 def test_a_verifier_that_compares_candidates_gets_all_of_them_or_none() -> None:
-    chains: Any = {"controller": "chain,samples=3", "verifier": "cgee"}
+    chains: Any = {"controller": "chain,samples=3", "verifier": "vote"}
     found, nodes, _ = judged(aggregate="best", **chains)
 
     ends = [node.depth for node in nodes if node.state is NodeState.TERMINAL]

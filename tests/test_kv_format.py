@@ -224,8 +224,6 @@ def test_a_host_tier_in_bytes_holds_more_tokens() -> None:
     "settings",
     [
         {"mode": "lossy", "budget": 0.5, "policy": "arborkv"},
-        {"mode": "lossy", "budget": "300tok", "share": "similar"},
-        pytest.param({"verifier": "cgee", "budget": 0.5}, marks=pytest.mark.slow),
         pytest.param({"share": "off", "budget": "150tok"}, marks=pytest.mark.slow),
         {"kv_probe": "8,4,2"},
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from arbor.engine.last_logits import LastLogits
+from arbor.engine.forest_state import LastLogits
 
 
 def test_rows_are_copies_that_hold_no_memory_but_their_own() -> None:
@@ -33,7 +33,7 @@ def test_remembering_no_block_changes_nothing() -> None:
 def test_the_oldest_rows_are_dropped_beyond_the_bytes_allowed(
     dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arbor.engine.last_logits.MOST_BYTES", 3 * 30 * 4)
+    monkeypatch.setattr("arbor.engine.forest_state.MOST_LOGITS", 3 * 30 * 4)
     kept = LastLogits()
 
     kept.remember(range(rows), torch.zeros(rows, 30, dtype=dtype))
@@ -43,7 +43,7 @@ def test_the_oldest_rows_are_dropped_beyond_the_bytes_allowed(
 
 
 def test_rows_of_one_call_are_kept_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arbor.engine.last_logits.MOST_BYTES", 0)
+    monkeypatch.setattr("arbor.engine.forest_state.MOST_LOGITS", 0)
     kept = LastLogits()
     kept.remember([7, 8], torch.zeros(2, 30))
 
@@ -53,7 +53,7 @@ def test_rows_of_one_call_are_kept_in_any_case(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_row_that_is_remembered_again_counts_as_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arbor.engine.last_logits.MOST_BYTES", 2 * 30 * 4)
+    monkeypatch.setattr("arbor.engine.forest_state.MOST_LOGITS", 2 * 30 * 4)
     kept = LastLogits()
     kept.remember([7, 8], torch.zeros(2, 30))
     kept.remember([7], torch.zeros(1, 30))

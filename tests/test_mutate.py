@@ -123,9 +123,9 @@ def test_equivalent_mutants_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_tuning_constant_is_left_alone_where_it_is_set_and_nowhere_else() -> None:
-    source = b"MOST_BYTES = 256 << 20\nMOST = 3\ndef f():\n    MOST_BYTES = 5\n"
+    source = b"MOST_LOGITS = 256 << 20\nMOST = 3\ndef f():\n    MOST_LOGITS = 5\n"
 
-    tuned = mutate.mutants_of("arbor/engine/last_logits.py", source)
+    tuned = mutate.mutants_of("arbor/engine/forest_state.py", source)
     others = mutate.mutants_of("arbor/engine/other.py", source)
 
     assert {each.line for each in tuned} == {2, 4}

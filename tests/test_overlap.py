@@ -17,8 +17,8 @@ from torch import Tensor
 
 from arbor.controllers.base import Expansion
 from arbor.controllers.ranking import finished, give_up
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Answered, Event, Pruned, Selected, Transition, Verified
 from arbor.model.sampling_params import Sampling

@@ -17,8 +17,8 @@ from support.trees import PROMPT, SAMPLED, Lab, Words
 from test_batch import PROBLEMS, Together, found, solver_of
 from test_deterministic import deterministic_runner
 
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Allocated, Event, Evicted, Pressure, Rehydrated
 from arbor.model.checkpoint import Checkpoint

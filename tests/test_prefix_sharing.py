@@ -11,8 +11,8 @@ from support.models import Words, build
 from support.trees import GREEDY, QUESTIONS, SAMPLED, Lab, own_logits, relative_error
 
 from arbor.engine.mode import Rehydrate
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.events import Event, Evicted, Forwarded, Rehydrated, Shared
 from arbor.forest import LEAST_COMMON
 from arbor.memory.prefix_cache import MOST_PREFIXES

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import VOCABULARY, WINDOW, Words, build
+from support.offers import AtMost
 from support.policies import POLICIES
 from support.slow_cases import every, only
 from support.trees import (
@@ -30,14 +31,13 @@ from transformers import AutoModelForCausalLM
 
 from arbor.budget import DECODED
 from arbor.engine.mode import Mode, Rehydrate
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Event, Evicted, Forwarded, Rehydrated
 from arbor.model.plan import Piece, Segment, plan_forward, visibility
 from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.lru import LRU
-from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.base import NEVER, Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import Policy, Protect
 from arbor.tasks.base import BlockLimits
@@ -537,7 +537,7 @@ def test_paths_lose_tokens_only_once_everything_off_them_has_left(policy: str) -
 )
 def test_a_capacity_is_of_each_search_where_room_is_divided(among: Any, evicted: bool) -> None:
     """Two searches with two blocks each off their running paths, as many as one may keep."""
-    policy = dataclasses.replace(POLICIES["rsbcm"], allocator=RSBCM(2), among=among, protect=LITTLE)
+    policy = dataclasses.replace(POLICIES["lru"], allocator=AtMost(2), among=among, protect=LITTLE)
     lab = Lab(build("llama"), policy=policy, debug=True)
     growth = Growth(3, GREEDY, StopRule(Words(), BlockLimits((), LENGTH, 8), ()))
     trees = [ThoughtTree(PROMPT), ThoughtTree(PROMPT[::-1])]

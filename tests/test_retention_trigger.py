@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 from support.models import Words, build
+from support.offers import AtMost
 from support.policies import POLICIES
 from support.trees import SAMPLED, Lab, relative_error
 from support.trees import grown as grown_tree
 
 from arbor import components
 from arbor.engine import residency
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import UsageError
 from arbor.events import Event, Evicted, Forwarded, Rehydrated
-from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
@@ -156,7 +156,7 @@ def test_a_policy_that_fails_at_its_own_time_ends_the_last_operation_only(
 
 @pytest.mark.parametrize("capacity", [1, 2])
 def test_blocks_beyond_a_capacity_leave_although_there_is_room(capacity: int) -> None:
-    policy = replace(POLICIES["rsbcm"], allocator=RSBCM(capacity), protect=NOTHING)
+    policy = replace(POLICIES["lru"], allocator=AtMost(capacity), protect=NOTHING)
     lab = Lab(build("llama"), policy=policy, debug=True)
     over: list[int] = []
 
@@ -177,21 +177,3 @@ def test_blocks_beyond_a_capacity_leave_although_there_is_room(capacity: int) ->
     assert [node.tokens for node in tree] == [node.tokens for node in want]
     assert relative_error(answers, want_answers) < 1e-4
     assert any(isinstance(event, Rehydrated) for event in lab.events)
-
-
-def test_the_block_of_least_value_and_greatest_depth_leaves_first() -> None:
-    policy = replace(POLICIES["rsbcm"], allocator=RSBCM(2), protect=NOTHING)
-    lab = Lab(build("llama"), policy=policy, debug=True)
-    tree = lab.plant(4096)
-    nodes = lab.sprout([(tree.root, 3)])
-    for node, value in zip(nodes, (0.9, 0.1, 0.5), strict=True):
-        node.value, node.valued = value, True
-    lab.changed(nodes)
-    assert all(node.span.resident.all() for node in nodes)
-
-    lab.sprout([(nodes[2], 1)])  # runs on the third: the others are two, and may stay
-    assert all(node.span.resident.all() for node in nodes)
-    lab.sprout([(tree.root, 1)])  # idle now: three blocks and the child of the third
-
-    held = [bool(node.span.resident.all()) for node in nodes]
-    assert held == [True, False, True]

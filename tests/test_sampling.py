@@ -17,9 +17,9 @@ from support.trees import SAMPLED, Lab, own_logits
 from torch import Tensor
 
 from arbor.engine import sampling as sampler
+from arbor.engine.operation import Growth
 from arbor.engine.sampling import ArithmeticCode, confidence, likeliest, sample, stream
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import ModelError, UsageError
 from arbor.kernels.fused.row_sums import row_sums
 from arbor.model.sampling_params import Sampling

@@ -18,21 +18,12 @@ from support.trees import LENGTH, PROMPT, SAMPLED, Lab, path_ids, relative_error
 from arbor.engine.account import Account
 from arbor.engine.decode_batch import DecodeBatch
 from arbor.engine.decoding import Decoding
-from arbor.engine.lengths import Lengths
 from arbor.engine.open_tree import OpenTree, RunHooks
-from arbor.engine.operation import Growing, Operation
+from arbor.engine.operation import Growing, Growth, Operation, Row, Work
+from arbor.engine.retained import Lengths
 from arbor.engine.sampling import ArithmeticCode
-from arbor.engine.scheduler import (
-    MARGIN,
-    Joined,
-    Row,
-    Scheduler,
-    WaveScheduler,
-    Work,
-    most_held,
-)
+from arbor.engine.scheduler import MARGIN, Joined, Scheduler, WaveScheduler, most_held
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Event, Evicted, Forwarded, Pressure, Rehydrated
 from arbor.forest import LEAST_COMMON, LEAST_SIBLING, Forest, Overlap

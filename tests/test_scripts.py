@@ -22,7 +22,14 @@ from arbor.kernels.native import FILE
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 # used by other scripts
-HELPERS = {"experiment_table", "model_and_problems", "mutate_server", "random_llama", "wipe_out"}
+HELPERS = {
+    "experiment_table",
+    "model_and_problems",
+    "mutate_server",
+    "random_llama",
+    "wipe_out",
+    "without",
+}
 
 # script -> arguments of its small runs; FOLDER is an empty folder, CHECKOUT this one, LIBRARY its
 # native kernels

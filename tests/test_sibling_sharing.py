@@ -12,10 +12,11 @@ from support.trees import PROMPT, QUESTIONS, SAMPLED, Lab, planted_again, relati
 from torch import Tensor
 
 from arbor import Solver
-from arbor.engine.lengths import Lengths
-from arbor.engine.scheduler import MARGIN, Row
+from arbor.engine.operation import Growth, Row
+from arbor.engine.retained import Lengths
+from arbor.engine.scheduler import MARGIN
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth, ModelSampler
+from arbor.engine.token_source import ModelSampler
 from arbor.errors import UsageError
 from arbor.events import (
     Boundary,

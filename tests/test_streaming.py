@@ -40,9 +40,8 @@ from torch import Tensor
 
 from arbor import Solver
 from arbor.controllers.tot import ToT
-from arbor.engine.operation import GivenBlock
+from arbor.engine.operation import GivenBlock, Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Discarded, Event, Evicted, Forwarded
 from arbor.kernels.attention.base import AttentionBackend, AttentionShape

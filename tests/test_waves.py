@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.offers import SEEDS
 
-from arbor.engine.waves import fitting, halves
+from arbor.engine.mode import fitting, halves
 from arbor.tree import Node, ThoughtTree, paths_of
 
 

@@ -14,8 +14,8 @@ from arbor.tree import Node
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from arbor.engine.early_exit import LayerExit
     from arbor.engine.engine import Companion
+    from arbor.engine.hooks import Way
     from arbor.model.model_info import ModelInfo
 
 
@@ -63,7 +63,7 @@ class Verdict:
         asked: questions put to the search's model (0 for verifiers that need no model, or have one
             of their own).
         gate: of a verifier that may skip verifications.
-        exits: of questions that may leave early; the session sets it.
+        exits: of questions that may leave early.
         scores: of each candidate's last step alone, where the values are of whole paths; empty
             where they are the values.
     """
@@ -142,8 +142,8 @@ class Inquiry:
         verdict: called with the next-token logits after the questions, [len(nodes), V] float32.
         rows: per candidate, the place of its question; -1: none. Empty: not known.
         verdicts: per question, the token ids that `verdict` reads; empty: not known.
-        exit_rule: when a question leaves before the last layer; None: none does.
-        audit_exits: every layer runs all the same, and `verdict` is called with both answers.
+        ways: of each question through the layers, where they may leave before the last one; empty:
+            none does.
         audits: the answers are compared with values that are known already; the order of a search
             does not wait for them.
     """
@@ -153,8 +153,7 @@ class Inquiry:
     verdict: Callable[[Tensor], Verdict]
     rows: Sequence[int] = ()
     verdicts: Sequence[Sequence[int]] = ()
-    exit_rule: LayerExit | None = None
-    audit_exits: bool = False
+    ways: Sequence[Way] = ()
     audits: bool = False
 
 
@@ -207,6 +206,21 @@ class Compares(Protocol):
     @property
     def compares(self) -> bool:
         """Whether they do."""
+        ...
+
+
+@runtime_checkable
+class TakesCalibration(Protocol):
+    """The part of a verifier that takes what was calibrated for the model and the task."""
+
+    def calibrated(self, model: str, revision: str | None, task: str) -> Verifier:
+        """The verifier with what was; itself where nothing was.
+
+        Args:
+            model: its directory, or its id on the Hub.
+            revision: of the Hub; None: its main branch.
+            task: its name.
+        """
         ...
 
 

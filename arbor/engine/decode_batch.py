@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from arbor.engine.scheduler import Row
+from arbor.engine.operation import Row
 from arbor.memory import KVMemory
 from arbor.memory.last_tokens import LastTokens
 from arbor.model.level_rule import LevelRule

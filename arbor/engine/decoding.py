@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.engine.branches import Branches
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.operation import Growing, Row, Siblings
 from arbor.engine.pieces import head
 from arbor.engine.prefix_sharing import PrefixSharing
-from arbor.engine.scheduler import Row
 from arbor.engine.schedulers import Schedulers
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import CheckedSource, TokenSource
@@ -95,7 +94,7 @@ class Decoding:
                     row.context = (*row.context, *head(row.node, row.tail_from))
             row.context_length = sum(len(piece.slots) for piece in row.context)
 
-    def choose(self, rows: Sequence[Row], logits: Tensor | Sequence[Tensor]) -> None:
+    def choose(self, rows: Sequence[Row], logits: Tensor | Sequence[Tensor]) -> list[Row]:
         """Append one token to each row's block, and decide whether it ends the block.
 
         Where the token source fails, the operations it fails for are given the error.
@@ -103,9 +102,13 @@ class Decoding:
         Args:
             rows: of any operations.
             logits: [n, V] float32, or n times [V].
+
+        Returns:
+            the rows that are to be compared with their siblings.
         """
+        watched: list[Row] = []
         if not rows:
-            return
+            return watched
         stacked = logits if isinstance(logits, Tensor) else torch.stack(list(logits))
         with self._forwards.timing():
             tokens = self._tokens(rows, stacked)
@@ -113,6 +116,8 @@ class Decoding:
                 if token is None or row.operation.error is not None:
                     continue
                 row.node.tree.append(row.node, token)
+                if row.siblings is not None:
+                    watched.append(row)
                 try:
                     row.stop = self._source.stop(row.node, row.growth)
                 except Exception as error:
@@ -127,9 +132,11 @@ class Decoding:
                 if chosen:
                     nodes, ids, logprobs, others = zip(*chosen, strict=True)
                     opened.emit(Sampled(nodes, ids, logprobs, others if any(others) else ()))
+        return watched
 
     def compare(self, rows: Sequence[Row]) -> bool:
-        """Compare branches that were given a token, and end those that a rule ends (`BranchStop`).
+        """Compare rows that were given a token with their siblings, and end those that a hook ends
+        (`BranchHook`).
 
         A row that is ahead of its siblings leaves the batch until they have caught up.
 
@@ -137,26 +144,31 @@ class Decoding:
             whether rows have left the batch.
         """
         left = False
-        for branches in dict.fromkeys(row.branches for row in rows):
-            if branches is None or branches.operation.error is not None:
+        for siblings in dict.fromkeys(row.siblings for row in rows if row.siblings is not None):
+            growing, leaf = siblings.rows[0].operation, siblings.rows[0].leaf
+            assert isinstance(growing, Growing)
+            if growing.error is not None:
                 continue
-            for row in branches.ahead():
+            for row in siblings.ahead:
                 if row.started:
                     self._schedulers.leave([row])
                     self.suspend(row)
-                    branches.operation.held.append(row)
+                    growing.held.append(row)
                     left = True
-            stopped = branches.compare()
+            stopped = siblings.watch.chosen()
             if stopped is not None:
-                self._state.of(branches.leaf).emit(stopped)
-            self._release(branches)
+                for row in (siblings.rows[place] for place in stopped.places):
+                    row.stop = "gate"
+                    if row.growth.grammar is not None:
+                        row.growth.grammar.forget(row.node)
+                self._state.of(leaf).emit(stopped.event)
+            self._release(growing, siblings)
         return left
 
-    def _release(self, branches: Branches) -> None:
+    def _release(self, growing: Growing, siblings: Siblings) -> None:
         """Let rows go on that wait for no sibling any more."""
-        growing = branches.operation
-        ahead = branches.ahead()
-        mine = [row for row in growing.held if row.branches is branches and row not in ahead]
+        ahead = siblings.ahead
+        mine = [row for row in growing.held if row.siblings is siblings and row not in ahead]
         growing.held = [row for row in growing.held if row not in mine]
         self._schedulers.resume(mine)
 

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from arbor.engine.beam_hypotheses import BeamSettings, Hypothesis
 from arbor.engine.beam_search import BeamSearch
-from arbor.engine.branch_stop import BranchStop
-from arbor.engine.branches import Branches
 from arbor.engine.decoding import Decoding
-from arbor.engine.early_exit import Answers, Exiting, LayerExit
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.head_sets import HeadSets, check_layers
 from arbor.engine.head_statistics import HeadStatistics
+from arbor.engine.hooks import BranchHook, OtherPrompt, PromptHook, Way
 from arbor.engine.kv_view import KVView
 from arbor.engine.mode import (
     Lossless,
@@ -33,7 +31,7 @@ from arbor.engine.mode import (
     Streamed,
     StreamedLossy,
 )
-from arbor.engine.mode_names import SHARE_THRESHOLD, SIMILAR, have_own_budgets
+from arbor.engine.mode_names import SIMILAR, have_own_budgets
 from arbor.engine.observer import Observer
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
 from arbor.engine.operation import (
@@ -41,21 +39,24 @@ from arbor.engine.operation import (
     Extending,
     GivenBlock,
     Growing,
+    Growth,
     Operation,
+    Question,
     Reading,
+    Row,
+    Siblings,
+    Visit,
 )
 from arbor.engine.query_window import QueryWindow
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.sampling_graphs import SamplingGraphs
-from arbor.engine.scheduler import Question, Row, Visit
 from arbor.engine.schedulers import Schedulers
-from arbor.engine.similar_prompts import Comparison, SimilarPrompts
 from arbor.engine.step import Stepper
 from arbor.engine.text import before
-from arbor.engine.token_source import CheckedSource, Growth, ModelSampler, TokenSource
-from arbor.errors import BudgetInfeasible, UsageError
+from arbor.engine.token_source import CheckedSource, ModelSampler, TokenSource
+from arbor.errors import BudgetInfeasible
 from arbor.events import KV, Detail, Listener, Opened
 from arbor.forest import by_tree
 from arbor.memory import KVMemory
@@ -127,8 +128,8 @@ class Engine:
             only), nothing: eviction cannot be undone.
         share: which first tokens use the same slots. Equal ones (lossless only): ``exact``, those
             of prompts and of siblings; ``prompts``; ``off``, none. In lossy mode ``similar`` and
-            ``audit``: those of a prompt and a similar earlier one, see `compare`.
-        threshold: the least similarity of prompts.
+            ``audit``: those of a prompt and a similar earlier one, as `prompt_hook` says.
+        prompt_hook: see `other_prompt`; with these two kinds of sharing, and without them None.
         msve: block values for policies that read them.
         source: where tokens come from; by default the model.
         levels: which shared spans are read once for all rows that share them.
@@ -156,7 +157,7 @@ class Engine:
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
         share: Share = "exact",
-        threshold: float = SHARE_THRESHOLD,
+        prompt_hook: PromptHook | None = None,
         msve: MSVE | None = None,
         source: TokenSource | None = None,
         levels: LevelRule = _ALWAYS,
@@ -172,7 +173,8 @@ class Engine:
         self.rehydrate = rehydrate
         self.share = share
         assert mode == "lossy" or share not in SIMILAR, "a similar prompt is another one"
-        self._similar = SimilarPrompts(runner, threshold) if share in SIMILAR else None
+        assert (prompt_hook is not None) == (share in SIMILAR), "the kind of sharing is the hook's"
+        self._prompt_hook = prompt_hook
         self.msve = msve or MSVE()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
         if policy.by_head:
@@ -359,16 +361,18 @@ class Engine:
                 if opened.finished:
                     self.close(opened.tree)
 
-    def compare(self, tree: ThoughtTree) -> Comparison | None:
-        """Compare the prompt of an open tree, of which nothing was computed, with an earlier one
-        whose KV is still there; None where there is none, or where such sharing is off.
+    def other_prompt(self, tree: ThoughtTree, emit: Listener) -> OtherPrompt | None:
+        """What a search reads in place of its prompt, as a hook says; None: the prompt itself.
 
-        The caller plants the earlier prompt's tokens instead where the two are similar enough, and
-        marks what it reads then as `inexact`.
+        The caller plants those tokens instead, and marks what it reads then as `inexact`.
+
+        Args:
+            tree: open, with nothing computed; next to other trees it reads its own prompt.
+            emit: called with what the hook reports.
         """
-        if self._similar is None or len(self.state.trees) > 1:
+        if self._prompt_hook is None or len(self.state.trees) > 1:
             return None
-        return self._similar.compare(self.state, tree)
+        return self._prompt_hook.other(self.memory, tree, emit)
 
     def inexact(self, node: Node, begin: int) -> None:
         """Mark tokens of a block as those of another text, from `begin` on: nothing after them is
@@ -606,27 +610,33 @@ class Engine:
         return operation
 
     def _compare(self, operation: Growing) -> None:
-        """Compare sampled blocks of one leaf while they decode, where their growth has a rule."""
-        of_leaf: dict[tuple[Node, BranchStop], list[Row]] = {}
+        """Compare sampled blocks of one leaf while they decode, where their growth has a hook."""
+        of_leaf: dict[tuple[Node, BranchHook], list[Row]] = {}
         for row in operation.waiting:
             assert isinstance(row, Row)
-            rule = row.growth.branch_stop
-            if rule is not None and row.pending is None:
+            hook = row.growth.branch_hook
+            if hook is not None and row.pending is None:
                 assert self.mode == "lossless", "what is compared would depend on the budget"
-                of_leaf.setdefault((row.leaf, rule), []).append(row)
-        for (_, rule), rows in of_leaf.items():
+                of_leaf.setdefault((row.leaf, hook), []).append(row)
+        for (_, hook), rows in of_leaf.items():
             if len(rows) > 1:
-                branches = Branches(rule, rows)
+                siblings = Siblings(tuple(rows), hook.watch(rows))
                 for row in rows:
-                    row.branches = branches
+                    row.siblings = siblings
 
-    def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
+    def ask(
+        self,
+        nodes: Sequence[Node],
+        questions: Sequence[Sequence[int]],
+        ways: Sequence[Way] = (),
+    ) -> Tensor:
         """The model's next-token logits after `path + question`, for each pair; leaves the tree as
         it was.
 
         Args:
             nodes: blocks of one tree.
             questions: token ids, at least one each.
+            ways: of each question through the layers, where they may leave early.
 
         Returns:
             [len(nodes), V] float32.
@@ -636,62 +646,25 @@ class Engine:
         """
         if not nodes:
             return torch.empty(0, 0)
-        return self._complete(self.begin_ask(nodes, questions)).result()
-
-    def ask_early(
-        self,
-        nodes: Sequence[Node],
-        questions: Sequence[Sequence[int]],
-        exit_rule: LayerExit,
-        verdicts: Sequence[Sequence[int]] = (),
-        *,
-        audit: bool = False,
-    ) -> Answers:
-        """`ask`, where a question leaves as soon as a rule allows; at least one question.
-
-        Args:
-            nodes, questions: as for `ask`.
-            exit_rule: when a question leaves.
-            verdicts: token ids that each answer is read at, for a rule that compares verdicts.
-            audit: every layer runs all the same; the answers are those without it.
-
-        Raises:
-            BudgetInfeasible: one question does not fit after its path.
-            ModelError: rows cannot leave between the layers of this model.
-            UsageError: the rule compares verdicts, and a question has none.
-        """
-        asking = self.begin_ask(nodes, questions, exit_rule, verdicts, audit=audit)
-        return self._complete(asking).early()
+        return self._complete(self.begin_ask(nodes, questions, ways)).result()
 
     def begin_ask(
         self,
         nodes: Sequence[Node],
         questions: Sequence[Sequence[int]],
-        exit_rule: LayerExit | None = None,
-        verdicts: Sequence[Sequence[int]] = (),
+        ways: Sequence[Way] = (),
         *,
-        audit: bool = False,
         counts: bool = True,
         ahead_of: Operation | None = None,
     ) -> Asking:
-        """`ask`, or with a rule `ask_early`, as an operation for `step`; at least one question.
-        `counts` as in `begin_grow`; `ahead_of`: in progress, whose waiting work lets the questions
-        go first."""
+        """`ask`, as an operation for `step`; at least one question. `counts` as in `begin_grow`;
+        `ways`: of each question through the layers, where they may leave early; `ahead_of`: in
+        progress, whose waiting work lets the questions go first."""
         self._require(nodes, [len(question) for question in questions])
         operation = Asking(self.state.of(nodes[0]), len(nodes), ahead_of)
-        if exit_rule is not None:
-            known = verdicts or [()] * len(nodes)
-            if exit_rule.measure == "margin" and not all(known):
-                raise UsageError(
-                    "exit-verdicts",
-                    "measure=margin compares verdicts, and this verifier's questions name none.",
-                    "Use measure=entropy.",
-                )
-            operation.exits = [Exiting(exit_rule, ids, audit) for ids in known]
         for place in self._in_order(range(len(nodes)), nodes):
-            question = Question(operation, place, nodes[place], questions[place])
-            if operation.exits:
-                question.exiting = operation.exits[place]
+            way = ways[place] if ways else None
+            question = Question(operation, place, nodes[place], questions[place], way=way)
             operation.waiting.append(question)
         if counts:
             operation.opened.begin_operation()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from arbor.engine.account import Account, PartOfRetained
-from arbor.engine.last_logits import LastLogits
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.pieces import contexts_of
 from arbor.events import Cause, Discarded, Evicted
@@ -22,6 +24,30 @@ from arbor.retention.block_table import BlockTable
 from arbor.retention.policy import Protect
 from arbor.retention.token_statistics import TokenStatistics
 from arbor.tree import Certainty, Node, ThoughtTree, paths_of
+
+MOST_LOGITS = 256 << 20  # bytes of logits after blocks that are kept
+
+
+class LastLogits(dict[int, Tensor]):
+    """Row of a block -> [V] logits; beyond `MOST_LOGITS` the oldest are dropped, and computed again
+    from one token when they are needed."""
+
+    def remember(self, blocks: Sequence[int], logits: Tensor) -> None:
+        """Keep these rows ([n, V]) of these blocks, in any case.
+
+        One call copies all rows, each into memory of its own: views of one gathered [n, V] would
+        keep every row alive as long as any of them is.
+        """
+        for row in blocks:
+            self.pop(row, None)  # to the end of the order
+        # torch's stub says that unbind_copy returns nothing
+        rows: Any = torch.unbind_copy(logits)  # type: ignore[func-returns-value]
+        self.update(zip(blocks, rows, strict=True))
+        if blocks:
+            row_bytes = logits.shape[-1] * logits.element_size()
+            most = max(len(blocks), MOST_LOGITS // row_bytes)
+            while len(self) > most:
+                del self[next(iter(self))]
 
 
 class ForestState:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.decode_batch import DecodeBatch
-from arbor.engine.early_exit import Exiting
-from arbor.engine.exit_watch import ExitWatch
 from arbor.engine.forest_state import ForestState
+from arbor.engine.hooks import Way
 from arbor.engine.nvtx import nvtx_range
 from arbor.engine.observer import Observer
 from arbor.engine.open_tree import OpenTree, Steps
@@ -22,6 +22,7 @@ from arbor.engine.stopwatch import Stopwatch
 from arbor.errors import ArborError
 from arbor.events import Forwarded, ForwardKind
 from arbor.memory.out_of_memory import forward_too_large, is_out_of_memory
+from arbor.model.layers import Leave
 from arbor.model.level_rule import LevelRule
 from arbor.model.plan import (
     ForwardPlan,
@@ -43,13 +44,13 @@ class Part:
         tree: whose.
         kind: their purpose.
         segments: the tokens to compute.
-        exits: questions that may leave early, by their place in `segments`.
+        ways: those of questions that may leave early, by their place in `segments`.
     """
 
     tree: ThoughtTree
     kind: ForwardKind
     segments: list[Segment]
-    exits: dict[int, Exiting] = field(default_factory=dict)
+    ways: dict[int, Way] = field(default_factory=dict)
 
 
 class ForwardPasses:
@@ -102,7 +103,7 @@ class ForwardPasses:
                 nvtx_range(parts[0].kind) if decoding else nullcontext(),
                 self.explaining_out_of_memory(kind, plan.rows),
             ):
-                logits = self._forward(plan, self._watch(parts, table, decoding))
+                logits = self._forward(plan, self._leave(parts, table, decoding))
         self._memory.commit()
         elapsed_s = self._stopwatch.take() / plan.rows  # of each row
         streamed = self._streamed - before
@@ -216,29 +217,36 @@ class ForwardPasses:
             )
         )
 
-    def _watch(self, parts: Sequence[Part], table: SegmentTable, decoding: int) -> ExitWatch | None:
-        """Lets the questions of a forward leave that may; None where none may."""
-        questions: list[Exiting] = []
-        places: list[int] = []
+    def _leave(self, parts: Sequence[Part], table: SegmentTable, decoding: int) -> Leave | None:
+        """What is asked between the layers of a forward which questions leave; None where none
+        may."""
+        of_kind: dict[type[Way], list[tuple[Way, int]]] = {}
         first = decoding
         for part in parts:
-            questions += part.exits.values()
-            places += [first + place for place in part.exits]
+            for place, way in part.ways.items():
+                of_kind.setdefault(type(way), []).append((way, first + place))
             first += len(part.segments)
-        if not questions:
+        if not of_kind:
             return None
-        ends = np.cumsum(table.counts)[places]
-        return ExitWatch(self.runner, questions, ends.tolist(), table.counts[places].tolist())
+        ends = np.cumsum(table.counts)
+        asked = []
+        for kind, mine in of_kind.items():
+            ways, places = zip(*mine, strict=True)
+            at = list(places)
+            asked.append(
+                kind.watch(self.runner, ways, ends[at].tolist(), table.counts[at].tolist())
+            )
+        return _any_of(asked)
 
-    def _forward(self, plan: ForwardPlan, watch: ExitWatch | None = None) -> Tensor:
+    def _forward(self, plan: ForwardPlan, leave: Leave | None = None) -> Tensor:
         pool = self._memory.pool
         if self._memory.debug:
             pieces = (piece for context in plan.table.contexts for piece in context)
             for piece in {id(each): each for each in pieces}.values():
                 self._memory.check_reads(piece.slots, piece.positions)
-        leave: dict[str, Any] = {} if watch is None else {"leave": watch}
+        watched: dict[str, Any] = {} if leave is None else {"leave": leave}
         asked = self.observer.asked(plan)
-        result = self.runner.forward(plan, pool, **asked, **leave)
+        result = self.runner.forward(plan, pool, **asked, **watched)
         if asked:
             self.observer.take(plan, result)
         return result.logits
@@ -262,3 +270,15 @@ class ForwardPasses:
                 bytes_per_token=self._memory.bytes_per_token,
                 least=max(node.end for node in alive) + max(rows, 1),
             ) from error
+
+
+def _any_of(several: Sequence[Leave]) -> Leave:
+    """The rows that any of these lets leave."""
+    if len(several) == 1:
+        return several[0]
+
+    def leave(layer: int, state: Tensor, rows: Tensor) -> Tensor | None:
+        found = [each for ask in several if (each := ask(layer, state, rows)) is not None]
+        return torch.stack(found).any(0) if found else None
+
+    return leave

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from arbor.errors import UsageError
 from arbor.tasks.step_format import EXAMPLE, StepFormat
 from arbor.tree import Node
-
-if TYPE_CHECKING:
-    from arbor.engine.scheduler import Row
 
 
 class Grammar:
@@ -45,11 +42,11 @@ class Grammar:
         # of blocks that decode: the matcher, and how many of the block's tokens it has read
         self._matchers: dict[Node, tuple[Any, int]] = {}
 
-    def mask(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+    def mask(self, nodes: Sequence[Node], logits: Tensor) -> Tensor:
         """Set the logits to -inf where a token may not come next, in place; returns them.
 
         Args:
-            rows: of this grammar.
+            nodes: blocks that decode by this grammar.
             logits: [n, V] float32.
 
         Raises:
@@ -58,15 +55,15 @@ class Grammar:
         import xgrammar
 
         vocabulary = logits.shape[1]
-        bits = xgrammar.allocate_token_bitmask(len(rows), vocabulary)
-        for place, row in enumerate(rows):
-            matcher = self._read(row.node, vocabulary)
+        bits = xgrammar.allocate_token_bitmask(len(nodes), vocabulary)
+        for place, node in enumerate(nodes):
+            matcher = self._read(node, vocabulary)
             if not matcher.is_terminated():
                 matcher.fill_next_token_bitmask(bits, place)
             if not bits[place].any():
                 raise UsageError(
                     "step-format",
-                    f"after {self._tokenizer.decode(row.node.tokens)!r:.60} no token of the model "
+                    f"after {self._tokenizer.decode(node.tokens)!r:.60} no token of the model "
                     "matches the step format.",
                     "Use a format that the model's tokens can spell.",
                 )

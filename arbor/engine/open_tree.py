@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from arbor.engine.lengths import Lengths
-from arbor.engine.retained import Retained
+from arbor.engine.retained import Lengths, Retained
 from arbor.events import KV, Detail, Event, Listener
 from arbor.memory import KVMemory
 from arbor.retention.future_reads import FutureReads

@@ -1,22 +1,41 @@
-"""Operations: what searches ask of the engine, in progress or done."""
+"""Operations: what searches ask of the engine, in progress or done, and their work."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.engine.early_exit import Answers, Exiting
+from arbor.engine.grammar import Grammar
+from arbor.engine.hooks import BranchHook, Watch, Way
 from arbor.engine.open_tree import OpenTree
-from arbor.engine.scheduler import Question, Row, Work
-from arbor.engine.token_source import Growth
-from arbor.tree import Node
+from arbor.engine.sampling import ArithmeticCode
+from arbor.engine.stop_rule import StopReason, StopRule
+from arbor.model.sampling_params import Sampling
+from arbor.model.sharing import Context
+from arbor.tree import NO_SLOT, Certainty, Node
 
 _serials = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How blocks are decoded: the random seed, how tokens are chosen, where a block ends, what it
+    has to match (None: anything), what compares blocks of one leaf (None: nothing), and how many
+    of the most probable tokens are reported next to each chosen one."""
+
+    seed: int
+    sampling: Sampling
+    stop: StopRule
+    grammar: Grammar | None = None
+    branch_hook: BranchHook | None = None
+    alternatives: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +58,132 @@ class GivenBlock:
     def least(self) -> int:
         """Tokens that it has at least."""
         return len(self.tokens) + (not self.whole)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One block while it decodes.
+
+    Attributes:
+        operation: whose.
+        place: its place in the operation's order.
+        growth: how it is decoded.
+        node, leaf: the block, and the one it grows from.
+        code: where its next token comes from.
+        longest: tokens that the block may have.
+        pending: the token it goes on with when it (re)joins; None: it is still to be sampled.
+        started: its last token is the next to be computed; False until its path is complete.
+        joined: when it joined the batch; later rows have higher numbers.
+        first_slot: where the K/V of its first token would best lie; a hint.
+        tail_from: the tokens of the block from this offset on are all there; those before it that
+            are on the device belong to the context.
+        context: resident tokens of the path before `tail_from`.
+        context_length: how many these are.
+        certainty: of what is computed after the path and the block's own tokens so far.
+        stop: why it ends with its last token; None while it goes on.
+        siblings: the rows that it is compared with; None: it ends by itself.
+        logprob, top1: the log probability of its last token, and the highest probability there was;
+            0 if the token was given.
+        alternatives: the most probable tokens in place of it, where they are wanted, with their log
+            probabilities.
+    """
+
+    operation: Operation
+    place: int
+    growth: Growth
+    node: Node
+    leaf: Node
+    code: ArithmeticCode
+    pending: int | None = None
+    started: bool = False
+    joined: int = 0
+    first_slot: int = NO_SLOT
+    tail_from: int = 0
+    context: Context = ()
+    context_length: int = 0
+    certainty: Certainty = Certainty.EXACT
+    stop: StopReason | None = None
+    siblings: Siblings | None = None
+    logprob: float = 0.0
+    top1: float = 0.0
+    alternatives: tuple[tuple[int, float], ...] = ()
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.longest = self.growth.stop.longest(self.leaf.reasoned)
+
+    @property
+    def begin(self) -> Node:
+        """The block that has to be complete before it (re)joins."""
+        return self.node if self.node.tokens else self.leaf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Siblings:
+    """Rows of one leaf and one operation that a hook compares while they decode.
+
+    Attributes:
+        rows: in the order in which the hook knows them.
+        watch: looks at them.
+    """
+
+    rows: tuple[Row, ...]
+    watch: Watch
+
+    @property
+    def ahead(self) -> list[Row]:
+        """The rows that have to wait for others before their next token."""
+        return [self.rows[place] for place in self.watch.ahead()]
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """Tokens after a path, whose next-token logits are wanted; the tree does not change.
+
+    Attributes:
+        operation: whose.
+        place: its place in the operation's order.
+        node: the path's last block.
+        tokens: at least one.
+        slots: where their K/V lie during the forward.
+        way: through the layers, if it may leave before the last one.
+    """
+
+    operation: Operation
+    place: int
+    node: Node
+    tokens: Sequence[int]
+    slots: NDArray[np.int32] | None = None
+    way: Way | None = None
+
+    @property
+    def leaf(self) -> Node:
+        return self.node
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """A path to make complete: the prefill of a prompt, or a rehydration.
+
+    Attributes:
+        operation: whose.
+        place: its place in the operation's order.
+        node: the path's last block.
+        most: tokens of it that one forward computes; None: all. The work that needs the path waits
+            while it is computed in parts.
+    """
+
+    operation: Operation
+    place: int
+    node: Node
+    most: int | None = None
+
+    @property
+    def leaf(self) -> Node:
+        return self.node
+
+
+Work = Row | Question | Visit
 
 
 class Operation:
@@ -102,7 +247,7 @@ class Growing(Operation):
         children: open blocks, in the order asked for.
 
     Attributes:
-        held: rows that wait for their siblings, to be compared with them; see `BranchStop`.
+        held: rows that wait for their siblings, to be compared with them; see `Siblings`.
         divided: some of its blocks have waited while others decoded.
     """
 
@@ -158,8 +303,6 @@ class Asking(Reading):
 
     Attributes:
         is_early: it counts to the operation after the one in progress, see `FutureReads`.
-        exits: each question's way through the layers, where they may leave early; else empty.
-        full: of each question, [V] float32 after the last layer, where exits are audited.
     """
 
     waiting: deque[Question]  # type: ignore[assignment]
@@ -167,15 +310,11 @@ class Asking(Reading):
     def __init__(self, opened: OpenTree, count: int, ahead_of: Operation | None = None) -> None:
         super().__init__(opened, count, ahead_of)
         self.is_early = ahead_of is not None
-        self.exits: list[Exiting] = []
-        self.full: dict[int, Tensor] = {}
 
     def settle(self, question: Question, logits: Tensor) -> None:
         """Take the logits [V] after a question."""
-        exiting = question.exiting
-        if exiting is not None and exiting.audit:
-            self.full[question.place] = logits
-            logits = logits if exiting.early is None else exiting.early
+        if question.way is not None:
+            logits = question.way.answer(logits)
         # what is kept for longer does not keep the logits of all other rows
         self.answers[question.place] = logits.clone() if self.is_early else logits
 
@@ -183,13 +322,3 @@ class Asking(Reading):
     def extra(self) -> list[int]:
         """Tokens of each question that waits."""
         return [len(question.tokens) for question in self.waiting]
-
-    def early(self) -> Answers:
-        """The answers to questions that may leave early.
-
-        Raises:
-            Exception: what ended the operation.
-        """
-        full = [self.full[place] for place in sorted(self.full)]
-        layers = tuple(each.layers for each in self.exits)
-        return Answers(self.result(), layers, torch.stack(full) if full else None)

@@ -6,24 +6,14 @@ import itertools
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from arbor.engine.sampling import ArithmeticCode
-from arbor.engine.stop_rule import StopReason
+from arbor.engine.account import Account
+from arbor.engine.operation import Operation, Question, Row, Visit, Work
 from arbor.forest import Overlap
-from arbor.model.sharing import Context
-from arbor.tree import NO_SLOT, Certainty, Node, NodeState, ThoughtTree
-
-if TYPE_CHECKING:
-    from arbor.engine.account import Account
-    from arbor.engine.branches import Branches
-    from arbor.engine.early_exit import Exiting
-    from arbor.engine.operation import Operation
-    from arbor.engine.token_source import Growth
-    from arbor.memory import KVMemory
+from arbor.memory import KVMemory
+from arbor.tree import Node, NodeState, ThoughtTree
 
 # tokens of each row that room is made for at once while blocks decode (ArborKV's delta)
 MARGIN = 4
@@ -34,114 +24,6 @@ MOST_NEW = 8192
 # the same where attention reads host memory: until they are merged, each row has a result for every
 # chunk of its keys
 MOST_STREAMED = 256
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """One block while it decodes.
-
-    Attributes:
-        operation: whose.
-        place: its place in the operation's order.
-        growth: how it is decoded.
-        node, leaf: the block, and the one it grows from.
-        code: where its next token comes from.
-        longest: tokens that the block may have.
-        pending: the token it goes on with when it (re)joins; None: it is still to be sampled.
-        started: its last token is the next to be computed; False until its path is complete.
-        joined: when it joined the batch; later rows have higher numbers.
-        first_slot: where the K/V of its first token would best lie; a hint.
-        tail_from: the tokens of the block from this offset on are all there; those before it that
-            are on the device belong to the context.
-        context: resident tokens of the path before `tail_from`.
-        context_length: how many these are.
-        certainty: of what is computed after the path and the block's own tokens so far.
-        stop: why it ends with its last token; None while it goes on.
-        branches: the rows that it is compared with; None: it ends by itself.
-        logprob, top1: the log probability of its last token, and the highest probability there was;
-            0 if the token was given.
-        alternatives: the most probable tokens in place of it, where they are wanted, with their log
-            probabilities.
-    """
-
-    operation: Operation
-    place: int
-    growth: Growth
-    node: Node
-    leaf: Node
-    code: ArithmeticCode
-    pending: int | None = None
-    started: bool = False
-    joined: int = 0
-    first_slot: int = NO_SLOT
-    tail_from: int = 0
-    context: Context = ()
-    context_length: int = 0
-    certainty: Certainty = Certainty.EXACT
-    stop: StopReason | None = None
-    branches: Branches | None = None
-    logprob: float = 0.0
-    top1: float = 0.0
-    alternatives: tuple[tuple[int, float], ...] = ()
-    longest: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.longest = self.growth.stop.longest(self.leaf.reasoned)
-
-    @property
-    def begin(self) -> Node:
-        """The block that has to be complete before it (re)joins."""
-        return self.node if self.node.tokens else self.leaf
-
-
-@dataclass(slots=True, eq=False)
-class Question:
-    """Tokens after a path, whose next-token logits are wanted; the tree does not change.
-
-    Attributes:
-        operation: whose.
-        place: its place in the operation's order.
-        node: the path's last block.
-        tokens: at least one.
-        slots: where their K/V lie during the forward.
-        exiting: its way through the layers, if it may leave before the last one.
-    """
-
-    operation: Operation
-    place: int
-    node: Node
-    tokens: Sequence[int]
-    slots: NDArray[np.int32] | None = None
-    exiting: Exiting | None = None
-
-    @property
-    def leaf(self) -> Node:
-        return self.node
-
-
-@dataclass(slots=True, eq=False)
-class Visit:
-    """A path to make complete: the prefill of a prompt, or a rehydration.
-
-    Attributes:
-        operation: whose.
-        place: its place in the operation's order.
-        node: the path's last block.
-        most: tokens of it that one forward computes; None: all. The work that needs the path waits
-            while it is computed in parts.
-    """
-
-    operation: Operation
-    place: int
-    node: Node
-    most: int | None = None
-
-    @property
-    def leaf(self) -> Node:
-        return self.node
-
-
-Work = Row | Question | Visit
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
 from arbor.engine.open_tree import OpenTree
-from arbor.engine.operation import Operation
-from arbor.engine.scheduler import Row, Scheduler, Work
+from arbor.engine.operation import Operation, Row, Work
+from arbor.engine.scheduler import Scheduler
 from arbor.tree import ThoughtTree
 
 

@@ -14,10 +14,10 @@ from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.mode import Rules
 from arbor.engine.open_tree import OpenTree
-from arbor.engine.operation import Asking, Growing, Operation, Reading
+from arbor.engine.operation import Asking, Growing, Operation, Reading, Row, Work
 from arbor.engine.rehydration import Placed, Rehydration
 from arbor.engine.residency import DoesNotFit, Residency
-from arbor.engine.scheduler import MARGIN, Joined, Row, Scheduler, Work, is_part
+from arbor.engine.scheduler import MARGIN, Joined, Scheduler, is_part
 from arbor.engine.schedulers import Schedulers
 from arbor.errors import ArborError, BudgetInfeasible
 from arbor.events import ForwardKind, Limited
@@ -216,8 +216,9 @@ class Stepper:
             fresh = [row for row in rows if row.pending is None]
             self._changed = True
             self._decoding.start(rows)
-            self._decoding.choose(fresh, [self._known[row.leaf] for row in fresh])
-            self._decoding.compare(fresh)
+            watched = self._decoding.choose(fresh, [self._known[row.leaf] for row in fresh])
+            if watched:
+                self._decoding.compare(watched)
 
     def _upcoming(self, operation: Operation) -> list[list[Node]]:
         """Blocks at whose end the waiting work begins, as much at a time as fits."""
@@ -283,8 +284,8 @@ class Stepper:
             tree = question.node.tree
             part = parts.setdefault(tree, Part(tree, "verify", []))
             part.kind = "verify"
-            if question.exiting is not None:
-                part.exits[len(part.segments)] = question.exiting
+            if question.way is not None:
+                part.ways[len(part.segments)] = question.way
             part.segments.append(
                 Segment(
                     context=context,
@@ -294,7 +295,7 @@ class Stepper:
                     write=question.slots,
                     logits=1,
                     # what it attends to depends on where it leaves: it is not observed
-                    again=question.exiting is not None,
+                    again=question.way is not None,
                 )
             )
         return list(parts.values())
@@ -466,8 +467,8 @@ class Stepper:
         if some:
             some_logits = logits if len(some) == len(rows) else logits[some]
             chosen = [rows[i] for i in some]
-            self._decoding.choose(chosen, some_logits)
-            if self._decoding.compare(chosen):
+            watched = self._decoding.choose(chosen, some_logits)
+            if watched and self._decoding.compare(watched):
                 self._changed = True
 
     def _interrupt(self, operation: Growing) -> None:

@@ -5,35 +5,19 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
 from torch import Tensor
 
-from arbor.engine.branch_stop import BranchStop
 from arbor.engine.grammar import Grammar
+from arbor.engine.operation import Growth, Row
 from arbor.engine.sampling import confidence, likeliest, sample
 from arbor.engine.sampling_graphs import SamplingGraphs
-from arbor.engine.scheduler import Row
-from arbor.engine.stop_rule import StopReason, StopRule
+from arbor.engine.stop_rule import StopReason
 from arbor.engine.text import added, before
 from arbor.errors import UsageError
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """How blocks are decoded: the random seed, how tokens are chosen, where a block ends, what it
-    has to match (None: anything), when branches end early (None: never), and how many of the most
-    probable tokens are reported next to each chosen one."""
-
-    seed: int
-    sampling: Sampling
-    stop: StopRule
-    grammar: Grammar | None = None
-    branch_stop: BranchStop | None = None
-    alternatives: int = 0
 
 
 class TokenSource(Protocol):
@@ -110,7 +94,7 @@ class ModelSampler:
             return logits
         masked = logits.clone()
         for grammar, mine in places.items():
-            masked[mine] = grammar.mask([rows[place] for place in mine], logits[mine])
+            masked[mine] = grammar.mask([rows[place].node for place in mine], logits[mine])
         return masked
 
     def stop(self, node: Node, growth: Growth) -> StopReason | None:

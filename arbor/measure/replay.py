@@ -24,9 +24,9 @@ from arbor import components
 from arbor.engine.engine import Engine
 from arbor.engine.mode import Rehydrate
 from arbor.engine.mode_names import SIMILAR
-from arbor.engine.scheduler import Row
+from arbor.engine.operation import Growth, Row
 from arbor.engine.stop_rule import StopReason, StopRule
-from arbor.engine.token_source import Growth, ModelSampler
+from arbor.engine.token_source import ModelSampler
 from arbor.errors import BudgetInfeasible, TraceError, UsageError
 from arbor.events import Boundary, Ended, Event, Header, Opened, Selected, Verified
 from arbor.kernels.attention.base import AttentionShape
@@ -402,7 +402,7 @@ class _Part:
             return None
         asker = _InTurns(encoder, self._turn)
         found = self.verifier.inquire(task, problem, candidates, asker)
-        if found is None or found.exit_rule is not None:
+        if found is None or found.ways:
             return None
         return dataclasses.replace(
             found, verdict=lambda logits: self._recorded(candidates, found.verdict(logits))

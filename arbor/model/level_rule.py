@@ -19,7 +19,7 @@ class LevelRule:
     Attributes:
         min_saved_reads: key reads that it must save, and more than that.
         least_rows: the fewest rows for which it pays, by length in buckets of 64 tokens (the last
-            for all longer spans; `NEVER`: for none), as `arbor.model.kv_probe` measured; empty: not
+            for all longer spans; `NEVER`: for none), as a KV probe measured; empty: not
             measured. It replaces `min_saved_reads`.
     """
 

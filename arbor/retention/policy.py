@@ -15,7 +15,6 @@ from arbor.retention.allocators.lru import LRU
 from arbor.retention.allocators.per_tree import Among, divided
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.reentry import Reentry
-from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import (
     Allocator,
@@ -334,11 +333,6 @@ _NAMED = {
         spares_paths=True,
         summary="Keeps the blocks the search is most likely to read again: the optimum where nothing is "
         "lost.",
-    ),
-    "rsbcm": Policy(
-        RSBCM(),
-        spares_paths=True,
-        summary="Keeps blocks of high value and small depth, up to a capacity in blocks (RSBCM of RKSC).",
     ),
     "snapkv": Policy(
         Pooled(),

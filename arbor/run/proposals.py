@@ -9,9 +9,8 @@ from itertools import islice
 from typing import cast
 
 from arbor.engine.engine import Engine
-from arbor.engine.operation import GivenBlock, Growing
+from arbor.engine.operation import GivenBlock, Growing, Growth
 from arbor.engine.text import before, sampled_text
-from arbor.engine.token_source import Growth
 from arbor.run.planning import proposal_tokens
 from arbor.run.plugin_answers import Answers, unchecked
 from arbor.tasks.base import BlockLimits, Problem, Proposes, Task

@@ -262,8 +262,8 @@ class Run:
         """The session between the header and the end."""
         from arbor.engine.grammar import Grammar
         from arbor.engine.open_tree import ignore
+        from arbor.engine.operation import Growth
         from arbor.engine.stop_rule import StopRule
-        from arbor.engine.token_source import Growth
         from arbor.run.session import Session
 
         setup, request = self.setup, self.request

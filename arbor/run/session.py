@@ -15,13 +15,11 @@ from arbor.aggregate.base import Aggregate, AnswerVotes
 from arbor.aggregate.best import Best
 from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Search
 from arbor.engine.engine import Engine
-from arbor.engine.operation import Growing
-from arbor.engine.similar_prompts import Comparison
-from arbor.engine.token_source import Growth
+from arbor.engine.hooks import OtherPrompt
+from arbor.engine.operation import Growing, Growth
 from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
 from arbor.events import (
     Answered,
-    Compared,
     Detail,
     Event,
     Opened,
@@ -165,7 +163,7 @@ class Session:
         self.compares = compares
         able = proposing(task)
         self.proposals = None if able is None else Proposals(engine, able, problem, growth)
-        self.substituted: Comparison | None = None  # the similar prompt that was read instead
+        self.substituted: OtherPrompt | None = None  # that was read instead
         self._expanded = 0
         self._blocks = self._tokens = 0  # closed blocks that were reported, and their tokens
         self._running: tuple[Node, ...] = ()
@@ -204,13 +202,11 @@ class Session:
         tree = ThoughtTree(prompt, text)
         try:
             self._open(tree)
-            if self.compares and (found := self.engine.compare(tree)) is not None:
-                self._report(found, prompt)
-                if found.shared:
-                    self.engine.close(tree)
-                    tree = ThoughtTree(found.tokens, text)
-                    self._open(tree)
-                    self.substituted = found
+            if self.compares and (other := self.engine.other_prompt(tree, self.emit)) is not None:
+                self.engine.close(tree)
+                tree = ThoughtTree(other.tokens, text)
+                self._open(tree)
+                self.substituted = other
             return (yield from self._whole(tree))
         finally:
             self.engine.finish(tree)
@@ -228,24 +224,6 @@ class Session:
             part=self.part,
             least=self.least,
             most=self.most,
-        )
-
-    def _report(self, found: Comparison, prompt: Sequence[int]) -> None:
-        own = list(prompt[found.begin : found.own_end])
-        self.emit(
-            Compared(
-                tokens=len(prompt),
-                other_tokens=len(found.tokens),
-                common=found.begin,
-                text=self.engine.tokenizer.decode(own, skip_special_tokens=False),
-                ids=found.tokens[found.begin : found.other_end],
-                similarity=found.similarity,
-                threshold=found.threshold,
-                shared=found.shared,
-                layers=found.layers,
-                rows=found.rows,
-                elapsed_s=found.elapsed_s,
-            )
         )
 
     def stop(self, status: Status, limit: ReachedLimit | None = None) -> None:

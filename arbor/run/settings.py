@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast, get_args
 
 from arbor import components
-from arbor.engine.branch_stop import BranchStop
-from arbor.engine.mode_names import Mode, Rehydrate, Share
+from arbor.engine.hooks import BranchHook
+from arbor.engine.mode_names import SIMILAR, Mode, Rehydrate, Share
 from arbor.errors import UsageError, unknown_setting
+from arbor.feature import hook
 from arbor.model.fetch_costs import FetchCosts
 from arbor.model.level_rule import LevelRule
 from arbor.model.loading import ModelLocation
@@ -30,14 +31,12 @@ from arbor.run.limits import (
 )
 from arbor.run.plugin_answers import unchecked
 from arbor.run.tier_sizes import TierSizes
-from arbor.support.cache_dir import exit_file, msve_file
+from arbor.support.cache_dir import msve_file
 from arbor.tasks.base import BlockLimits, Task
 from arbor.tasks.step_format import StepFormat
 from arbor.tasks.worded import Worded
-from arbor.verifiers.base import Verifier, parts_of
-from arbor.verifiers.cgee import CGEE
+from arbor.verifiers.base import TakesCalibration, Verifier, parts_of
 from arbor.verifiers.exact import Exact
-from arbor.verifiers.exit_thresholds import FILE, load_thresholds
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,15 +105,10 @@ def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> V
     exact = any(isinstance(part, Exact) for part in parts_of(verifier))
     if exact and isinstance(own := unchecked(task), Worded) and type(own).value is Worded.value:
         raise own.no_exact_checker()
-    if not isinstance(verifier, CGEE) or not verifier.takes_thresholds or not source.path:
-        return verifier
-    folder = Path(source.place)
-    path = folder / FILE if folder.is_dir() else exit_file(source.place, source.revision)
-    if not path.is_file():
+    if not isinstance(verifier, TakesCalibration) or not source.path:
         return verifier
     name = str(components.spec_of(task)["name"])
-    found = load_thresholds(path, name, verifier.calibration)
-    return verifier if found is None else verifier.with_thresholds(found)
+    return verifier.calibrated(source.place, source.revision, name)
 
 
 def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
@@ -169,10 +163,12 @@ def resolve_share(share: str, threshold: float, mode: str, rehydrate: str | None
         raise UsageError(
             "share", f"share_threshold is {threshold!r}.", "It is a cosine, between -1 and 1."
         )
+    if share in SIMILAR:
+        hook_for("share", share)
     return cast(Share, share)
 
 
-def resolve_branch_stop(rule: BranchStop | str | None, mode: str) -> BranchStop | None:
+def resolve_branch_stop(rule: BranchHook | str | None, mode: str) -> BranchHook | None:
     """A rule by which branches end early, checked together with the mode.
 
     Raises:
@@ -187,7 +183,8 @@ def resolve_branch_stop(rule: BranchStop | str | None, mode: str) -> BranchStop 
             "together.",
             "Use --branch-stop in lossless mode.",
         )
-    return BranchStop.parse(rule)
+    parsed: BranchHook = hook_for("branch_stop", str(rule))(rule)
+    return parsed
 
 
 def check_kv_probe(setting: str) -> str:
@@ -198,7 +195,25 @@ def check_kv_probe(setting: str) -> str:
     """
     if setting not in KV_PROBE:
         LevelRule.parse(setting)
+    if setting == "measure":
+        hook_for("kv_probe", setting)
     return setting
+
+
+def hook_for(setting: str, value: str) -> Any:
+    """What takes part in the engine's work for a setting.
+
+    Raises:
+        UsageError: the folder that has it was taken out.
+    """
+    found = hook(setting)
+    if found is None:
+        raise UsageError(
+            setting.replace("_", "-"),
+            f"{setting}={value}: this copy of arbor lacks the folder of arbor/papers that does it.",
+            "Leave the setting out, or install arbor-search whole.",
+        )
+    return found
 
 
 def check_fetch(setting: str) -> str:

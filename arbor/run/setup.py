@@ -12,7 +12,7 @@ from arbor.aggregate.base import Aggregate
 from arbor.aggregate.best import Best
 from arbor.budget import Budget
 from arbor.controllers.base import Controller
-from arbor.engine.branch_stop import BranchStop
+from arbor.engine.hooks import BranchHook
 from arbor.engine.mode_names import SIMILAR, Mode, Rehydrate, Share, have_own_budgets
 from arbor.events import Listener
 from arbor.model.checkpoint import Checkpoint
@@ -68,7 +68,7 @@ class Setup:
     listeners: tuple[Listener, ...]
     record_bytes: int
     aggregate: Aggregate
-    branch_stop: BranchStop | None = None
+    branch_stop: BranchHook | None = None
     verifier_models: Mapping[Verifier, VerifierModel] = field(default_factory=dict)
     alternatives: int = 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from arbor.engine.early_exit import Exiting
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growing
 from arbor.engine.step import NO_LOGITS
@@ -94,7 +92,7 @@ class Verification:
         """
         for part in self._foreseen if children else ():
             inquiry = self._inquiry(part, children)
-            if inquiry is not None and inquiry.nodes and inquiry.exit_rule is None:
+            if inquiry is not None and inquiry.nodes and not inquiry.ways:
                 with self._explaining(inquiry):
                     self._early.ask(inquiry.nodes, inquiry.questions, growing)
 
@@ -153,7 +151,6 @@ class Verification:
             counts: whether its questions count as an operation of their own; one of a verification
                 does, see `FutureReads`.
         """
-        engine = self._engine
         if isinstance(verifier, Combines):
             verdicts: list[Verdict] = []
             for part in verifier.parts:
@@ -171,41 +168,24 @@ class Verification:
         if not inquiry.nodes:
             return inquiry.verdict(NO_LOGITS)
         with self._explaining(inquiry):
-            if inquiry.exit_rule is None:
-                logits = yield from self._answers(inquiry, counts)
-            else:
-                asking = engine.begin_ask(
-                    inquiry.nodes,
-                    inquiry.questions,
-                    inquiry.exit_rule,
-                    inquiry.verdicts,
-                    audit=inquiry.audit_exits,
-                    counts=counts,
-                )
-                asking.counts = not inquiry.audits
-                yield asking
-                logits = asking.result()
-        verdict = inquiry.verdict(logits)
-        if inquiry.exit_rule is None:
-            return verdict
-        full = asking.early().full
-        audited = () if full is None else tuple(inquiry.verdict(full).values)
-        return replace(
-            verdict, exits=_exits_of(inquiry, asking.exits, engine.runner.layer_count, audited)
-        )
+            logits = yield from self._answers(inquiry, counts)
+        return inquiry.verdict(logits)
 
     def _answers(self, inquiry: Inquiry, counts: bool) -> Steps[Tensor]:
         """The logits after the questions of an inquiry, [n, V] float32: those that were asked
         early, and the others."""
         engine, nodes, questions = self._engine, inquiry.nodes, inquiry.questions
-        known = self._early.take(nodes, questions)
+        known = {} if inquiry.ways else self._early.take(nodes, questions)
         missing = [at for at in range(len(nodes)) if at not in known]
         if not missing:
             if counts:
                 engine.count_operation(nodes[0].tree)
             return torch.stack([known[at] for at in range(len(nodes))])
         asking = engine.begin_ask(
-            [nodes[at] for at in missing], [questions[at] for at in missing], counts=counts
+            [nodes[at] for at in missing],
+            [questions[at] for at in missing],
+            ways=inquiry.ways,
+            counts=counts,
         )
         asking.counts = not inquiry.audits
         yield asking
@@ -232,28 +212,6 @@ class Verification:
         """Free what the models of verifiers hold for blocks that the search has given up."""
         for each in self._opened.values():
             each.forget(nodes)
-
-
-def _exits_of(
-    inquiry: Inquiry, ways: Sequence[Exiting], layers: int, audited: tuple[float, ...]
-) -> Exits:
-    """Where the questions of an inquiry left, by candidate.
-
-    Args:
-        inquiry: whose questions may leave early.
-        ways: of these through the layers.
-        layers: of the model.
-        audited: the candidates' values after the last layer; empty without an audit.
-    """
-    rows = inquiry.rows or range(len(ways))
-    by_layer = [way.by_layer(layers) for way in ways]
-    unknown = (math.nan,) * layers
-    return Exits(
-        exit_layer=tuple(ways[row].layers - 1 if row >= 0 else -1 for row in rows),
-        layers=layers,
-        entropy=tuple(by_layer[row] if row >= 0 else unknown for row in rows),
-        audited=audited,
-    )
 
 
 def _checked(verifier: Verifier, children: Sequence[Node], verdict: Verdict) -> Verdict:

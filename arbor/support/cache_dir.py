@@ -39,17 +39,7 @@ def msve_file(model: str, revision: str | None) -> Path:
         model: its id.
         revision: branch, tag or commit; None = its main branch.
     """
-    return _model_file("msve", model, revision)
-
-
-def exit_file(model: str, revision: str | None) -> Path:
-    """The file with the thresholds of CGEE for a Hub model, which may not exist.
-
-    Args:
-        model: its id.
-        revision: branch, tag or commit; None = its main branch.
-    """
-    return _model_file("exit", model, revision)
+    return model_file("msve", model, revision)
 
 
 def description_file(identity: str) -> Path:
@@ -70,15 +60,6 @@ def tokenizer_file(content: str) -> Path:
     return cache_dir() / "tokenizers" / f"{content}.json"
 
 
-def kv_probe_file(identity: str) -> Path:
-    """The file with the KV probe's measurement, which may not exist.
-
-    Args:
-        identity: of the model and the machine.
-    """
-    return cache_dir() / "kv_probe" / f"{identity}.json"
-
-
 def fetch_costs_file(identity: str) -> Path:
     """The file with the measured costs of fetching and recomputing KV, which may not exist.
 
@@ -88,6 +69,13 @@ def fetch_costs_file(identity: str) -> Path:
     return cache_dir() / "fetch_costs" / f"{identity}.json"
 
 
-def _model_file(folder: str, model: str, revision: str | None) -> Path:
+def model_file(folder: str, model: str, revision: str | None) -> Path:
+    """The file for a Hub model in a folder of the cache, which may not exist.
+
+    Args:
+        folder: its name.
+        model: its id.
+        revision: branch, tag or commit; None = its main branch.
+    """
     name = f"{quote(revision or 'main', safe='')}.json"
     return cache_dir() / folder / quote(model, safe="") / name

@@ -18,11 +18,11 @@ from eval_policies import Blocks, variant
 from arbor import Solver
 from arbor.errors import ArborError, InputError
 from arbor.events import Event
-from arbor.measure.calibrate_exit import Recorder, Verification
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.replay import Recording, replay_smallest
 from arbor.measure.timing import turned
 from arbor.model.checkpoint import Checkpoint
+from arbor.papers.rksc.calibration import Recorder, Verification
 from arbor.run.solution import Solution
 
 from .arms import LOSSLESS_PARTS, REFERENCE, REPLAYED, SEARCHES, Arm, reference

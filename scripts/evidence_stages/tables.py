@@ -14,8 +14,8 @@ from eval_policies import ratio_of
 from experiment_table import ExperimentTable
 
 from arbor.errors import ArborError
-from arbor.measure.calibrate_exit import Choice, calibrate_exit
 from arbor.measure.statistics import bootstrap, clopper_pearson, paired
+from arbor.papers.rksc.calibration import Choice, calibrate_exit
 
 from .arms import Arm, reference
 from .measuring import GATES, Record, Records, verifications_of

@@ -20,7 +20,7 @@ from random_llama import fixed_length
 from torch import Tensor
 
 from arbor.engine.engine import Engine
-from arbor.engine.token_source import Growth
+from arbor.engine.operation import Growth
 from arbor.events import Event, Forwarded, Rehydrated
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node, ThoughtTree

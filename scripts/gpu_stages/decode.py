@@ -45,7 +45,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
-from arbor.engine.token_source import Growth
+from arbor.engine.operation import Growth
 from arbor.model.sampling_params import Sampling
 
 WARM, TIMED, PROFILED = 20, 40, 5  # steps

@@ -23,9 +23,9 @@ from gpu_stages.rows import Job
 from random_llama import NoText, fixed_length
 from torch import Tensor
 
+from arbor.engine.operation import Growth, Row
 from arbor.engine.sampling_graphs import SamplingGraphs
-from arbor.engine.scheduler import Row
-from arbor.engine.token_source import Growth, ModelSampler
+from arbor.engine.token_source import ModelSampler
 from arbor.model.sampling_params import Sampling
 
 # Functions that plan a forward: module and name. What is missing counts for the engine's own work.

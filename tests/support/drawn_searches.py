@@ -9,9 +9,8 @@ from support.models import Words, config_of, random_model
 from support.trees import SAMPLED, Lab
 
 from arbor.engine.mode import Mode, Rehydrate, Share
-from arbor.engine.operation import Asking, GivenBlock, Growing, Operation
+from arbor.engine.operation import Asking, GivenBlock, Growing, Growth, Operation
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.memory.stores import LowerRoom
 from arbor.model.fetch_costs import FetchCosts, Run
 from arbor.tasks.base import BlockLimits

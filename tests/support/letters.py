@@ -13,9 +13,9 @@ from torch import Tensor
 
 from arbor.controllers.base import Controller
 from arbor.engine.mode import Mode, Rehydrate
-from arbor.engine.scheduler import Row
+from arbor.engine.operation import Growth, Row
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth, ModelSampler
+from arbor.engine.token_source import ModelSampler
 from arbor.events import Event, Header
 from arbor.model.sampling_params import Sampling
 from arbor.run.limits import Limits

@@ -9,8 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 from support.policies import POLICIES
 
-from arbor.retention.base import NEVER, Blocks, Tokens
+from arbor.retention.base import NEVER, Blocks, Ints, Scorer, Tokens
+from arbor.retention.ordering import order, whole_blocks
 from arbor.retention.policy import Policy
+from arbor.retention.scorers.recency import Recency
 from arbor.testing import random_kv
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -18,6 +20,24 @@ SEEDS = st.integers(0, 2**32 - 1)
 # Every policy that evicts, and variants of their settings: each test of what a policy may do runs
 # over all of them.
 EVERY: dict[str, Policy] = {name: policy for name, policy in POLICIES.items() if name != "full"}
+
+
+@dataclasses.dataclass(frozen=True)
+class AtMost:
+    """An allocator with a capacity of its own: the blocks used last stay, so many of them."""
+
+    capacity: int
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        preferred = order(-blocks.last_used)
+        counts = whole_blocks(blocks, room, preferred)
+        kept = preferred[(blocks.resident > blocks.floor)[preferred]]
+        counts[kept[self.capacity :]] = blocks.floor[kept[self.capacity :]]
+        return counts
+
+    def excess(self, blocks: Blocks) -> int:
+        held = int(blocks.resident.sum())
+        return held - int(self.counts(blocks, held, Recency()).sum())
 
 
 def variant(name: str, **parts: Any) -> Policy:

@@ -11,10 +11,11 @@ from support.policies import POLICIES
 from torch import Tensor
 
 from arbor.engine.engine import Engine
+from arbor.engine.hooks import PromptHook
 from arbor.engine.mode import Mode, Rehydrate, Share
-from arbor.engine.mode_names import SHARE_THRESHOLD
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth, TokenSource
+from arbor.engine.token_source import TokenSource
 from arbor.events import Event, Forwarded, Listener
 from arbor.kernels.attention.base import AttentionBackend
 from arbor.kernels.attention.torch_cascade import TorchCascade
@@ -56,7 +57,7 @@ class Lab(Engine):
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
         share: Share = "exact",
-        threshold: float = SHARE_THRESHOLD,
+        prompt_hook: PromptHook | None = None,
         source: TokenSource | None = None,
         min_saved_reads: int = 0,
         debug: bool = False,
@@ -74,7 +75,7 @@ class Lab(Engine):
             mode=mode,
             rehydrate=rehydrate,
             share=share,
-            threshold=threshold,
+            prompt_hook=prompt_hook,
             source=source,
             levels=LevelRule(min_saved_reads),
             lower=lower,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import UsageError
 from arbor.measure.statistics import bootstrap_groups
 from arbor.model.sampling_params import Sampling

@@ -70,12 +70,13 @@ class PerTree:
         yield from zip(indices, parts, rooms.tolist(), strict=True)
 
     def _rooms(self, blocks: Blocks, tree: Ints, parts: Sequence[Blocks], room: int) -> Ints:
-        """Tokens each tree may keep, int64 [trees]; at least its floors, at most what it holds."""
+        """Tokens each tree may keep, int64 [trees]; at most what it holds, and at least its floors
+        unless its capacity is below them."""
         least = np.bincount(tree, blocks.floor).astype(np.int64)
         most = np.bincount(tree, blocks.resident).astype(np.int64)
         if isinstance(self.allocator, CappedAllocator):
             own = most - np.array([self.allocator.excess(part) for part in parts], np.int64)
-            if int(own.sum()) == room and (own >= least).all():
+            if int(own.sum()) == room:  # below the floors where it destroys tokens
                 return own
         if self.among == "fair":
             return _equal(least, most, room)

@@ -27,7 +27,17 @@ EXAMPLES = [line.strip() for line in (serve.help or "").splitlines() if "  arbor
 
 
 def test_its_options_are_those_of_its_record() -> None:
-    given = ["model", "--budget", "5tok", "--timeout", "3", "--api-keys", "keys.txt", "--set", "a=1"]
+    given = [
+        "model",
+        "--budget",
+        "5tok",
+        "--timeout",
+        "3",
+        "--api-keys",
+        "keys.txt",
+        "--set",
+        "a=1",
+    ]
 
     check_fields(serve, ServeOptions, {"budget"})
     check_types(serve, ServeOptions, given)

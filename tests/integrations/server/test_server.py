@@ -359,7 +359,6 @@ def test_every_choice_of_a_streamed_search_begins_with_its_role(client: Any) -> 
         ({"task": "reasoning,grader=eval"}, "setting_type"),
         ({"verifier": "prm,model=/etc"}, "setting_not_allowed"),
         ({"verifier": "combined,parts=self"}, "setting_not_allowed"),
-        ({"verifier": "cgee,verifier=os:system"}, "setting_not_allowed"),
         ({"controller": {"name": "tot", "beam": 10**7}}, "limit_exceeded"),
         ({"controller": {"name": "tot", "width": 999_999}}, "search_too_large"),
         ({"controller": {"name": "best-of-n", "samples": 10**5}}, "search_too_large"),

@@ -16,11 +16,11 @@ from arbor import Solver
 from arbor.errors import UsageError
 from arbor.events import Event, Header
 from arbor.kernels.attention.torch_cascade import TorchCascade
-from arbor.model import kv_probe
-from arbor.model.kv_probe import ROWS, keep_rule, kept_rule, measure, measured_rule
 from arbor.model.level_rule import BUCKET, NEVER, LevelRule
 from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ModelRunner
+from arbor.papers.rksc import kv_probe
+from arbor.papers.rksc.kv_probe import ROWS, keep_rule, kept_rule, measure, measured_rule
 from arbor.support.cache_dir import cache_dir
 
 pytestmark = pytest.mark.usefixtures("loaded_once")

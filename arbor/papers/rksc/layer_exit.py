@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from arbor.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Measure = Literal["entropy", "margin"]
 
@@ -86,70 +83,3 @@ class LayerExit:
             now < self.threshold and round(abs(now - before), DECIMALS) < self.settle
             for before, now in itertools.pairwise(recent)
         )
-
-
-@dataclass(slots=True, eq=False)
-class Exiting:
-    """One question on its way through the layers.
-
-    Attributes:
-        rule: when it leaves.
-        verdicts: token ids whose probabilities decide, for the measure ``margin``.
-        audit: it runs through every layer, and `early` is what it would have left with.
-        keep: whether `kept` is filled.
-        layers: layers it ran through, or would have; 0 before the forward.
-        checked: layers of the checks.
-        values: uncertainties there.
-        early: float32 [V], logits of the state it would have left with; None where it would not.
-        kept: float32 [V] on the CPU, logits at each check.
-    """
-
-    rule: LayerExit
-    verdicts: Sequence[int] = ()
-    audit: bool = False
-    keep: bool = False
-    layers: int = 0
-    checked: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    early: Tensor | None = None
-    kept: list[Tensor] = field(default_factory=list)
-
-    def begin(self, layers: int) -> None:
-        """A forward begins; one that failed may have gone before.
-
-        Args:
-            layers: of the model.
-        """
-        self.layers = layers
-        self.checked, self.values, self.early, self.kept = [], [], None, []
-
-    def look(self, layers: int, value: float) -> bool:
-        """Record a check; whether the question leaves, or would."""
-        self.checked.append(layers)
-        self.values.append(value)
-        if self.rule.is_over(layers, self.values):
-            self.layers = layers
-            return True
-        return False
-
-    def by_layer(self, layers: int) -> tuple[float, ...]:
-        """The uncertainty after each of the model's layers; nan where it was not looked at."""
-        known = dict(zip(self.checked, self.values, strict=True))
-        return tuple(
-            round(known.get(layer, float("nan")), DECIMALS) for layer in range(1, layers + 1)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """Answers to questions that may leave early.
-
-    Attributes:
-        logits: [n, V] float32, after the layer each question left at.
-        layers: layers each ran through.
-        full: [n, V] float32 after the last layer, under an audit.
-    """
-
-    logits: Tensor
-    layers: tuple[int, ...]
-    full: Tensor | None = None

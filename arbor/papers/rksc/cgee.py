@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from arbor.engine import confidence_gap
-from arbor.engine.confidence_gap import DECIMALS, relative_gap
-from arbor.engine.early_exit import LayerExit
 from arbor.errors import UsageError
+from arbor.papers.rksc import confidence_gap
+from arbor.papers.rksc.confidence_gap import DECIMALS, relative_gap
+from arbor.papers.rksc.exit_thresholds import ExitThresholds, Method, calibrated_thresholds
+from arbor.papers.rksc.layer_exit import LayerExit
 from arbor.tasks.base import BlockLimits, Problem, Task
 from arbor.tree import Node
-
-from .base import (
+from arbor.verifiers.base import (
     Asker,
     ChecksQuestions,
     Compares,
@@ -27,8 +27,10 @@ from .base import (
     Verifier,
     parts_of,
 )
-from .exit_thresholds import ExitThresholds, Method
-from .self_eval import CERTAIN, SelfEval
+from arbor.verifiers.self_eval import CERTAIN, SelfEval
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Rule = Literal["and", "release"]
 SkippedValues = Literal["confidence", "inherited"]
@@ -124,10 +126,12 @@ class CGEE:
         own = isinstance(self.verifier, Compares) and self.verifier.compares
         return own or self.levels != "exit"
 
-    @property
-    def takes_thresholds(self) -> bool:
-        """Whether calibrated thresholds would change anything."""
-        return self.confidence is None or self.gap is None or self.exit_rule == LayerExit()
+    def calibrated(self, model: str, revision: str | None, task: str) -> CGEE:
+        """With the thresholds calibrated for a model and a task, where it takes any."""
+        if None not in (self.confidence, self.gap) and self.exit_rule != LayerExit():
+            return self
+        found = calibrated_thresholds(model, revision, task, self.calibration)
+        return self if found is None else self.with_thresholds(found)
 
     def with_thresholds(self, given: ExitThresholds) -> CGEE:
         """These thresholds where none were set."""
@@ -163,14 +167,25 @@ class CGEE:
         if asked is None:
             return None
         judge = asked.verdict
-        leaves = self.levels != "skip" and not gate.skipped
-        return replace(
-            asked,
-            verdict=lambda logits: self._judged(candidates, gate, judge(logits)),
-            exit_rule=self.exit_rule if leaves else asked.exit_rule,
-            audit_exits=leaves and self.audit,
-            audits=asked.audits or gate.skipped,
-        )
+        if self.levels == "skip" or gate.skipped or not asked.nodes:
+            return replace(
+                asked,
+                verdict=lambda logits: self._judged(candidates, gate, judge(logits)),
+                audits=asked.audits or gate.skipped,
+            )
+        import torch
+
+        from arbor.papers.rksc.exit_watch import exits_of, ways_of
+
+        ways = ways_of(self.exit_rule, len(asked.nodes), asked.verdicts, audit=self.audit)
+
+        def verdict(logits: Tensor) -> Verdict:
+            found = self._judged(candidates, gate, judge(logits))
+            full = [way.full for way in ways if way.full is not None]
+            audited = judge(torch.stack(full)).values if full else ()
+            return replace(found, exits=exits_of(ways, asked.rows, audited))
+
+        return replace(asked, verdict=verdict, ways=ways)
 
     def check(self, task: Task, problem: Problem, encoder: Encoder) -> None:
         """The verifier's own check."""

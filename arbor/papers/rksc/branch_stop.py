@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from arbor.components import setting_text, split_spec
-from arbor.engine.confidence_gap import leading_two, relative_gap
+from arbor.engine.hooks import Branch
 from arbor.errors import UsageError, unknown_setting
+from arbor.papers.rksc.branches import Branches
+from arbor.papers.rksc.confidence_gap import leading_two, relative_gap
 
 Ends = Literal["all", "others"]
 
@@ -78,6 +81,10 @@ class BranchStop:
     def __str__(self) -> str:
         numbers = ((name, getattr(self, name)) for name in _NUMBERS)
         return ",".join((self.ends, *(f"{name}={setting_text(each)}" for name, each in numbers)))
+
+    def watch(self, branches: Sequence[Branch]) -> Branches:
+        """The branches, compared at the same length whatever the budget."""
+        return Branches(self.is_decisive, branches, least=self.least, spares=self.ends == "others")
 
     def is_decisive(self, texts: list[tuple[int, ...]], confidences: list[float]) -> bool:
         """Whether one text is decisively more confident than every other.

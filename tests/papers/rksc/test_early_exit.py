@@ -21,8 +21,6 @@ from test_cgee import branches, silent
 from torch import Tensor
 
 from arbor import Solver, components
-from arbor.engine.early_exit import DECIMALS, Exiting, LayerExit
-from arbor.engine.exit_watch import entropy, lack_of_margin
 from arbor.errors import ModelError, UsageError
 from arbor.events import Event, Forwarded, Rehydrated, Verified
 from arbor.kernels.attention.rowwise import RowwiseAttention
@@ -31,7 +29,9 @@ from arbor.kernels.linear.layers import pack_linears
 from arbor.memory.pool import KVPool
 from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
-from arbor.verifiers.cgee import CGEE
+from arbor.papers.rksc.cgee import CGEE
+from arbor.papers.rksc.exit_watch import Exiting, ask_early, entropy, lack_of_margin, ways_of
+from arbor.papers.rksc.layer_exit import DECIMALS, LayerExit
 from arbor.verifiers.exact import Exact
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -191,7 +191,7 @@ def test_a_question_leaves_with_the_truncated_models_answer_and_its_path_stays_w
     tree, answers = grown(lab, slots)
     nodes, asked = questions(tree)
 
-    early = lab.ask_early(nodes, asked, AFTER[2])
+    early = ask_early(lab, nodes, asked, AFTER[2])
 
     assert early.layers == (2,) * len(nodes)
     assert relative_error(early.logits, truncated(lab, 2, nodes, asked)) < TOLERANCE
@@ -212,7 +212,7 @@ def test_an_exit_at_the_last_layer_is_full_verification_bit_for_bit(name: str) -
     whole = lab.ask(nodes, asked)
 
     for rule in (NEVER, AFTER[3]):
-        early = lab.ask_early(nodes, asked, rule)
+        early = ask_early(lab, nodes, asked, rule)
         assert torch.equal(early.logits, whole)
         assert early.layers == (LAYERS,) * len(nodes)
         assert early.full is None
@@ -232,7 +232,7 @@ def test_the_rows_of_a_question_leave_together_and_those_of_paths_never() -> Non
 
     lab.runner.forward = spied  # type: ignore[method-assign]
     try:
-        lab.ask_early(nodes, asked, AFTER[2])
+        ask_early(lab, nodes, asked, AFTER[2])
     finally:
         del lab.runner.forward
 
@@ -250,7 +250,7 @@ def test_each_question_leaves_by_its_own_uncertainty() -> None:
     between = sorted(states[1])[len(nodes) // 2]  # half of them are below
     rule = LayerExit(first=2, threshold=between, settle=9.0, patience=1)
 
-    early = lab.ask_early(nodes, asked, rule)
+    early = ask_early(lab, nodes, asked, rule)
 
     want = [2 if round(each, DECIMALS) < between else LAYERS for each in states[1]]
     assert early.layers == tuple(want) and set(want) == {2, LAYERS}
@@ -265,12 +265,12 @@ def test_questions_of_several_searches_leave_by_their_own_rules() -> None:
     tree, _ = grown(lab)
     nodes, asked = questions(tree)
     lab.events.clear()
+    margin = LayerExit(threshold=9.0, settle=9.0, first=2, patience=1, measure="margin")
     operations = [
-        lab.begin_ask(nodes, asked, AFTER[2]),
+        lab.begin_ask(nodes, asked, ways_of(AFTER[2], len(nodes))),
         lab.begin_ask(nodes, asked),
-        lab.begin_ask(nodes, asked, LayerExit(threshold=9.0, settle=9.0, first=2, patience=1,
-                      measure="margin"), [[1, 2]] * len(nodes)),
-    ]  # fmt: skip
+        lab.begin_ask(nodes, asked, ways_of(margin, len(nodes), [[1, 2]] * len(nodes))),
+    ]
     while not all(operation.done for operation in operations):
         lab.step()
 
@@ -282,6 +282,28 @@ def test_questions_of_several_searches_leave_by_their_own_rules() -> None:
     assert relative_error(whole, truncated(lab, LAYERS, nodes, asked)) < TOLERANCE
 
 
+def test_questions_of_several_hooks_leave_in_one_forward() -> None:
+    class Other(Exiting):
+        """A way of another hook, with the same rule."""
+
+    lab = laboratory("llama")
+    tree, _ = grown(lab)
+    nodes, asked = questions(tree)
+    ways = [
+        (Exiting if place % 2 else Other)(AFTER[2 + place % 3 % 2]) for place in range(len(nodes))
+    ]
+    lab.events.clear()
+    answers = lab.ask(nodes, asked, ways)
+
+    want = [way.rule.first for way in ways]
+    assert [way.layers for way in ways] == want and set(want) == {2, 3}
+    left, whole = truncated(lab, 2, nodes, asked), truncated(lab, LAYERS, nodes, asked)
+    expected = torch.stack([left[i] if n == 2 else whole[i] for i, n in enumerate(want)])
+    assert relative_error(answers, expected) < TOLERANCE
+    forwards = [e for e in lab.events if isinstance(e, Forwarded) and e.kind == "verify"]
+    assert len(forwards) == 1
+
+
 def test_blocks_decode_on_while_questions_leave() -> None:
     lab = laboratory("llama")
     tree, _ = grown(lab)
@@ -291,11 +313,12 @@ def test_blocks_decode_on_while_questions_leave() -> None:
     want = [child.tokens for child in lab.grow([(tree.root, 3)], growth())]
     growing = lab.begin_grow([(tree.root, 3)], growth())
     lab.step()
-    asking = lab.begin_ask(nodes, asked, AFTER[2])
+    ways = ways_of(AFTER[2], len(nodes))
+    asking = lab.begin_ask(nodes, asked, ways)
     while not (growing.done and asking.done):
         lab.step()
 
-    assert {each.layers for each in asking.exits} == {2}
+    assert {each.layers for each in ways} == {2}
     assert relative_error(asking.result(), truncated(lab, 2, nodes, asked)) < TOLERANCE
     assert [len(child.tokens) for child in growing.result()] == [len(each) for each in want]
 
@@ -315,20 +338,19 @@ def test_deterministic_answers_do_not_depend_on_the_batch(name: str, measure: An
     tree, _ = grown(lab)
     nodes, asked = questions(tree)
     verdicts = [[3, 8, 12]] * len(nodes)
-    probe = lab.ask_early(nodes, asked, LayerExit(threshold=0.0, patience=1, measure=measure), verdicts, audit=True)  # fmt: skip
+    probe = ask_early(lab, nodes, asked, LayerExit(threshold=0.0, patience=1, measure=measure), verdicts, audit=True)  # fmt: skip
     assert probe.layers == (LAYERS,) * len(nodes)
-    begun = lab.begin_ask(nodes, asked, LayerExit(threshold=0, patience=1, measure=measure), verdicts)  # fmt: skip
-    while not begun.done:
-        lab.step()
-    between = sorted(each.values[-1] for each in begun.exits)[len(nodes) // 2]
+    ways = ways_of(LayerExit(threshold=0, patience=1, measure=measure), len(nodes), verdicts)
+    lab.ask(nodes, asked, ways)
+    between = sorted(each.values[-1] for each in ways)[len(nodes) // 2]
     rule = LayerExit(threshold=between, settle=9.0, patience=1, measure=measure)
 
-    together = lab.ask_early(nodes, asked, rule, verdicts)
-    audited = lab.ask_early(nodes, asked, rule, verdicts, audit=True)
+    together = ask_early(lab, nodes, asked, rule, verdicts)
+    audited = ask_early(lab, nodes, asked, rule, verdicts, audit=True)
 
     assert len(set(together.layers)) == 2
     for place, (node, question) in enumerate(zip(nodes, asked, strict=True)):
-        alone = lab.ask_early([node], [question], rule, verdicts[:1])
+        alone = ask_early(lab, [node], [question], rule, verdicts[:1])
         assert alone.layers[0] == together.layers[place]
         assert torch.equal(alone.logits[0], together.logits[place])
     assert audited.layers == together.layers
@@ -352,12 +374,12 @@ def test_an_interrupted_forward_forgets_its_checks() -> None:
     lab.runner.unembed = failing  # type: ignore[method-assign]
     try:
         with pytest.raises(KeyboardInterrupt):
-            lab.ask_early(nodes, asked, AFTER[2])
+            ask_early(lab, nodes, asked, AFTER[2])
     finally:
         del lab.runner.unembed
     lab.memory.check()
 
-    assert lab.ask_early(nodes, asked, AFTER[2]).layers == (2,) * len(nodes)
+    assert ask_early(lab, nodes, asked, AFTER[2]).layers == (2,) * len(nodes)
 
 
 def test_attention_of_questions_that_may_leave_is_not_observed() -> None:
@@ -367,7 +389,7 @@ def test_attention_of_questions_that_may_leave_is_not_observed() -> None:
         tree, _ = grown(lab)
         nodes, asked = questions(tree)
         before = lab.state.statistics.block_attention(torch.arange(len(tree)).numpy()).tolist()
-        operation = lab.begin_ask(nodes, asked, rule)
+        operation = lab.begin_ask(nodes, asked, ways_of(rule, len(nodes)) if rule else ())
         while not operation.done:
             lab.step()
         after = lab.state.statistics.block_attention(torch.arange(len(tree)).numpy()).tolist()
@@ -381,7 +403,7 @@ def test_layers_that_take_several_states_are_refused_by_name() -> None:
     tree, _ = grown(lab)
 
     with pytest.raises(ModelError, match=r"arch-unsupported.*rows cannot leave"):
-        lab.ask_early(leaves_of(tree), [[5]] * len(leaves_of(tree)), AFTER[2])
+        ask_early(lab, leaves_of(tree), [[5]] * len(leaves_of(tree)), AFTER[2])
 
 
 def test_a_margin_needs_verdicts() -> None:
@@ -389,7 +411,7 @@ def test_a_margin_needs_verdicts() -> None:
     tree, _ = grown(lab)
 
     with pytest.raises(UsageError, match=r"exit-verdicts"):
-        lab.ask_early([tree.root], [[5]], LayerExit(measure="margin"))
+        ask_early(lab, [tree.root], [[5]], LayerExit(measure="margin"))
 
 
 # In a search
@@ -409,7 +431,8 @@ def test_level_two_alone_never_skips() -> None:
     )
 
     assert inquiry is not None and len(inquiry.nodes) == 2
-    assert inquiry.exit_rule == LayerExit() and not inquiry.audit_exits
+    ways = [each for each in inquiry.ways if isinstance(each, Exiting)]
+    assert [(each.rule, each.audit) for each in ways] == [(LayerExit(), False)] * 2
     assert list(inquiry.rows) == [0, 1]
     assert [len(each) for each in inquiry.verdicts] == [2, 2]
 

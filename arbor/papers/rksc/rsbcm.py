@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from arbor.errors import UsageError
 from arbor.retention.base import Blocks, Ints, Scorer
 from arbor.retention.ordering import order, whole_blocks
+from arbor.retention.policy import Policy
 
 Unit = Literal["blocks", "tokens"]
 
@@ -63,3 +64,10 @@ class RSBCM:
         if not over:
             return 0
         return held - int(self._counts(blocks, held).sum())
+
+
+POLICY = Policy(
+    RSBCM(),
+    spares_paths=True,
+    summary="Keeps blocks of high value and small depth, up to a capacity in blocks (RSBCM of RKSC).",
+)

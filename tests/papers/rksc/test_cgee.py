@@ -16,12 +16,14 @@ from support.run_cli import in_process
 from arbor import Solver, components
 from arbor.errors import UsageError
 from arbor.events import Event, Verified
+from arbor.integrations.server.refusals import Refusal
+from arbor.integrations.server.search_changes import _component
 from arbor.measure.replay import replay
+from arbor.papers.rksc.cgee import CGEE, DECIMALS
 from arbor.tasks.base import Problem, Task
 from arbor.trace.read import read_trace
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Asker, Exits, Gate, Inquires, Verdict
-from arbor.verifiers.cgee import CGEE, DECIMALS
 from arbor.verifiers.combined import Combined
 from arbor.verifiers.exact import Exact
 from arbor.verifiers.self_eval import CERTAIN, SelfEval
@@ -371,3 +373,14 @@ def test_a_configuration_repeats_the_gate(
 
     assert again == written
     assert "patience = 3" in written and 'name = "vote"' in written
+
+
+def test_a_request_may_not_choose_the_verifier_within() -> None:
+    with pytest.raises(Refusal) as caught:
+        _component("verifier", "cgee,verifier=os:system", SelfEval())
+    assert caught.value.code == "setting_not_allowed"
+
+
+def test_8_bit_kv_serves_a_gated_search() -> None:
+    with Solver(controller=CONTROLLERS[0], verifier="cgee", kv_dtype="int8", budget=0.5) as solver:
+        assert solver.solve("4 5 6 10").metrics.verifications

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from support.models import Words, build
 from support.trees import GREEDY, Lab
 
-import arbor
 from arbor import Solver
-from arbor.engine.similar_prompts import SimilarPrompts, differing
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import UsageError
 from arbor.events import Audited, Boundary, Compared, Event, Opened, Shared
+from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.metrics import MetricsFold
-from arbor.model.similarity import layer_weights
+from arbor.model.runner import ModelRunner
+from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing
+from arbor.papers.rksc.similarity import layer_weights, similarity
 from arbor.run.callbacks import StopSearch
 from arbor.run.session import Session
 from arbor.tasks.base import BlockLimits
@@ -75,7 +76,7 @@ def by_numpy(branch: np.ndarray, root: np.ndarray, alpha: float) -> float:
 def test_similarity_is_the_formula(layers: int, width: int, alpha: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     one, other = random.normal(size=(2, layers, width))
-    found = arbor.similarity(torch.from_numpy(one), torch.from_numpy(other), alpha=alpha)
+    found = similarity(torch.from_numpy(one), torch.from_numpy(other), alpha=alpha)
 
     assert found == pytest.approx(by_numpy(one, other, alpha), abs=1e-9)
 
@@ -88,20 +89,20 @@ def test_later_layers_count_more() -> None:
     )
     one, other = torch.eye(4)[:2].clone(), torch.eye(4)[:2].clone()
     other[1] = torch.eye(4)[3]
-    early = arbor.similarity(one.flip(0), other.flip(0))
-    assert arbor.similarity(one, one) == pytest.approx(1)
-    assert arbor.similarity(one, -one) == pytest.approx(-1)
-    assert arbor.similarity(one, other) < early < 1, "a difference in the last layer weighs more"
+    early = similarity(one.flip(0), other.flip(0))
+    assert similarity(one, one) == pytest.approx(1)
+    assert similarity(one, -one) == pytest.approx(-1)
+    assert similarity(one, other) < early < 1, "a difference in the last layer weighs more"
 
 
 def test_states_without_a_direction_are_similar_to_nothing() -> None:
-    assert arbor.similarity(torch.zeros(2, 3), torch.ones(2, 3)) == 0
+    assert similarity(torch.zeros(2, 3), torch.ones(2, 3)) == 0
 
 
 @pytest.mark.parametrize("shapes", [((2, 3), (3, 3)), ((3,), (3,)), ((0, 3), (0, 3))])
 def test_states_of_other_shapes_are_refused(shapes: Sequence[tuple[int, ...]]) -> None:
     with pytest.raises(UsageError, match="states of shape") as caught:
-        arbor.similarity(*(torch.zeros(shape) for shape in shapes))
+        similarity(*(torch.zeros(shape) for shape in shapes))
     assert caught.value.code == "similarity"
 
 
@@ -124,15 +125,29 @@ def test_prompts_differ_between_what_they_begin_and_end_with(
 # The probe
 
 
-def lab_of(**given: Any) -> Lab:
-    return Lab(
-        build("llama"),
-        policy="streaming",
-        mode="lossy",
-        rehydrate="off",
-        debug=True,
-        **{"share": "similar", "threshold": -1.0} | given,
-    )
+class Comparing(Lab):
+    """A lossy engine that shares similar prompts."""
+
+    def __init__(self, threshold: float = -1.0) -> None:
+        model = build("llama")
+        super().__init__(
+            model,
+            policy="streaming",
+            mode="lossy",
+            rehydrate="off",
+            debug=True,
+            share="similar",
+            prompt_hook=SimilarPrompts(ModelRunner(model, TorchCascade()), Words(), threshold),
+        )
+
+    def compare(self, tree: ThoughtTree) -> Comparison | None:
+        hook = self._prompt_hook
+        assert isinstance(hook, SimilarPrompts)
+        return hook.compare(self.memory, tree)
+
+
+def lab_of(threshold: float = -1.0) -> Comparing:
+    return Comparing(threshold)
 
 
 def opened(lab: Lab, prompt: Sequence[int], *, read: bool = False, pool: int = POOL) -> ThoughtTree:
@@ -201,9 +216,9 @@ def test_there_is_nothing_to_compare_with() -> None:
     lab = lab_of()
     opened(lab, FIRST, read=True, pool=len(FIRST) + 5)
     assert lab.compare(opened(lab, SECOND, pool=len(FIRST) + 5)) is None, "the probe has no room"
-    lab = lab_of(share="exact")
-    opened(lab, FIRST, read=True)
-    assert lab.compare(opened(lab, SECOND)) is None
+    exact = Lab(build("llama"))
+    opened(exact, FIRST, read=True)
+    assert exact.other_prompt(opened(exact, SECOND), exact.listener) is None
 
 
 def test_a_prompt_of_which_a_part_has_left_is_not_read_instead() -> None:
@@ -386,8 +401,14 @@ def test_a_quarter_of_the_layers_is_probed() -> None:
         layer_count = 24
 
     deep: Any = Layers()
-    assert SimilarPrompts(deep)._layers == 6
-    assert SimilarPrompts(deep, probed=1.0)._layers == 24
-    assert SimilarPrompts(deep, probed=0.0)._layers == 2
+    assert SimilarPrompts(deep, Words())._layers == 6
+    assert SimilarPrompts(deep, Words(), probed=1.0)._layers == 24
+    assert SimilarPrompts(deep, Words(), probed=0.0)._layers == 2
     deep.layer_count = 1
-    assert SimilarPrompts(deep)._layers == 1
+    assert SimilarPrompts(deep, Words())._layers == 1
+
+
+def test_8_bit_kv_is_shared_as_well() -> None:
+    with Solver(**SMALL, share="similar", share_threshold=-1.0, kv_dtype="int8") as solver:
+        several = [solver.solve(each).metrics for each in PHRASINGS]
+    assert several[1].tokens_substituted

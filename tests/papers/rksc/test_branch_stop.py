@@ -17,13 +17,12 @@ from test_replay import counters
 from test_scheduler import operation, row
 
 from arbor import Solver
-from arbor.engine.branch_stop import BranchStop
-from arbor.engine.branches import Branches
+from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import UsageError
 from arbor.events import Boundary, BranchesStopped, Event, Evicted
 from arbor.measure.replay import Recording, replay, replay_smallest
+from arbor.papers.rksc.branch_stop import BranchStop
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -38,7 +37,7 @@ GAPS = (0.02, 0.1, 0.3)
 def growth(rule: BranchStop | None, seed: int = 3, stop: tuple[str, ...] = (" 1",)) -> Growth:
     """Blocks end with a token whose text has a 1 first, so their lengths differ."""
     return Growth(
-        seed, SAMPLED, StopRule(Words(), BlockLimits(stop, LONGEST, 8), ()), branch_stop=rule
+        seed, SAMPLED, StopRule(Words(), BlockLimits(stop, LONGEST, 8), ()), branch_hook=rule
     )
 
 
@@ -203,15 +202,15 @@ def test_a_token_that_waits_to_be_computed_belongs_to_the_text() -> None:
     rows = [row(work, tree.root, length=2) for _ in range(3)]
     for each, token, top1 in zip(rows, (5, 5, 6), (0.9, 0.8, 0.3), strict=True):
         each.pending, each.node.top1, each.top1 = token, 2 * top1, top1
-    branches = Branches(BranchStop("others", 0.5, 0.5, least=3), rows)
+    branches = BranchStop("others", 0.5, 0.5, least=3).watch(rows)
 
-    stopped = branches.compare()
+    stopped = branches.chosen()
 
-    assert stopped is not None
-    assert stopped.confidences == (0.9, 0.8, 0.3)
-    assert stopped.stopped == (rows[2].node.id,), "equal texts go on with the confident one"
-    assert [each.stop for each in rows] == [None, None, "gate"]
-    assert branches.compare() is None, "once for each token"
+    assert stopped is not None and isinstance(stopped.event, BranchesStopped)
+    assert stopped.event.confidences == (0.9, 0.8, 0.3)
+    assert stopped.event.stopped == (rows[2].node.id,), "equal texts go on with the confident one"
+    assert stopped.places == (2,)
+    assert branches.chosen() is None, "once for each token"
 
 
 def test_the_setting_reads_as_it_is_written() -> None:

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from arbor.engine.confidence_gap import relative_gap
-from arbor.engine.early_exit import Exiting, LayerExit, Measure
 from arbor.errors import UsageError
 from arbor.events import preferred
 from arbor.measure.statistics import clopper_pearson
+from arbor.papers.rksc.cgee import confidences_of, leading_two
+from arbor.papers.rksc.confidence_gap import relative_gap
+from arbor.papers.rksc.exit_thresholds import ExitThresholds
+from arbor.papers.rksc.exit_watch import Exiting, ways_of
+from arbor.papers.rksc.layer_exit import LayerExit, Measure
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 from arbor.verifiers.base import Asker, ChecksQuestions, Encoder, Inquires, Verdict
-from arbor.verifiers.cgee import confidences_of, leading_two
-from arbor.verifiers.exit_thresholds import ExitThresholds
 from arbor.verifiers.self_eval import SelfEval
 
 if TYPE_CHECKING:
@@ -184,15 +185,16 @@ class Recorder:
             return inquiry.verdict(torch.empty(0, 0))
         assert self.solver is not None, "it has not been given its solver"
         running = self.solver.engine
-        asking = running.begin_ask(inquiry.nodes, inquiry.questions, self._rule, inquiry.verdicts)
-        for way in asking.exits:
+        ways = ways_of(self._rule, len(inquiry.nodes), inquiry.verdicts)
+        for way in ways:
             way.keep = True
+        asking = running.begin_ask(inquiry.nodes, inquiry.questions, ways)
         while not asking.done:
             running.step()
         verdict = inquiry.verdict(asking.result())
         confidences = confidences_of(candidates)
         leading = leading_two(candidates, confidences)
-        layers = zip(*(way.kept for way in asking.exits), strict=True)
+        layers = zip(*(way.kept for way in ways), strict=True)
         self.found.append(
             Verification(
                 problem=self.problem,
@@ -201,7 +203,7 @@ class Recorder:
                 confident=preferred(confidences),
                 values=tuple(verdict.values),
                 rows=tuple(inquiry.rows),
-                uncertainties=tuple(tuple(way.values) for way in asking.exits),
+                uncertainties=tuple(tuple(way.values) for way in ways),
                 by_layer=tuple(tuple(inquiry.verdict(torch.stack(each)).values) for each in layers),
             )
         )

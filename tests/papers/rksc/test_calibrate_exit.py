@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from support.run_cli import in_process
 
 from arbor import Solver
-from arbor.engine.early_exit import LayerExit
 from arbor.errors import UsageError
 from arbor.events import Event, Verified
-from arbor.measure.calibrate_exit import (
+from arbor.model.loading import ModelLocation
+from arbor.papers.rksc.calibration import (
     CONFIDENCES,
     GAPS,
     Recorder,
@@ -26,12 +26,12 @@ from arbor.measure.calibrate_exit import (
     calibrate_exit,
     collect_verifications,
 )
-from arbor.model.loading import ModelLocation
+from arbor.papers.rksc.cgee import CGEE
+from arbor.papers.rksc.exit_thresholds import ExitThresholds, load_thresholds, save_thresholds
+from arbor.papers.rksc.layer_exit import LayerExit
 from arbor.run.settings import resolve_verifier
 from arbor.tasks.game24 import Game24
-from arbor.verifiers.cgee import CGEE
 from arbor.verifiers.exact import Exact
-from arbor.verifiers.exit_thresholds import ExitThresholds, load_thresholds, save_thresholds
 from arbor.verifiers.self_eval import SelfEval
 from arbor.verifiers.vote import Vote
 

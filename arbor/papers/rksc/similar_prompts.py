@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.engine.forest_state import ForestState
+from arbor.engine.hooks import OtherPrompt
 from arbor.engine.mode_names import SHARE_THRESHOLD
+from arbor.events import Compared, Listener
+from arbor.memory import KVMemory
 from arbor.memory.prefix_cache import Kept
 from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
-from arbor.model.similarity import similarity
+from arbor.papers.rksc.similarity import similarity
 from arbor.tree import ThoughtTree
 
 PROBED = 0.25  # part of the layers that a comparison runs
@@ -66,6 +69,7 @@ class SimilarPrompts:
 
     Args:
         runner: the model.
+        tokenizer: a Hugging Face tokenizer, for reports.
         threshold: the least similarity.
         probed: part of the layers that a comparison runs, two layers at least; the paper's is 1.
     """
@@ -73,20 +77,46 @@ class SimilarPrompts:
     def __init__(
         self,
         runner: ModelRunner,
+        tokenizer: Any,
         threshold: float = SHARE_THRESHOLD,
         probed: float = PROBED,
     ) -> None:
         self._runner = runner
+        self._tokenizer = tokenizer
         self._threshold = threshold
         count = runner.layer_count
         self._layers = min(count, max(2, math.ceil(probed * count)))
 
-    def compare(self, state: ForestState, tree: ThoughtTree) -> Comparison | None:
+    def other(self, memory: KVMemory, tree: ThoughtTree, emit: Listener) -> OtherPrompt | None:
+        """The earlier prompt where it is similar enough, see `PromptHook`."""
+        found = self.compare(memory, tree)
+        if found is None:
+            return None
+        prompt = tree.root.tokens
+        own = list(prompt[found.begin : found.own_end])
+        emit(
+            Compared(
+                tokens=len(prompt),
+                other_tokens=len(found.tokens),
+                common=found.begin,
+                text=self._tokenizer.decode(own, skip_special_tokens=False),
+                ids=found.tokens[found.begin : found.other_end],
+                similarity=found.similarity,
+                threshold=found.threshold,
+                shared=found.shared,
+                layers=found.layers,
+                rows=found.rows,
+                elapsed_s=found.elapsed_s,
+            )
+        )
+        return OtherPrompt(found.tokens, found.begin) if found.shared else None
+
+    def compare(self, memory: KVMemory, tree: ThoughtTree) -> Comparison | None:
         """Compare the prompt of a tree, of which nothing is on the device, with the kept one that
         has the most tokens in common with it; None where there is none, where it is equal, or where
         the probe has no room."""
         prompt = np.array(tree.root.tokens, np.int64)
-        kept = state.memory.prefixes.nearest(prompt)
+        kept = memory.prefixes.nearest(prompt)
         if kept is None:
             return None
         begin, own_end, other_end = differing(prompt, kept.tokens)
@@ -98,11 +128,11 @@ class SimilarPrompts:
             if first == begin:
                 own_end, other_end = own_end + 1, other_end + 1
         rows = own_end + other_end - 2 * first
-        if rows > state.memory.free:
+        if rows > memory.free:
             return None
         began = time.perf_counter()
         own, other = self._states(
-            state, tree, kept, first, (prompt[first:own_end], kept.tokens[first:other_end])
+            memory, tree, kept, first, (prompt[first:own_end], kept.tokens[first:other_end])
         )
         found = similarity(own, other)
         return Comparison(
@@ -120,7 +150,7 @@ class SimilarPrompts:
 
     def _states(
         self,
-        state: ForestState,
+        memory: KVMemory,
         tree: ThoughtTree,
         kept: Kept,
         first: int,
@@ -128,7 +158,6 @@ class SimilarPrompts:
     ) -> tuple[Tensor, Tensor]:
         """The mean hidden state of each span after the first tokens of a kept prompt, [layers, d]
         each."""
-        memory = state.memory
         places = np.arange(first, dtype=np.int32)
         context = (Piece("kept", kept.slots[:first], places),) if first else ()
         held: list[NDArray[np.int32]] = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from arbor.model.level_rule import BUCKET, NEVER, LevelRule
 from arbor.model.measurement_file import identity_of, read_measurement, write_measurement
 from arbor.model.plan import ForwardPlan, Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
-from arbor.support.cache_dir import kv_probe_file
+from arbor.support.cache_dir import cache_dir
 
 SCHEMA = "arbor.kv-probe/2"
 ROWS = (2, 4, 8, 16)  # decoding rows that share a span
@@ -90,7 +91,7 @@ def _pays(seconds: Seconds, tokens: int, rows: int) -> bool:
         seconds(plan)  # warm up
     times = [[seconds(plan) for plan in plans] for _ in range(TIMES)]
     together, alone = (min(column) for column in zip(*times, strict=True))
-    return together < alone
+    return bool(together < alone)
 
 
 def kept_rule(runner: ModelRunner, model: str, backend: str) -> LevelRule | None:
@@ -101,7 +102,7 @@ def kept_rule(runner: ModelRunner, model: str, backend: str) -> LevelRule | None
         model: its name.
         backend: what computes attention.
     """
-    kept = read_measurement(kv_probe_file, SCHEMA, identity_of(runner, model, backend))
+    kept = read_measurement(_file, SCHEMA, identity_of(runner, model, backend))
     try:
         return None if kept is None else LevelRule.parse(kept)
     except UsageError:
@@ -110,7 +111,27 @@ def kept_rule(runner: ModelRunner, model: str, backend: str) -> LevelRule | None
 
 def keep_rule(rule: LevelRule, runner: ModelRunner, model: str, backend: str) -> None:
     """Writes what was measured; a failure is ignored. Arguments as for `kept_rule`."""
-    write_measurement(kv_probe_file, SCHEMA, identity_of(runner, model, backend), str(rule))
+    write_measurement(_file, SCHEMA, identity_of(runner, model, backend), str(rule))
+
+
+def level_rule(setting: str, runner: ModelRunner, model: str, backend: str) -> LevelRule | None:
+    """Which shared spans rows read together; None: nothing was measured.
+
+    Args:
+        setting: ``kept``: what was measured for this model on this machine; ``measure``: now.
+        runner: the model.
+        model: its name.
+        backend: what computes attention.
+    """
+    if setting == "kept":
+        return kept_rule(runner, model, backend)
+    rule = measure(runner)
+    keep_rule(rule, runner, model, backend)
+    return rule
+
+
+def _file(identity: str) -> Path:
+    return cache_dir() / "kv_probe" / f"{identity}.json"
 
 
 def _wait(device: torch.device) -> None:

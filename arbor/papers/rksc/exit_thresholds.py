@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from arbor.engine.early_exit import LayerExit
 from arbor.errors import UsageError
+from arbor.papers.rksc.layer_exit import LayerExit
 from arbor.support.atomic_write import write_atomically
+from arbor.support.cache_dir import model_file
 
 FILE = "exit.json"  # its name in a model directory
 Method = Literal["risk", "paper"]
@@ -84,6 +85,27 @@ def load_thresholds(path: Path, task: str, method: Method = "risk") -> ExitThres
         return ExitThresholds.from_dict(found[method])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unreadable(path, error) from error
+
+
+def cached_file(model: str, revision: str | None) -> Path:
+    """The file for a model of the Hub, which may not exist."""
+    return model_file("exit", model, revision)
+
+
+def calibrated_thresholds(
+    model: str, revision: str | None, task: str, method: Method
+) -> ExitThresholds | None:
+    """What was calibrated for a model and a task; None: nothing.
+
+    Args:
+        model: its directory, which holds the file, or its id on the Hub: then the cache does.
+        revision: of the Hub; None: its main branch.
+        task: its name.
+        method: that chose the thresholds.
+    """
+    folder = Path(model)
+    path = folder / FILE if folder.is_dir() else cached_file(model, revision)
+    return load_thresholds(path, task, method) if path.is_file() else None
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,148 @@
+"""Hooks: the moments at which a feature takes part in what the engine does.
+
+- A prompt is about to be read: `PromptHook`, given to the engine.
+- Questions are between two layers: `Way`, given with each question.
+- Blocks of one leaf were given a token: `BranchHook`, given with how they grow.
+
+The engine knows these protocols and no feature. A hook decides; the engine acts on what it says,
+so that none can leave the KV in a state of its own. Where none is attached nothing is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from arbor.events import Event, Listener
+from arbor.tree import Node, ThoughtTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from arbor.memory import KVMemory
+    from arbor.model.layers import Leave
+    from arbor.model.runner import ModelRunner
+
+# A prompt is about to be read
+
+
+@dataclass(frozen=True, slots=True)
+class OtherPrompt:
+    """A prompt that a search reads in place of its own.
+
+    Attributes:
+        tokens: those of the other prompt.
+        begin: first tokens that the two have in common; nothing after them is exact.
+    """
+
+    tokens: tuple[int, ...]
+    begin: int
+
+
+class PromptHook(Protocol):
+    """Says whether a search reads another prompt than its own; in lossy mode."""
+
+    def other(self, memory: KVMemory, tree: ThoughtTree, emit: Listener) -> OtherPrompt | None:
+        """What is read in place of a prompt; None: the prompt itself.
+
+        Args:
+            memory: of the engine; prompts of earlier searches are kept in it.
+            tree: open, with nothing computed.
+            emit: called with what there is to report.
+        """
+        ...
+
+
+# Questions are between two layers
+
+
+class Way(Protocol):
+    """The way of one question through the layers, which may end before the last one."""
+
+    @staticmethod
+    def watch(
+        runner: ModelRunner, ways: Sequence[Any], ends: Sequence[int], counts: Sequence[int]
+    ) -> Leave:
+        """What is asked after each layer of a forward which rows leave.
+
+        Args:
+            runner: runs the forward.
+            ways: all of this class in it.
+            ends: the row after each question's last one.
+            counts: rows of each.
+        """
+        ...
+
+    def answer(self, logits: Tensor) -> Tensor:
+        """The answer to the question, [V] float32.
+
+        Args:
+            logits: of the state that its last row ended with.
+        """
+        ...
+
+
+# Blocks of one leaf were given a token
+
+
+class Branch(Protocol):
+    """A block while it decodes, as a hook sees it."""
+
+    @property
+    def leaf(self) -> Node:
+        """The block it grows from."""
+        ...
+
+    @property
+    def node(self) -> Node:
+        """The block."""
+        ...
+
+    @property
+    def pending(self) -> int | None:
+        """A token that was chosen and is not among the block's yet."""
+        ...
+
+    @property
+    def top1(self) -> float:
+        """The highest probability that there was when its last token was chosen."""
+        ...
+
+    @property
+    def stop(self) -> str | None:
+        """Why it ends with its last token; None while it goes on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Branches that end with their last token.
+
+    Attributes:
+        places: theirs among the branches that are watched.
+        event: reports it.
+    """
+
+    places: tuple[int, ...]
+    event: Event
+
+
+class Watch(Protocol):
+    """Looks at the branches of one leaf each time some of them were given a token."""
+
+    def ahead(self) -> Sequence[int]:
+        """Places of the branches that wait before their next token."""
+        ...
+
+    def chosen(self) -> Stopped | None:
+        """Which branches end now; None: none."""
+        ...
+
+
+class BranchHook(Protocol):
+    """Compares blocks that grow from one leaf in one operation."""
+
+    def watch(self, branches: Sequence[Branch]) -> Watch:
+        """A watch over these, at least two."""
+        ...

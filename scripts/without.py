@@ -1,0 +1,126 @@
+"""Shows that arbor works without features: takes their folders out of a copy, and runs it.
+
+    python scripts/without.py arbor/papers/rksc
+    python scripts/without.py --quick arbor/papers/rksc arbor/integrations/ray
+
+A folder's own tests, ``tests/papers/rksc`` for the first, go with it, and so do those of scripts
+that import it. Of the pages stay the words: their examples of the folder, and entries of errors
+that it alone raises, go. All other tests have to pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = ("architecture", "feature", "registry", "session", "engine_forest")
+NATIVE = Path("kernels/libarbor_native.so")  # built, and not tracked
+
+
+def copy_repository(to: Path) -> None:
+    """Copy what git tracks or would, and the native library, to an empty folder, as a repository
+    of its own."""
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
+    )
+    for name in (*filter(None, listed.split("\0")), str(NATIVE)):
+        source, target = ROOT / name, to / name
+        if source.is_symlink() or source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+    for command in (["init", "-q"], ["add", "--all"]):
+        subprocess.check_call(["git", *command], cwd=to)
+
+
+def take_out(folder: str, root: Path) -> set[str]:
+    """Take a folder below ``arbor/`` out of a copy, with its tests and what pages show of it.
+
+    Returns:
+        names of the scripts that import it.
+    """
+    place = Path(folder)
+    package = ".".join(place.parts)
+    own = "".join(path.read_text("utf-8") for path in (root / place).rglob("*.py"))
+    shutil.rmtree(root / place)
+    shutil.rmtree(root / "tests" / place.relative_to("arbor"), ignore_errors=True)
+    for page in (root / "docs").glob("*.md"):
+        page.write_text(_without_examples(page.read_text("utf-8"), package), "utf-8")
+    others = "".join(
+        path.read_text("utf-8")
+        for unit in (root / "arbor").iterdir()
+        for path in ([unit] if unit.suffix == ".py" else unit.rglob("*.py"))
+    )
+    errors = root / "docs" / "errors.md"
+    head, *entries = re.split(r"^(?=## )", errors.read_text("utf-8"), flags=re.MULTILINE)
+    kept = [each for each in entries if not _is_of(each.splitlines()[0][3:], own, others)]
+    errors.write_text("".join([head, *kept]), "utf-8")
+    scripts = (root / "scripts").rglob("*.py")
+    naming = [each for each in scripts if f"from {package}" in each.read_text("utf-8")]
+    return {each.relative_to(root / "scripts").parts[0] for each in naming}
+
+
+def _without_examples(text: str, package: str) -> str:
+    """A page whose Python examples of a package are plain text."""
+    blocks = re.split(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    for at in range(1, len(blocks), 2):
+        kind = "text" if package in blocks[at] else "python"
+        blocks[at] = f"```{kind}\n{blocks[at]}```"
+    return "".join(blocks)
+
+
+def _is_of(code: str, own: str, others: str) -> bool:
+    """Whether an error's code is in these sources, and not in the others."""
+    return f'"{code}"' in own and f'"{code}"' not in others
+
+
+def commands(quick: bool, scripts: set[str]) -> list[Sequence[str]]:
+    """What has to succeed in the copy.
+
+    Args:
+        quick: a few test files only.
+        scripts: whose tests do not run.
+    """
+    tests = [f"tests/test_{name}.py" for name in QUICK] if quick else ["tests"]
+    gone = " or ".join(sorted({name.split("_stages")[0].removesuffix(".py") for name in scripts}))
+    left_out = ["-k", f"not (script_runs and ({gone}))"] if gone else []
+    return [
+        [sys.executable, "-c", "import arbor.solver, arbor.cli.app"],
+        [sys.executable, "-m", "arbor", "solve", "4 5 6 10"],
+        [sys.executable, "-m", "arbor", "list"],
+        [sys.executable, "-m", "pytest", "-q", *left_out, *tests],
+    ]
+
+
+def main() -> int:
+    """Runs everything; the number of commands that failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+", metavar="FOLDER")
+    parser.add_argument("--quick", action="store_true", help="a few test files only")
+    args = parser.parse_args()
+    for folder in args.folders:
+        if Path(folder).parts[:1] != ("arbor",) or not (ROOT / folder / "__init__.py").is_file():
+            parser.error(f"{folder} is no package of arbor, such as arbor/papers/rksc")
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="arbor-without-") as name:
+        root = Path(name)
+        copy_repository(root)
+        scripts = {name for folder in args.folders for name in take_out(folder, root)}
+        every = commands(args.quick, scripts)
+        for command in every:
+            print("$", *command[1:], flush=True)
+            done = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": name})
+            failed += done.returncode != 0
+    print(f"without {' '.join(args.folders)}: {failed} of {len(every)} commands failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
