@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import tomllib
@@ -14,12 +13,8 @@ from support import fake_solver
 from support.fake_run import fake_run, tick
 from support.run_cli import Arbor, in_process
 
-from arbor.errors import UsageError
-from arbor.events import Answered, Boundary, Event
+from arbor.events import Boundary, Event
 from arbor.trace import TraceWriter
-from arbor.trace.perfetto import to_perfetto
-from arbor.trace.read import read_trace
-from arbor.trace.schema import trace_schema
 
 
 @pytest.fixture
@@ -44,67 +39,6 @@ def write(name: str, run: list[Event], text: str = "full") -> None:
             writer(event)
 
 
-def test_a_timeline_goes_to_stdout_or_to_a_file(command: Arbor, tmp_path: Path) -> None:
-    timeline = to_perfetto(read_trace("run.arbor.jsonl"))
-
-    ran = command("trace", "convert", "run.arbor.jsonl")
-    converted = command("trace", "convert", "run.arbor.jsonl", "-o", "run.json", "--json")
-
-    assert (ran.code, ran.err) == (0, "")
-    assert len(ran.document["traceEvents"]) == len(timeline["traceEvents"])
-    assert json.loads((tmp_path / "run.json").read_text("utf-8")) == ran.document
-    assert converted.document["path"] == "run.json"
-    missing = command("trace", "convert", "run.arbor.jsonl", "-o", "no/where.json")
-    assert missing.code == 2 and "[output-nowhere]" in missing.err
-    assert command("trace", "convert", "run.arbor.jsonl", "-o", "-").out == ran.out
-    assert not Path("-").exists()
-
-
-def test_a_comparison_for_people(command: Arbor) -> None:
-    same = command("trace", "diff", "run.arbor.jsonl", "run.arbor.jsonl")
-    other = command("trace", "diff", "run.arbor.jsonl", "other.arbor.jsonl", "--exit-code")
-
-    assert same.out == "tree      the same, block by block\nevents    the same\n"
-    lines = other.out.splitlines()
-    assert other.code == 7
-    assert lines[0].startswith("tree      1 blocks differ, the first is ")
-    assert lines[1].startswith("events    equal up to ")
-    assert lines[2].startswith("  first   boundary node=") and "ids=" in lines[2]
-    assert lines[3].startswith("  second  boundary node=") and "[7" in lines[3]
-
-
-def test_a_comparison_for_programs(command: Arbor) -> None:
-    document = command("trace", "diff", "run.arbor.jsonl", "other.arbor.jsonl", "--json").document
-
-    assert document["schema"] == "arbor.trace-diff/1"
-    assert (document["same_tree"], document["same_events"]) == (False, False)
-    assert document["parting"]["fields"] == ["ids"]
-    assert len(document["blocks"]) == 1
-    assert command("trace", "diff", "run.arbor.jsonl", "other.arbor.jsonl").code == 0
-
-
-def test_a_repair_says_what_it_did(command: Arbor, tmp_path: Path) -> None:
-    whole = (tmp_path / "run.arbor.jsonl").read_bytes()
-    (tmp_path / "run.arbor.jsonl").write_bytes(whole[: len(whole) // 2])
-
-    ran = command("trace", "repair", "run.arbor.jsonl", "--json")
-
-    facts = ran.document
-    assert (facts["path"], facts["ended"]) == ("run.repaired.arbor.jsonl", True)
-    assert facts["dropped"] <= 1 and facts["kept"] > 10
-    check = command("trace", "check", "run.repaired.arbor.jsonl")
-    assert (check.code, check.err) == (0, "")
-    assert check.out.startswith("run.repaired.arbor.jsonl: interrupted, ")
-    public = command("trace", "repair", "run.arbor.jsonl", "-o", "p.jsonl", "--trace-text", "none")
-    assert public.out.startswith("p.jsonl: ") and "lines kept" in public.out
-    assert b"thought" not in (tmp_path / "p.jsonl").read_bytes()
-
-
-def test_the_schema_is_one_document(command: Arbor) -> None:
-    assert command("trace", "schema").document == trace_schema()
-    assert command("trace", "schema", "--json").document == trace_schema()
-
-
 def test_a_configuration_repeats_the_run(command: Arbor) -> None:
     ran = command("trace", "config", "run.arbor.jsonl")
 
@@ -114,52 +48,6 @@ def test_a_configuration_repeats_the_run(command: Arbor) -> None:
         "controller": {"name": "tot"},
     }
     assert command("trace", "config", "run.arbor.jsonl", "--json").document["seed"] == 0
-
-
-def test_a_trace_without_words_gives_settings_without_a_problem(command: Arbor) -> None:
-    ran = command("trace", "config", "quiet.arbor.jsonl")
-
-    assert "problem" not in tomllib.loads(ran.out)
-    assert "written without its problem" in ran.err
-    info = command("trace", "info", "quiet.arbor.jsonl")
-    assert info.out.startswith("problem   (left out)  (game24, seed 0)")
-    assert "\nanswer    (left out)  (score 0.750, path " in info.out and "None" not in info.out
-    answer = command("trace", "info", "quiet.arbor.jsonl", "--json").document["answer"]
-    assert "text" not in answer and answer["score"] == 0.75
-    events = command("trace", "events", "quiet.arbor.jsonl", "--type", "boundary", "--json")
-    lines = [json.loads(line) for line in Path("quiet.arbor.jsonl").read_text().splitlines()]
-    assert events.document["events"] == [line for line in lines if line["e"] == "boundary"]
-    assert "(left out)" in command("view", "--term", "quiet.arbor.jsonl").out
-    assert command("trace", "check", "quiet.arbor.jsonl").code == 0
-
-
-@pytest.mark.parametrize("text", ["full", "none"])
-def test_a_run_without_an_answer_has_none(command: Arbor, text: str) -> None:
-    write(
-        "none.arbor.jsonl",
-        [
-            Answered(None, (), None, 0.0, None) if isinstance(e, Answered) else e
-            for e in fake_run(1)
-        ],
-        text=text,
-    )
-
-    info = command("trace", "info", "none.arbor.jsonl")
-
-    assert "\nanswer    (no answer)  (score 0.000, " in info.out
-
-
-def test_a_trace_is_not_written_over(command: Arbor) -> None:
-    before = Path("run.arbor.jsonl").read_bytes()
-    for arguments in (
-        ("trace", "convert", "run.arbor.jsonl", "--output", "run.arbor.jsonl"),
-        ("view", "run.arbor.jsonl", "-o", "./run.arbor.jsonl"),
-        ("view", "other.arbor.jsonl", "run.arbor.jsonl", "-o", "run.arbor.jsonl"),
-    ):
-        ran = command(*arguments)
-        assert ran.code == 2
-        assert "[output-is-input]" in ran.err
-    assert Path("run.arbor.jsonl").read_bytes() == before
 
 
 def test_a_search_writes_over_nothing_it_reads_and_to_places_there_are(command: Arbor) -> None:
@@ -208,9 +96,3 @@ def test_a_search_overwrites_a_trace_only_by_force(
     Path("off").write_text("a file")
     assert command(*search, "off").code == 0
     assert Path("off").read_text() == "a file"
-
-
-def test_a_typo_does_not_put_words_into_a_trace(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"trace-text.*'nune'"):
-        TraceWriter(tmp_path / "run.jsonl", text="nune")  # type: ignore[arg-type]
-    assert not (tmp_path / "run.jsonl").exists()

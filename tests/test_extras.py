@@ -10,9 +10,8 @@ from typing import Any
 import click
 import pytest
 
-from arbor.cli import extras
 from arbor.cli.app import cli
-from arbor.cli.extras import EXTRAS, extra_states
+from arbor.cli.extras import EXTRAS
 from arbor.cli.man import man_page
 
 ROOT = Path(__file__).parents[1]
@@ -36,22 +35,6 @@ def test_doctor_knows_every_extra_and_its_packages(project: dict[str, Any]) -> N
     assert EXTRAS.keys() == declared.keys() - FOR_DEVELOPERS
     for name, extra in EXTRAS.items():
         assert set(extra.packages) == {distribution(each) for each in declared[name]}, name
-
-
-def test_a_missing_extra_says_what_it_would_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "version_of", lambda name: None if name == "uvicorn" else "1")
-
-    states = extra_states()
-
-    assert states["server"] == "adds arbor serve; not installed: uvicorn"
-    assert states["math"] == "installed: the grader math"
-
-
-def test_the_guide_lists_every_extra() -> None:
-    guide = (ROOT / "docs/install.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1] for line in guide.splitlines() if line.startswith("| `")]
-
-    assert sorted(re.findall(r"`([^`]+)`", " ".join(rows))) == sorted(EXTRAS)
 
 
 def test_the_manual_page_has_every_command_and_option() -> None:

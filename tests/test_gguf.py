@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,16 @@ import pytest
 import torch
 from support.gguf_files import llama, write_gguf
 from support.real_models import model_file
-from support.run_cli import environment, in_process
 
 from arbor import ModelError, Solver
-from arbor.model import bfloat16, gguf_header
+from arbor.model import bfloat16
 from arbor.model.description_cache import (
     keep_description,
     kept_description,
-    light_tokenizer,
 )
-from arbor.model.gguf_header import GGUFHeader, read_gguf_header
-from arbor.model.loading import BUILTIN, load_config, load_model, load_tokenizer, locate_model
-from arbor.model.plain_tokenizer import PlainTokenizer
+from arbor.model.loading import load_config, load_model, load_tokenizer, locate_model
 from arbor.model.weights import read_files
 from arbor.run.conversation import conversation_tokens
-from arbor.support.units import human_bytes
 
 pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")
@@ -65,61 +58,6 @@ def refusal(path: Path) -> str:
 # Reading
 
 
-def test_the_header_is_what_the_gguf_package_reads(written: Path) -> None:
-    import gguf
-
-    ours, theirs = read_gguf_header(written), gguf.GGUFReader(written)
-
-    assert {key: ours.get(key) for key in ours} == {
-        name: field.contents()
-        for name, field in theirs.fields.items()
-        if not name.startswith("GGUF.")
-    }
-    assert [
-        (each.name, each.shape, each.type, each.start, each.length) for each in ours.tensors
-    ] == [
-        (t.name, tuple(reversed(t.shape.tolist())), t.tensor_type, t.data_offset, t.n_bytes)
-        for t in theirs.tensors
-    ]
-    assert (ours.data_start, ours.quantized) == (theirs.data_offset, True)
-
-
-def test_a_header_longer_than_the_first_read_is_read(
-    written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    whole = read_gguf_header(written)
-    monkeypatch.setattr(gguf_header, "FIRST_READ", 30)
-    again = read_gguf_header(Path(shutil.copy(written, tmp_path / "again.gguf")))
-
-    assert (again.digest, again.tensors) == (whole.digest, whole.tensors)
-
-
-@needs_load
-def test_a_file_is_parsed_once_a_process(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gguf
-
-    parsed: list[str] = []
-
-    class Counted(GGUFHeader):
-        def __init__(self, path: Path, *arguments: Any) -> None:
-            parsed.append(path.name)
-            super().__init__(path, *arguments)
-
-    class Forbidden:
-        def __init__(self, *_: Any) -> None:
-            raise AssertionError("the file is parsed by the gguf package as well")
-
-    monkeypatch.setattr(gguf_header, "GGUFHeader", Counted)
-    monkeypatch.setattr(gguf, "GGUFReader", Forbidden)
-
-    with Solver(tiny, controller="chain", verifier="exact", max_expansions=1) as solver:
-        solver.plan()
-        solver.solve("4 5 6 10")
-
-    assert parsed == ["m.gguf"]
-    assert gguf.GGUFReader is Forbidden
-
-
 @needs_load
 def test_transformers_makes_the_same_of_the_header_read_once(written: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -142,22 +80,6 @@ def test_transformers_makes_the_same_of_the_header_read_once(written: Path, tmp_
     assert all(torch.equal(weights[name], each) for name, each in ours.state_dict().items())
 
 
-@needs_load
-def test_a_tokenizer_next_to_the_file_is_not_its_own(tiny: Path) -> None:
-    before = load_tokenizer(locate_model(tiny)).encode("4 5 6 10")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUILTIN["sapling"] / name, tiny.parent / name)
-
-    assert load_tokenizer(locate_model(tiny)).encode("4 5 6 10") == before
-
-
-@pytest.mark.parametrize("name", ["model", "m.GGUF", "m.bin"])
-def test_a_gguf_file_is_known_by_its_first_bytes(tiny: Path, name: str) -> None:
-    found = locate_model(tiny.rename(tiny.with_name(name)))
-
-    assert found.gguf == name
-
-
 # Kept by content
 
 
@@ -170,79 +92,7 @@ def read(path: Path) -> Any:
     return read_files(locate_model(path), None, None, "auto", keep=False)
 
 
-@needs_load
-def test_a_kept_description_is_that_of_the_file(tiny: Path) -> None:
-    files = read(tiny)
-    keep(tiny)
-    found = kept_description(locate_model(tiny), "auto")
-
-    assert found is not None
-    assert (found.info, found.sampling) == (files.info, files.sampling)
-    assert found.tokenizer.encode("4 5 6 10 = 24") == files.tokenizer.encode("4 5 6 10 = 24")
-    assert found.tokenizer.chat_template == CHAT
-    assert len(found.tokenizer) == len(files.tokenizer)
-
-
-@needs_load
-def test_a_file_is_known_under_any_name(tiny: Path, tmp_path: Path) -> None:
-    keep(tiny)
-    moved = tmp_path / "elsewhere" / "other.gguf"
-    moved.parent.mkdir()
-    tiny.rename(moved)
-
-    found = kept_description(locate_model(moved), "auto")
-
-    assert found is not None and found.info.id == str(moved)
-
-
-@needs_load
-def test_two_models_called_the_same_share_nothing(tiny: Path, tmp_path: Path) -> None:
-    keep(tiny)
-    other = tmp_path / "elsewhere" / "m.gguf"
-    other.parent.mkdir()
-    write_gguf(llama(), other, quantized=True, settings={"llama.context_length": 128})
-
-    assert kept_description(locate_model(other), "auto") is None
-
-
-@needs_load
-def test_a_replaced_file_of_equal_size_and_time_is_noticed(tiny: Path) -> None:
-    keep(tiny)
-    before = tiny.stat()
-    data = tiny.read_bytes()
-    wanted = struct.pack("<I", 256)
-    at = data.index(b"llama.context_length") + len(b"llama.context_length") + 4
-    assert data[at : at + 4] == wanted
-    tiny.write_bytes(data[:at] + struct.pack("<I", 128) + data[at + 4 :])
-    os.utime(tiny, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-    assert (tiny.stat().st_size, tiny.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert kept_description(locate_model(tiny), "auto") is None
-    assert read(tiny).info.context == 128
-
-
-@needs_load
-def test_a_prompt_of_a_gguf_file_keeps_its_tokenizer(tiny: Path) -> None:
-    source = locate_model(tiny)
-
-    first, second = light_tokenizer(source), light_tokenizer(source)
-
-    assert not isinstance(first, PlainTokenizer)
-    assert isinstance(second, PlainTokenizer)
-
-
 # Damaged files
-
-
-@pytest.mark.parametrize("part", [0.5, 0.9, 0.99])
-def test_a_file_cut_off_says_where(tiny: Path, part: float) -> None:
-    size = tiny.stat().st_size
-    cut = int(size * part)
-    os.truncate(tiny, cut)
-
-    said = refusal(tiny)
-
-    assert f"ends at byte {cut:,} of the {size:,}" in said and "Download" in said
 
 
 @pytest.mark.parametrize("cut", [4, 23, 24, 40, 1000])
@@ -268,36 +118,6 @@ def test_damaged_headers_are_refused_by_name(
     tiny.write_bytes(data[:at] + bytes_ + data[at + len(bytes_) :])
 
     assert words in refusal(tiny)
-
-
-def test_an_id_beyond_the_vocabulary_names_its_setting(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(llama(), path, settings={"tokenizer.ggml.eos_token_id": 9999})
-
-    said = refusal(path)
-
-    assert "tokenizer.ggml.eos_token_id" in said and "9999" in said and "640 tokens" in said
-    assert "tokenizer.json" not in said
-
-
-def test_a_part_of_a_split_file_says_how_to_join_it(tmp_path: Path) -> None:
-    path = tmp_path / "m-00001-of-00003.gguf"
-    write_gguf(llama(), path, settings={"split.count": 3, "split.no": 0})
-
-    said = refusal(path)
-
-    assert "part 1 of 3" in said and "llama-gguf-split --merge" in said
-
-
-@needs_load
-def test_a_missing_tensor_is_named_as_the_files(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(llama(), path, without="blk.1.attn_q.weight")
-
-    with Solver(path) as solver, pytest.raises(ModelError) as refused:
-        solver.load()
-
-    assert "1 tensor" in str(refused.value) and "safetensors" not in str(refused.value)
 
 
 # Models that others trained
@@ -361,48 +181,3 @@ def test_quantized_weights_become_bfloat16_where_it_is_multiplied_natively(
         assert solver.describe().dtype == dtype
     with Solver(path, device="cpu", dtype="float32") as solver:
         assert solver.describe().dtype == "float32"
-
-
-def test_the_plan_names_dtype_and_memory_of_the_weights(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = in_process(capsys)("solve", "4 5 6 10", "--model", str(tiny), "--dry-run")
-    described = in_process(capsys)("info", str(tiny), "--dtype", "float32")
-
-    dtype = "bfloat16" if bfloat16.multiplies_bfloat16("cpu") else "float32"
-    parameters = sum(each.numel() for each in llama().parameters())
-    size = human_bytes(parameters * (2 if dtype == "bfloat16" else 4))
-    assert ran.out.splitlines()[0] == f"weights           {dtype}, {size}"
-    assert f"memory of weights   {human_bytes(4 * parameters)}" in described.out.splitlines()
-
-
-RESIDENT = """
-import sys
-from arbor import Solver
-from arbor.kernels.linear import weight_bytes
-
-def resident():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
-with Solver(sys.argv[1], dtype="bfloat16", device="cpu") as solver:
-    solver.load()
-    solver.checkpoint.load()
-    held = weight_bytes(solver.engine.runner.model)
-    print(resident() - held)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and frees through glibc")
-def test_loading_leaves_the_weights_alone_in_memory(qwen_small: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RESIDENT, str(qwen_small)],
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    # Python, torch and transformers take 0.35 GiB, freed memory that is kept another 0.55
-    assert int(done.stdout) < 0.6 * 2**30

@@ -11,7 +11,7 @@ import torch
 from support.gguf_files import llama, write_gguf
 
 from arbor import ModelError, Solver
-from arbor.model.loading import load_config, load_model, locate_model
+from arbor.model.loading import load_model, locate_model
 
 pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")
@@ -100,26 +100,6 @@ def test_factors_divide_the_frequencies(tmp_path: Path) -> None:
         solver.solve("4 5 6 10")  # its logits are compared with the model's own
 
 
-def test_factors_of_two_lengths_keep_paths_within_the_first(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    settings = {f"{SCALING}original_context_length": 64, f"{SCALING}attn_factor": 1.25}
-    factors = {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG}
-    write_gguf(llama(), path, settings=settings, factors=factors)
-    wanted = scaled(
-        rope_type="longrope",
-        short_factor=SHORT,
-        long_factor=LONG,
-        original_max_position_embeddings=64,
-        attention_factor=1.25,
-    )
-
-    ours = load_model(locate_model(path), torch.float32, CPU)
-
-    assert torch.allclose(logits(ours), logits(wanted), atol=1e-5)
-    with Solver(path) as solver:
-        assert solver.describe().context == 64
-
-
 @pytest.mark.parametrize(
     ("settings", "factors", "words"),
     [
@@ -143,33 +123,3 @@ def test_other_scaling_is_refused_by_name(
     said = str(refused.value)
     assert refused.value.code == "model-gguf" and str(path) in said
     assert words in said and "safetensors" in said
-
-
-@pytest.mark.parametrize("scaling", [{"type": "linear"}, {}])
-def test_layers_with_a_window_are_not_scaled(scaling: Mapping[str, str], tmp_path: Path) -> None:
-    import gguf
-
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "gemma3")
-    writer.add_context_length(131072)
-    writer.add_embedding_length(64)
-    writer.add_block_count(12)
-    writer.add_feed_forward_length(128)
-    writer.add_head_count(2)
-    writer.add_sliding_window(512)
-    writer.add_rope_freq_base(1000000.0)
-    writer.add_float32("gemma3.rope.scaling.factor", 8.0)
-    for name, value in scaling.items():
-        writer.add_string(f"gemma3.rope.scaling.{name}", value)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<pad>", "<eos>", "<bos>"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-    rope = load_config(locate_model(path)).rope_parameters
-
-    wanted = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0}
-    assert rope["full_attention"].items() >= wanted.items()
-    assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}

@@ -9,14 +9,13 @@ from support.models import Words, build
 from support.trees import SAMPLED, Lab, relative_error
 from support.trees import grown as grown_tree
 
-from arbor import components
 from arbor.engine import residency
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import UsageError
 from arbor.events import Event, Evicted, Forwarded, Rehydrated
 from arbor.retention.allocators.rsbcm import RSBCM
-from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.policy import POLICIES, Protect
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.tree import NodeState, ThoughtTree
@@ -65,32 +64,6 @@ def test_what_is_above_the_part_leaves_at_once() -> None:
     assert alone.memory.used >= 0.5 * POOL
 
 
-def test_it_looks_every_few_steps_only() -> None:
-    def steps_of(events: list[Event]) -> list[int]:
-        """Decode steps before each eviction."""
-        steps, found = 0, []
-        for event in events:
-            if isinstance(event, Forwarded) and event.kind == "decode":
-                steps += event.steps
-            elif isinstance(event, Evicted):
-                found.append(steps)
-        return found
-
-    often, seldom = grown(Trigger(above=0.3))[0], grown(Trigger(every=5, above=0.3))[0]
-
-    assert len(causes(seldom)) < len(causes(often))
-    # three times 8 steps, after the last of which nothing decodes; it looks after 5, 10, 15 and 20
-    # of the others
-    assert set(steps_of(seldom.events)) <= {5, 11, 17, 22}
-
-
-def test_running_paths_lose_tokens_in_lossy_mode() -> None:
-    lab, _ = grown(Trigger(above=0.3), "lossy", "streaming")
-
-    assert "clock" in causes(lab)
-    assert lab.memory.used <= 0.3 * POOL + 8
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"every": 0}, "at least 1"), ({"above": 0.0}, "above 0"), ({"above": 1.5}, "at most 1")],
@@ -99,28 +72,6 @@ def test_a_trigger_out_of_range_is_refused(settings: dict[str, float], message: 
     with pytest.raises(UsageError, match="setting-range") as caught:
         Trigger(**settings)  # type: ignore[arg-type]
     assert message in str(caught.value)
-
-
-def test_it_is_a_setting_of_a_policy() -> None:
-    policy: Policy = components.build("policy", "lru", above="0.5", every="8", among="fair")
-
-    assert policy.trigger == Trigger(every=8, above=0.5)
-    assert policy.among == "fair"
-    assert components.build("policy", components.spec_of(policy)) == policy
-
-
-def test_a_path_that_a_step_completes_stays_until_the_step_is_over() -> None:
-    lab, tree = grown(Trigger(above=0.2))
-    leaf = tree.root.children[-1]
-    growing = lab.begin_grow([(tree.root.children[0], 1)], GROWTH)
-    lab.step()
-    visit = lab.begin_extend(leaf)
-    while not visit.done:
-        lab.step()
-
-    assert all(node.span.exact.all() for node in leaf.path)
-    lab.close(tree)
-    assert growing.done
 
 
 def test_a_policy_that_fails_at_its_own_time_ends_the_last_operation_only(
@@ -176,21 +127,3 @@ def test_blocks_beyond_a_capacity_leave_although_there_is_room(capacity: int) ->
     assert [node.tokens for node in tree] == [node.tokens for node in want]
     assert relative_error(answers, want_answers) < 1e-4
     assert any(isinstance(event, Rehydrated) for event in lab.events)
-
-
-def test_the_block_of_least_value_and_greatest_depth_leaves_first() -> None:
-    policy = replace(POLICIES["rsbcm"], allocator=RSBCM(2), protect=NOTHING)
-    lab = Lab(build("llama"), policy=policy, debug=True)
-    tree = lab.plant(4096)
-    nodes = lab.sprout([(tree.root, 3)])
-    for node, value in zip(nodes, (0.9, 0.1, 0.5), strict=True):
-        node.value, node.valued = value, True
-    lab.changed(nodes)
-    assert all(node.span.resident.all() for node in nodes)
-
-    lab.sprout([(nodes[2], 1)])  # runs on the third: the others are two, and may stay
-    assert all(node.span.resident.all() for node in nodes)
-    lab.sprout([(tree.root, 1)])  # idle now: three blocks and the child of the third
-
-    held = [bool(node.span.resident.all()) for node in nodes]
-    assert held == [True, False, True]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import math
 import os
-import re
 import socket
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from html import escape
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,17 +24,10 @@ import openai
 from support.http_requests import NAME, Gate, Running, serving, until
 
 from arbor import Solver
-from arbor.errors import InputError, UsageError
 from arbor.model.loading import BUILTIN
 from arbor.model.runner import ModelRunner
-from arbor.run.conversation import conversation_tokens
-from arbor.run.shared_engine import default_tokens
-from arbor.server.public import PublicRecords
-from arbor.server.refusals import refusal_of, without_paths
 from arbor.server.schema import ChatRequest, CompletionRequest, Search, SolveRequest
-from arbor.server.settings import read_keys, served_name
 from arbor.trace import Replay, read_trace
-from arbor.view.page import list_style
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -151,20 +138,6 @@ def test_the_most_probable_tokens_are_transformers(
     assert [each.model_dump() for each in streamed] == [each.model_dump() for each in content]
 
 
-def test_token_ids_are_a_prompt(solver: Solver, client: Any) -> None:
-    fields = {"model": NAME, "max_tokens": 8, "temperature": 0}
-    ids = solver.tokenizer.encode("4 5 6 10\n")
-
-    by_text, by_ids = (
-        client.completions.create(prompt=prompt, **fields) for prompt in ("4 5 6 10\n", ids)
-    )
-    together = client.completions.create(prompt=["1 2 3 4\n", "4 5 6 10\n"], **fields)
-
-    assert by_ids.choices[0].text == by_text.choices[0].text == together.choices[1].text
-    assert [choice.index for choice in together.choices] == [0, 1]
-    assert together.usage.prompt_tokens > by_ids.usage.prompt_tokens == len(ids)
-
-
 def test_a_stream_is_the_whole_in_parts(client: Any) -> None:
     fields = chat("4 5 6 10", max_tokens=40, n=3, seed=5, stop=[")\n", "= 9"], logprobs=True)
     whole = client.chat.completions.create(**fields)
@@ -189,52 +162,6 @@ def test_a_stream_is_the_whole_in_parts(client: Any) -> None:
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert "stop" in finish.values()
     assert not any(stop in text for text in texts.values() for stop in (")\n", "= 9"))
-
-
-def test_the_seed_decides_and_is_reported(client: Any) -> None:
-    fields = chat("4 5 6 10", max_tokens=24, temperature=1)
-
-    free = client.chat.completions.create(**fields)
-    again = client.chat.completions.create(**fields, seed=free.arbor["seed"])
-    other = client.chat.completions.create(**fields, seed=free.arbor["seed"] + 1)
-
-    assert again.choices[0].message.content == free.choices[0].message.content
-    assert other.choices[0].message.content != free.choices[0].message.content
-
-
-def test_a_stream_names_its_seed_where_each_choice_ends(client: Any) -> None:
-    fields = chat("4 5 6 10", max_tokens=24, temperature=1, n=2)
-
-    chunks = list(client.chat.completions.create(**fields, stream=True))
-
-    ends = [chunk for chunk in chunks if chunk.choices[0].finish_reason is not None]
-    (seed,) = {chunk.arbor["seed"] for chunk in ends}
-    again = client.chat.completions.create(**fields, seed=seed)
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices[0].index == 0)
-    assert len(ends) == 2 and again.choices[0].message.content == text
-
-
-def test_a_prompt_that_was_read_before_is_reused(client: Any) -> None:
-    prompt = "7 8 9 10\n" * 20
-
-    first, second = (
-        client.completions.create(model=NAME, prompt=prompt, max_tokens=4) for _ in range(2)
-    )
-
-    cached = second.usage.prompt_tokens_details.cached_tokens
-    assert first.usage.prompt_tokens == second.usage.prompt_tokens
-    assert cached >= second.usage.prompt_tokens - 1 > 32
-
-
-def test_roles_without_a_template_are_their_contents(client: Any) -> None:
-    fields = {"model": NAME, "max_tokens": 8, "temperature": 0}
-    parts = [{"type": "text", "text": "4 5 "}, {"type": "text", "text": "6 10"}]
-    messages = [{"role": "system", "content": "1 2"}, {"role": "user", "content": parts}]
-
-    talked = client.chat.completions.create(messages=messages, **fields)
-    written = client.completions.create(prompt="1 2\n\n4 5 6 10", **fields)
-
-    assert talked.choices[0].message.content == written.choices[0].text
 
 
 def test_a_chat_template_writes_the_prompt(
@@ -262,15 +189,6 @@ def test_a_chat_template_writes_the_prompt(
         client.chat.completions.create(messages=[{"role": "system", "content": "x"}], **fields)
 
 
-def test_the_model_is_listed(client: Any) -> None:
-    assert [each.id for each in client.models.list()] == [NAME]
-    assert client.models.retrieve(NAME).owned_by == "arbor"
-    with pytest.raises(openai.NotFoundError, match="not served"):
-        client.chat.completions.create(**chat("x") | {"model": "gpt-4o"})
-    with pytest.raises(openai.NotFoundError, match="not served"):
-        client.models.retrieve("gpt-4o")
-
-
 # Searches
 
 
@@ -285,43 +203,6 @@ def test_a_search_gives_what_the_solver_gives(solver: Solver, client: Any) -> No
     assert made.choices[0].arbor["answer"] == expected.answer == made.arbor["runs"][0]["answer"]
     assert len(made.choices) == min(2, len(expected.candidates))
     assert made.usage.completion_tokens == expected.metrics.tokens_generated
-
-
-def test_the_settings_of_a_search_are_used(client: Any) -> None:
-    search = {"controller": {"name": "chain", "samples": 3}, "verifier": "exact", "max_depth": 3}
-
-    made = client.chat.completions.create(**chat(HANDS[0], n=3), extra_body={"arbor": search})
-
-    assert made.usage.arbor["nodes"] <= 1 + 3 * 3
-    assert made.usage.prompt_tokens > 0
-
-
-def test_a_search_streams_its_answer_at_the_end(client: Any) -> None:
-    fields = chat(HANDS[0], seed=3)
-    search = {"arbor": {"controller": "tot,beam=2", "max_expansions": 20}}
-    whole = client.chat.completions.create(**fields, extra_body=search)
-
-    chunks = list(client.chat.completions.create(**fields, extra_body=search, stream=True))
-
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == (
-        whole.choices[0].message.content
-    )
-    assert chunks[-1].choices[0].arbor["answer"] == whole.choices[0].arbor["answer"]
-
-
-def test_every_choice_of_a_streamed_search_begins_with_its_role(client: Any) -> None:
-    search = {"arbor": {"controller": "chain,samples=3", "verifier": "exact"}}
-
-    chunks = client.chat.completions.create(
-        **chat(HANDS[0], seed=3, n=3), extra_body=search, stream=True
-    )
-
-    roles: dict[int, list[str | None]] = {}
-    for chunk in chunks:
-        for choice in chunk.choices:
-            roles.setdefault(choice.index, []).append(choice.delta.role)
-    assert len(roles) == 3
-    assert all(found[0] == "assistant" and set(found[1:]) <= {None} for found in roles.values())
 
 
 @pytest.mark.parametrize(
@@ -359,33 +240,6 @@ def test_a_search_beyond_what_requests_may_ask_for_is_refused(
     assert "/" not in document["error"]["message"].replace("and/or", "")
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"stop": ["x"], "arbor": {}}, "takes no stop"),
-        ({"logprobs": True, "arbor": {}}, "takes no logprobs"),
-        ({"messages": [{"role": "system", "content": "x"}], "arbor": {}}, "one user message"),
-        (
-            {
-                "messages": [
-                    {"role": "system", "content": "Be brief."},
-                    {"role": "user", "content": HANDS[0]},
-                ],
-                "arbor": {},
-            },
-            "takes no system message",
-        ),
-        ({"messages": [{"role": "user", "content": "4 5 6"}], "arbor": {}}, "four"),
-    ],
-)
-def test_what_a_search_cannot_read_is_refused(
-    running: Running, fields: dict[str, Any], words: str
-) -> None:
-    status, _, document = running.send(CHAT, chat(HANDS[0]) | fields)
-
-    assert status == 400 and words in document["error"]["message"], document
-
-
 # Problems, event by event
 
 
@@ -419,100 +273,6 @@ def test_a_problem_is_solved_event_by_event(
     assert solution["candidates"] == whole["candidates"] and solution["seed"] == 3
 
 
-def test_tokens_come_where_they_are_asked_for(running: Running) -> None:
-    body = {"problem": HANDS[0], "seed": 3, "max_expansions": 2, "trace_level": "tokens"}
-
-    names = [name for name, _ in events_in(running.send(SOLVE, body)[2]["text"])]
-
-    assert names.count("sample") > 10
-
-
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ({}, "invalid_request"),
-        ({"problem": ""}, "invalid_request"),
-        ({"problem": "4 5 6"}, "problem_invalid"),
-        ({"problem": HANDS[0], "expected": "24"}, "invalid_request"),
-        ({"problem": HANDS[0], "controller": "os:system"}, "unknown_controller"),
-        ({"problem": HANDS[0], "trace": "/tmp/x"}, "invalid_request"),
-    ],
-)
-def test_a_problem_that_cannot_be_searched_is_refused(
-    running: Running, body: dict[str, Any], code: str
-) -> None:
-    status, _, document = running.send(SOLVE, body)
-
-    assert (status, document["error"]["code"]) == (400, code), document
-
-
-def test_events_name_no_path_of_the_machine(tmp_path: Path) -> None:
-    folder = tmp_path / "secret"
-    folder.symlink_to(BUILTIN["sapling"], target_is_directory=True)
-    body = {"problem": HANDS[0], "max_expansions": 1}
-    with Solver(folder) as solver, serving(solver) as running:
-        streamed = running.send(SOLVE, body)[2]["text"]
-        whole = running.send(SOLVE, body | {"stream": False})[2]
-
-    assert str(tmp_path) not in streamed + json.dumps(whole)
-    assert whole["config"]["model"] == NAME
-    records = PublicRecords("model", NAME)
-    assert records._public({"a": ["/x/y", "C:\\x", "a/b", 5]}) == {
-        "a": ["(path)", "(path)", "a/b", 5]
-    }
-
-
-def test_searches_are_shown_on_a_page(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-    hand = "<b>4 5 6 10</b>"
-    with serving(solver, live=True) as running:
-        empty = running.send("/")[2]["text"]
-        assert "0 in progress, 0 ended" in empty and "No search yet" in empty
-        assert list_style() in empty and 'name="viewport"' in empty
-        solved = running.send(CHAT, chat(HANDS[0], seed=3, arbor={}))[2]["choices"][0]["arbor"]
-        running.send(COMPLETIONS, {"prompt": "not shown", "max_tokens": 1})
-        gate.close()
-        held = running.begin(SOLVE, {"problem": HANDS[1]})
-        until(lambda: running.service.engine.running)
-        until(lambda: "running" in running.send("/")[2]["text"])
-        index = running.send("/")[2]["text"]
-        assert "1 in progress, 1 ended" in index and "not shown" not in index
-        assert solved["answer"] and f">{escape(solved['answer'])}<td>" in index
-        links = re.findall(r'href="(live/[^"]+)"', index)
-        for link, name in zip(links, (HANDS[1], HANDS[0]), strict=True):
-            status, headers, page = running.send(f"/{link}")
-            assert status == 200 and "viewer" in page["text"]
-            assert ("refresh" in headers) == (name == HANDS[1])
-            assert run_of(page["text"])["records"][0]["problem"] == name
-        held.close()
-        gate.open()
-        until(lambda: running.is_idle)
-        assert "given up" in running.send("/")[2]["text"]
-        assert running.send("/live/unknown")[0] == 404
-        live = running.service.live
-        assert live is not None
-        live.begin(hand)
-        assert hand not in live.index() and "&lt;b&gt;" in live.index()
-        for _ in range(40):
-            live.begin("x").end("solved")
-        assert len(live._searches) == 16
-
-
-def run_of(page: str) -> dict[str, Any]:
-    """The run that a page holds."""
-    packed = re.search(r'class="run">([^<]+)<', page)
-    assert packed is not None
-    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[1])))
-    return found
-
-
-def test_without_the_option_no_page_shows_searches(running: Running) -> None:
-    running.send(CHAT, chat(HANDS[0], arbor={"max_expansions": 1}))
-
-    assert running.send("/")[2]["text"].startswith("arbor ")
-    assert HANDS[0] not in running.send("/")[2]["text"]
-
-
 # Many at once
 
 
@@ -539,63 +299,7 @@ def test_eight_at_once_give_the_texts_of_one_at_a_time(running: Running, client:
     until(lambda: running.is_idle)
 
 
-def test_too_many_requests_are_refused_with_the_time_to_wait(
-    solver: Solver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    with serving(solver, at_once=1, queue=1) as running, running.client() as client:
-        gate.close()
-        held = [running.begin(COMPLETIONS, LONG) for _ in range(2)]
-        until(lambda: running.service.admitted == 2)
-
-        status, headers, document = running.send(CHAT, chat("x"))
-        with pytest.raises(openai.RateLimitError):
-            client.chat.completions.create(**chat("x"))
-
-        assert (status, document["error"]["code"]) == (429, "queue_full")
-        assert int(headers["retry-after"]) >= 1
-        gate.open()
-        for each in held:
-            each.close()
-        until(lambda: running.is_idle)
-        assert running.send(CHAT, chat("x", max_tokens=2))[0] == 200
-
-
 # Deadlines
-
-
-def test_a_deadline_in_the_middle_gives_what_there_is(
-    solver: Solver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    with serving(solver) as running, running.client() as client:
-        stream = client.completions.create(**LONG, extra_body={"arbor": {"timeout": 0.5}})
-        first = next(iter(stream))
-        gate.close()
-        threading.Timer(0.6, gate.open).start()
-        rest = list(stream)
-
-    text = "".join(chunk.choices[0].text for chunk in [first, *rest] if chunk.choices)
-    assert rest[-1].choices[0].finish_reason == "length"
-    assert 0 < len(text) < 400
-
-
-def test_a_deadline_before_its_turn_is_an_error(
-    solver: Solver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    with serving(solver, at_once=1) as running:
-        gate.close()
-        held = running.begin(COMPLETIONS, LONG)
-        until(lambda: running.service.engine.running)
-
-        status, headers, document = running.send(CHAT, chat("x", arbor={"timeout": 0.05}))
-
-        assert (status, document["error"]["code"]) == (503, "deadline")
-        assert int(headers["retry-after"]) >= 1
-        gate.open()
-        held.close()
-        until(lambda: running.is_idle)
 
 
 # Clients that go away
@@ -619,46 +323,6 @@ def test_a_client_that_goes_away_gives_its_slots_back(
         assert running.service.metrics.cancelled._value.get() == before + 1
         generated = running.service.metrics.tokens.labels("generated")._value.get()
         assert generated == 0  # it never came to its end
-
-
-def test_a_client_that_goes_away_leaves_the_others_alone(
-    solver: Solver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    fields = {"model": NAME, "prompt": "4 5 6 10\n", "max_tokens": 60, "temperature": 0}
-    with serving(solver) as running, running.client() as client:
-        alone = client.completions.create(**fields).choices[0].text
-        gate.close()
-        going = [running.begin(COMPLETIONS, LONG) for _ in range(3)]
-        until(lambda: running.service.admitted == 3)
-        with ThreadPoolExecutor(1) as pool:
-            staying = pool.submit(client.completions.create, **fields)
-            until(lambda: running.service.admitted == 4)
-            for each in going:
-                each.close()
-            until(lambda: running.service.admitted == 1)
-            gate.open()
-            assert staying.result().choices[0].text == alone
-        until(lambda: running.is_idle)
-
-
-def test_a_client_that_goes_away_in_the_queue_is_never_searched(
-    solver: Solver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    with serving(solver, at_once=1) as running:
-        gate.close()
-        held = running.begin(COMPLETIONS, LONG)
-        until(lambda: running.service.engine.running)
-        waiting = running.begin(CHAT, chat("4 5 6 10"))
-        until(lambda: running.service.engine.waiting == 1)
-        waiting.close()
-        until(lambda: running.service.engine.waiting == 0)
-
-        assert running.service.engine.running == 1
-        held.close()
-        gate.open()
-        until(lambda: running.is_idle)
 
 
 # Faults
@@ -687,44 +351,6 @@ def test_a_fault_of_the_engine_fails_its_request_only(
         assert "broken at" in caplog.text
         assert again["choices"] == expected["choices"]
         until(lambda: running.is_idle)
-
-
-def test_a_fault_in_a_stream_is_its_last_event(
-    solver: Solver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = ModelRunner.forward
-    left = [20]
-
-    def forward(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("broken")
-        return right(self, *args, **kwargs)
-
-    with serving(solver) as running, running.client() as client:
-        monkeypatch.setattr(ModelRunner, "forward", forward)
-        stream = client.completions.create(**LONG)
-        with pytest.raises(openai.APIError, match="others go on"):
-            list(stream)
-        until(lambda: running.is_idle)
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("no file /home/me/models/x.json here", "no file (path) here"),
-        (r"no file C:\models\x", "no file (path)"),
-        ("see docs/errors.md, 4 / 2 and https://example.org/a/b", None),
-    ],
-)
-def test_messages_name_no_path_of_the_machine(text: str, shown: str | None) -> None:
-    assert without_paths(text) == (text if shown is None else shown)
-
-
-def test_an_unknown_error_says_nothing_of_its_cause() -> None:
-    refusal = refusal_of(OSError(2, "No such file", "/secret"))
-
-    assert refusal.status == 500 and "secret" not in refusal.message
 
 
 # Hostile requests
@@ -796,229 +422,6 @@ def test_a_hostile_body_is_refused_with_a_reason(
     assert running.is_idle
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"messages": []},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "wizard", "content": "x"}]},
-        {"messages": [{"role": "user", "content": None}]},
-        {"messages": [{"role": "user", "content": []}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        {"messages": [{"role": "user", "content": "x"}] * 2000},
-        {"tools": [{"type": "function"}]},
-        {"response_format": {"type": "grammar"}},
-        {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_object"}, "arbor": {"task": "game24"}},
-        {"tools": [TOOL], "arbor": {"task": "game24"}},
-        {"tools": [TOOL], "tool_choice": "required"},
-        {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
-        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "x"}}]}]},
-        {"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]},
-        {"max_tokens": 3, "max_completion_tokens": 4},
-        {"top_logprobs": 3},
-        {"top_logprobs": 21, "logprobs": True},
-        {"top_logprobs": True, "logprobs": True},
-        {"modalities": ["audio"]},
-    ],
-    ids=lambda fields: str(fields)[:50],
-)
-def test_a_chat_that_is_not_supported_is_refused(running: Running, fields: dict[str, Any]) -> None:
-    status, _, document = running.send(CHAT, chat("x") | fields)
-
-    assert status == 400, document
-    assert document["error"]["type"] == "invalid_request_error"
-
-
-NEUTRAL: dict[str, Any] = {
-    **{"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0},
-    **{"logit_bias": {}, "n": 1, "top_k": -1, "stop": [], "ignore_eos": False, "min_tokens": 0},
-    **{"extra_body": {}, "user": "me"},
-}
-OF_A_CHAT: dict[str, Any] = {
-    **{"tools": [], "tool_choice": "none", "functions": [], "response_format": {"type": "text"}},
-    **{"top_logprobs": 0, "logprobs": False, "modalities": ["text"], "metadata": {"a": "b"}},
-    **{"store": False, "parallel_tool_calls": True, "audio": None},
-}
-
-
-def test_values_that_change_nothing_are_accepted(running: Running) -> None:
-    plain = {"max_tokens": 4, "seed": 3}
-    said, wrote = running.send(CHAT, chat("x", **plain)), {"prompt": "x", **plain}
-    written = running.send(COMPLETIONS, wrote)
-
-    with_all = running.send(CHAT, chat("x", **plain, **NEUTRAL, **OF_A_CHAT))
-    nothing = dict.fromkeys((*NEUTRAL, *OF_A_CHAT))
-
-    assert with_all[0] == 200 and with_all[2]["choices"] == said[2]["choices"]
-    assert running.send(CHAT, chat("x", **plain, **nothing))[2]["choices"] == said[2]["choices"]
-    more = {"echo": False, "suffix": "", "best_of": 1, "stop": "", "guided_json": None, "bad": []}
-    found = running.send(COMPLETIONS, wrote | NEUTRAL | more)
-    assert found[0] == 200 and found[2]["choices"] == written[2]["choices"]
-
-
-# as OpenAI's client writes the message of a response, whole or put together from a stream
-SAID: dict[str, Any] = {
-    **{"content": "9", "refusal": None, "role": "assistant", "annotations": None, "audio": None},
-    **{"function_call": None, "tool_calls": None},
-}
-
-
-@pytest.mark.parametrize(
-    ("role", "fields"),
-    [
-        ("assistant", {}),
-        ("assistant", {"tool_calls": [], "annotations": [], "reasoning_content": None}),
-        ("assistant", {"refusal": "", "audio": {}, "function_call": {}, "reasoning_content": ""}),
-        ("assistant", {"parsed": {"a": 1}, "name": "", "tool_call_id": "", "thinking_blocks": []}),
-        ("assistant", {"content": [{"type": "text", "text": "9", "annotations": []}]}),
-        ("user", {"tool_call_id": None, "cache_control": {"type": "ephemeral"}}),
-        ("user", {"content": [{"type": "text", "text": "9", "cache_control": {"type": "x"}}]}),
-    ],
-)
-def test_the_message_that_came_back_is_a_turn(
-    running: Running, role: str, fields: dict[str, Any]
-) -> None:
-    first, last = {"role": "user", "content": "4 5"}, {"role": "user", "content": "6 10"}
-    plain = {"max_tokens": 4, "seed": 3, "messages": [first, {"role": role, "content": "9"}, last]}
-    expected = running.send(CHAT, plain)[2]
-
-    turn = SAID | {"role": role} | fields
-    status, _, document = running.send(CHAT, plain | {"messages": [first, turn, last]})
-
-    assert status == 200, document
-    assert document["choices"] == expected["choices"]
-    assert document["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
-
-
-def test_a_second_turn_with_calls_that_came_back(
-    running: Running, solver: Solver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(solver.tokenizer, "chat_template", WITH_TOOLS)
-    function = CALL["function"] | {"parsed_arguments": {"a": 4}}
-    streamed = {**CALL, "index": 0, "function": function}
-    user, result = {"role": "user", "content": "4"}, {"role": "tool", "content": "9"}
-
-    def said(call: dict[str, Any], tool: dict[str, Any]) -> dict[str, Any]:
-        turn = SAID | {"content": None, "tool_calls": [call]}
-        messages = [user, turn, result | {"tool_call_id": "c1"}]
-        return {"messages": messages, "tools": [tool], "max_tokens": 2, "seed": 1}
-
-    expected = running.send(CHAT, said(CALL, TOOL))
-    marked = running.send(CHAT, said(streamed, TOOL | {"cache_control": {"type": "ephemeral"}}))
-
-    assert expected[0] == marked[0] == 200, marked
-    lengths = [document["usage"]["prompt_tokens"] for _, _, document in (expected, marked)]
-    assert lengths[0] == lengths[1]
-
-
-def test_more_tokens_than_there_may_be_are_as_many_as_there_may(solver: Solver) -> None:
-    context = solver.checkpoint.read().info.context
-    ids = solver.tokenizer.encode("4 5 6 10\n")
-    prompt = {"temperature": 0, "prompt": (ids * context)[: context - 5]}
-    with serving(solver, max_tokens=3) as running:
-        asked = [
-            running.send(COMPLETIONS, {"prompt": "4 5 6 10\n", "seed": 1, "max_tokens": most})
-            for most in (3, 4, 2**40)
-        ]
-        chats = [
-            running.send(CHAT, chat("x", seed=1, max_tokens=most, max_completion_tokens=most))
-            for most in (3, 10**6)
-        ]
-    with serving(solver) as running:
-        long = [running.send(COMPLETIONS, prompt | more) for more in ({}, {"max_tokens": 50})]
-        full = running.send(COMPLETIONS, {"prompt": (ids * context)[:context]})
-
-    for answers, most in ((asked, 3), (chats, 3), (long, 5)):
-        assert [status for status, *_ in answers] == [200] * len(answers), answers
-        first = answers[0][2]
-        assert all(each["choices"] == first["choices"] for _, _, each in answers)
-        assert first["choices"][0]["finish_reason"] == "length"
-        assert first["usage"]["completion_tokens"] == most
-    assert (full[0], full[2]["error"]["code"]) == (400, "context_length_exceeded")
-    assert "no room" in full[2]["error"]["message"]
-
-
-def test_a_search_gets_as_many_tokens_as_there_may_be(running: Running) -> None:
-    body = {"problem": HANDS[0], "seed": 3, "max_expansions": 2, "stream": False}
-
-    capped = running.send(SOLVE, body | {"max_tokens": 10**7})
-
-    assert capped[0] == 200 and capped[2]["answer"] == running.send(SOLVE, body)[2]["answer"]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 1e-307},
-        {"temperature": 5e-324},
-        {"temperature": 1e-9},
-        {"temperature": 1, "top_p": 0},
-        {"temperature": 1, "top_p": 1e-300},
-        {"temperature": 2, "top_k": 1},
-    ],
-)
-def test_next_to_nothing_is_greedy(running: Running, fields: dict[str, Any]) -> None:
-    asked = {"prompt": "4 5 6 10\n", "max_tokens": 24, "seed": 1, "logprobs": 0}
-    greedy = running.send(COMPLETIONS, asked | {"temperature": 0})[2]
-
-    found = running.send(COMPLETIONS, asked | fields)[2]
-
-    assert found["choices"][0]["text"] == greedy["choices"][0]["text"]
-    for mine, its in zip(
-        *(each["choices"][0]["logprobs"]["token_logprobs"] for each in (found, greedy)),
-        strict=True,
-    ):
-        assert mine == pytest.approx(its, abs=1e-4)
-
-
-def test_equal_choices_are_decoded_once(client: Any) -> None:
-    fields = chat("4 5 6 10", max_tokens=12, temperature=0, logprobs=True)
-    one = client.chat.completions.create(**fields)
-
-    eight = client.chat.completions.create(**fields, n=8)
-    texts: dict[int, str] = {}
-    for chunk in client.chat.completions.create(**fields, n=8, stream=True):
-        for each in chunk.choices:
-            texts[each.index] = texts.get(each.index, "") + (each.delta.content or "")
-    two = client.completions.create(
-        model=NAME, prompt=["4 5 6 10\n", "1 2 3 4\n"], n=2, temperature=0, max_tokens=8
-    )
-
-    (only,) = one.choices
-    assert [each.index for each in eight.choices] == list(range(8))
-    assert {each.message.content for each in eight.choices} == {only.message.content}
-    assert all(each.logprobs == only.logprobs for each in eight.choices)
-    assert texts == dict.fromkeys(range(8), only.message.content)
-    assert eight.usage.completion_tokens == one.usage.completion_tokens == 12
-    found = [each.text for each in two.choices]
-    assert found[0] == found[1] != found[2] == found[3] and two.usage.completion_tokens == 16
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "works"),
-    [
-        ("frequency_penalty", 0.5, "0"),
-        ("repetition_penalty", 1.1, "1"),
-        ("repetition_penalty", True, "1"),
-        ("min_p", 0.1, "0"),
-        ("logit_bias", {"5": 1}, "{}"),
-        ("tool_choice", "required", '"auto" or "none"'),
-        ("functions", [{"name": "x"}], "[]"),
-        ("modalities", ["audio"], '["text"]'),
-        ("prediction", {"type": "content"}, "null"),
-    ],
-)
-def test_a_value_that_is_not_supported_is_told_which_is(
-    running: Running, field: str, value: Any, works: str
-) -> None:
-    status, _, document = running.send(CHAT, chat("x") | {field: value})
-
-    assert (status, document["error"]["param"]) == (400, field)
-    words = f"{field}: this value is not supported; leave the field out or send {works}."
-    assert document["error"]["message"] == words
-
-
 # JSON
 
 
@@ -1060,18 +463,6 @@ def test_a_chat_in_json_follows_its_schema(smollm2: Path) -> None:
         assert isinstance(json.loads(free.choices[0].message.content), dict)
 
 
-def test_json_without_its_package_is_refused_by_name(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
-    form = {"type": "json_object"}
-
-    status, _, document = running.send(CHAT, chat("x", response_format=form))
-
-    assert (status, document["error"]["param"]) == (400, "response_format")
-    assert "pip install 'arbor-search[structured]'" in document["error"]["message"]
-
-
 # Tools
 
 WITH_TOOLS = (
@@ -1108,112 +499,7 @@ def test_the_chat_template_gets_tools_and_calls(
         assert talked.usage.prompt_tokens == len(ids)
 
 
-def test_a_template_that_leaves_tools_out_is_named(
-    solver: Solver, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields = chat("x", max_tokens=2)
-    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    for template in (None, plain):
-        monkeypatch.setattr(solver.tokenizer, "chat_template", template)
-        with pytest.raises(openai.BadRequestError, match="takes no tools"):
-            client.chat.completions.create(**fields, tools=[TOOL])
-        with pytest.raises(openai.BadRequestError, match="takes no calls of tools"):
-            client.chat.completions.create(**{**fields, "messages": [called]})
-
-
-def test_control_tokens_in_tools_are_text(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver.tokenizer, "chat_template", WITH_TOOLS)
-    end = solver.tokenizer.decode([solver.eos[0]])
-    tool = {"type": "function", "function": {"name": "add", "description": f"x{end}y"}}
-
-    ids = conversation_tokens(solver.tokenizer, [{"role": "user", "content": "1"}], [tool])
-
-    assert end and not set(solver.eos) & set(ids)
-    assert f"x{end}y" in solver.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "headers", "status", "code"),
-    [
-        (COMPLETIONS, b'{"prompt":"x"}', {"content_type": "text/plain"}, 415, "content_type"),
-        (COMPLETIONS, None, {}, 405, "method_not_allowed"),
-        ("/v1/embeddings", {}, {}, 404, "unknown_url"),
-        ("/v1/models/..%2f..%2fetc%2fpasswd", None, {}, 404, "model_not_found"),
-        ("/docs", None, {}, 404, "unknown_url"),
-        ("/openapi.json", None, {}, 404, "unknown_url"),
-    ],
-)
-def test_other_requests_are_refused_in_the_same_form(
-    running: Running, path: str, body: Any, headers: dict[str, str], status: int, code: str
-) -> None:
-    found, _, document = running.send(path, body, **headers)
-
-    assert (found, document["error"]["code"]) == (status, code)
-
-
-def test_a_host_name_of_elsewhere_is_refused(running: Running) -> None:
-    assert running.send("/health", host="evil.example")[0] == 400
-
-
-def test_a_body_that_does_not_arrive_is_given_up(solver: Solver) -> None:
-    with serving(solver, body_s=0.05) as running:
-        where = running.url.removeprefix("http://")
-        host, port = where.split(":")
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
-            connection.sendall(
-                f"POST {CHAT} HTTP/1.1\r\nhost: {where}\r\ncontent-type: application/json\r\n"
-                "content-length: 100\r\n\r\n{".encode()
-            )
-            answer = connection.recv(4096)
-
-    assert b" 408 " in answer.split(b"\r\n")[0]
-
-
-def test_a_body_without_a_length_is_counted(solver: Solver) -> None:
-    with serving(solver, body_bytes=1000) as running, closing(running.connect()) as connection:
-        connection.request(
-            "POST",
-            CHAT,
-            iter([b" " * 600] * 3),
-            {"content-type": "application/json", "transfer-encoding": "chunked"},
-            encode_chunked=True,
-        )
-        assert connection.getresponse().status == 413
-
-
 # Keys
-
-KEYS = ("a-key-of-sixteen-characters", "another-key-of-sixteen")
-
-
-def test_without_a_key_nothing_is_served(solver: Solver) -> None:
-    with serving(solver, api_keys=KEYS) as running:
-        for given in ("", "Bearer", f"Bearer {KEYS[0]}x", f"Basic {KEYS[0]}", "Bearer \xe9"):
-            for path, body in ((CHAT, {}), ("/v1/models", None), ("/metrics", None)):
-                status, headers, document = running.send(path, body, authorization=given)
-                assert (status, document["error"]["code"]) == (401, "invalid_api_key")
-                assert headers["www-authenticate"].startswith("Bearer")
-        assert running.send("/health")[0] == running.send("/ready")[0] == 200
-        basic = base64.b64encode(f"any:{KEYS[1]}".encode()).decode()
-        assert running.send("/v1/models", authorization=f"Basic {basic}")[0] == 200
-        for key in KEYS:
-            with running.client(key) as client:
-                assert client.chat.completions.create(**chat("x", max_tokens=2)).choices
-
-
-def test_keys_are_read_from_a_file_and_the_environment(tmp_path: Path) -> None:
-    path = tmp_path / "keys.txt"
-    path.write_text(f"# of agents\n{KEYS[0]}\n\n{KEYS[0]}\n", encoding="utf-8")
-
-    assert read_keys(path, KEYS[1]) == (KEYS[1], KEYS[0])
-    assert read_keys(None, None) == ()
-    with pytest.raises(InputError, match="No such file"):
-        read_keys(tmp_path / "none", None)
-    for wrong in ("short", "a key with spaces in it", " , "):
-        with pytest.raises(UsageError, match="API key"):
-            read_keys(None, wrong)
-
 
 # The server itself
 
@@ -1231,45 +517,6 @@ def test_metrics_count_what_was_done(solver: Solver) -> None:
     assert float(lines["arbor_kv_slots"]) == 16_384
     assert float(lines["arbor_searches_running"]) == 0
     assert float(lines["arbor_time_to_first_token_seconds_count"]) == 1
-
-
-def test_a_server_that_ends_refuses_new_requests(
-    solver: Solver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    with serving(solver) as running:
-        assert running.send("/ready")[2] == {"status": "ready"}
-        gate.close()
-        stream = running.begin(COMPLETIONS, LONG)
-        until(lambda: running.service.engine.running)
-        running.service.drain()
-
-        assert running.send("/ready")[0] == 503
-        status, headers, document = running.send(CHAT, chat("x"))
-        assert (status, document["error"]["code"]) == (503, "shutting_down")
-        assert "retry-after" in headers
-        running.service.close()
-        gate.open()
-        with stream, stream.makefile("rb") as file:
-            assert b"shutting_down" in file.read()
-        until(lambda: running.is_idle)
-
-
-def test_a_name_has_no_folders_of_the_machine(tmp_path: Path) -> None:
-    folder = tmp_path / "secret" / "my-model"
-    folder.mkdir(parents=True)
-
-    assert served_name(str(folder)) == "my-model"
-    assert served_name("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert served_name("builtin:sapling") == "builtin:sapling"
-
-
-def test_the_default_kv_is_half_of_the_free_memory_and_a_context_for_each_at_most() -> None:
-    assert default_tokens(2048, 8, 12_288, 2**34) == 16_384
-    assert default_tokens(131_072, 8, 16_384, 2**33) == 2**18
-    assert default_tokens(131_072, 8, 131_072, 2**30) == 2**12
-    assert default_tokens(131_072, 8, 131_072, 5) == 1
-    assert default_tokens(2048, 8, 12_288, 0) == 16_384
 
 
 # Many requests of strangers
@@ -1330,37 +577,3 @@ def test_no_body_is_a_fault_and_none_leaves_anything_behind(solver: Solver) -> N
         until(lambda: running.is_idle)
         assert running.send(CHAT, chat("x", max_tokens=2))[0] == 200
     assert min(statuses[200], statuses[400]) > REQUESTS / 30, statuses
-
-
-@pytest.mark.slow
-def test_clients_that_come_and_go_leave_no_slot_behind(solver: Solver) -> None:
-    random = Random(2)
-    errors: list[BaseException] = []
-
-    with serving(solver, tokens=2048, at_once=6) as running:
-
-        def visit(seed: int) -> None:
-            own = Random(seed)
-            try:
-                with running.client() as client:
-                    for _ in range(12):
-                        fields = chat(own.choice(HANDS), seed=own.randrange(9), max_tokens=60)
-                        if own.random() < 0.3:
-                            fields["extra_body"] = {"arbor": {"max_expansions": 6}}
-                        stream = client.chat.completions.create(**fields, stream=True)
-                        leave = own.randrange(40) if own.random() < 0.6 else None
-                        for number, _ in enumerate(stream):
-                            if number == leave:
-                                break
-                        stream.close()
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=visit, args=(random.random(),)) for _ in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        until(lambda: running.is_idle)
-        solver.engine.memory.check()
-    assert errors == []
