@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from arbor import Solver
 from arbor.controllers.tot import ToT
@@ -15,6 +17,7 @@ from arbor.events import Event, Header
 from arbor.memory import KVMemory
 from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import LayerKV
+from arbor.memory.records import GroupedRecords, Tokens
 from arbor.memory.stores import LowerRoom
 from arbor.support.packed_size import GROUP, packed_tokens
 from arbor.trace import read_trace
@@ -44,6 +47,10 @@ def random_rows(count: int, seed: int = 0) -> torch.Tensor:
     rows[:, 3] += 40
     rows[:, 17] *= 25
     return rows
+
+
+def some_tokens(count: int, row: int = 0) -> Tokens:
+    return Tokens(np.full(count, row), np.arange(count), np.full(count, 2))
 
 
 def numbers(first: int, end: int) -> Any:
@@ -110,6 +117,53 @@ def test_a_group_that_could_not_be_quantised_is_not_stored_and_then_lost(
     assert store.write(numbers(GROUP, 2 * GROUP), rows[GROUP : 2 * GROUP]).all()
     assert not store.read(numbers(0, 4), CPU)[1].any()
     assert store.read(numbers(GROUP, 2 * GROUP), CPU)[1].all()
+
+
+@given(
+    st.integers(1, 20),
+    st.lists(st.tuples(st.integers(1, 7), st.lists(st.integers(0, 30), max_size=8)), max_size=25),
+)
+def test_records_are_free_as_a_whole_group(size: int, history: list[tuple[int, list[int]]]) -> None:
+    table = GroupedRecords(size, 4)
+    held: list[int] = []
+    for count, released in history:
+        count = min(count, table.free)
+        records = table.take(some_tokens(count)).tolist()
+        assert not set(records) & set(held) and records == list(dict.fromkeys(records))
+        for group in {record // 4 for record in records}:
+            mine = [record for record in records if record // 4 == group]
+            assert mine == list(range(mine[0], mine[0] + len(mine)))
+            before = [record for record in held if record // 4 == group]
+            assert not before or max(before) < mine[0]
+            assert before or table._written[mine[0]]
+        held += records
+        gone = list({held[place % len(held)] for place in released}) if held else []
+        held = [record for record in held if record not in gone]
+        table.release(np.array(gone, np.int32))
+        assert table.used == len(held)
+        assert sorted(np.flatnonzero(table.in_use).tolist()) == sorted(held)
+        busy = {record // 4 for record in held}
+        whole = sum(min(4, size - 4 * group) for group in range(-(-size // 4)) if group not in busy)
+        assert whole <= table.free <= size - len(held)
+
+
+def test_the_oldest_groups_go_whole_and_none_that_is_spared_or_lent() -> None:
+    table = GroupedRecords(16, 4)
+    for row in range(4):
+        table.take(some_tokens(4, row))
+    none = np.empty(0, np.int32)
+    assert table.oldest(1, none).tolist() == [0, 1, 2, 3]
+    assert table.oldest(5, none).tolist() == list(range(8))
+    assert table.oldest(99, none).tolist() == list(range(16))
+    table.lent[2] = True
+    assert table.oldest(1, np.array([5], np.int32)).tolist() == [8, 9, 10, 11]
+    table.release(np.array([8, 9, 11], np.int32))
+    assert table.free == 0
+    assert table.oldest(1, np.array([5], np.int32)).tolist() == [10]
+    table.release(np.array([10], np.int32))
+    assert table.free == 4
+    assert table.take(some_tokens(4, 9)).tolist() == [8, 9, 10, 11]
+    assert table.oldest(1, np.array([5], np.int32)).tolist() == [12, 13, 14, 15]
 
 
 # Sizes

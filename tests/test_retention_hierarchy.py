@@ -93,6 +93,13 @@ def test_the_worst_eligible_tokens_are_destroyed(
     assert destroyed(Hierarchy(first=2, **settings), blocks) == found
 
 
+@pytest.mark.parametrize(("ratio", "found"), [(0.5, [5, 6, 10]), (0.3, [5]), (0.2, []), (0.0, [])])
+def test_what_has_left_before_counts(ratio: float, found: list[int]) -> None:
+    # positions 3 and 4 are gone; with 5 .. 12 that makes 10 that were ever eligible
+    blocks = path_of(MASS, prompt=3, gone=2, recent=2)
+    assert destroyed(Hierarchy(ratio, first=0), blocks) == found
+
+
 @pytest.mark.parametrize(
     ("packed", "done", "found"),
     [
@@ -179,6 +186,38 @@ def test_a_chain_reads_what_is_left_and_loses_tokens_at_the_clock_only(
     assert tree.root.span.resident.all() and block.span.resident[:2].all()
     for (_, position), held in seen.items():
         assert set(range(position - 5, position + 1)) <= set(held)
+
+
+def test_at_every_instant_no_more_than_the_part_of_all_eligible_tokens_is_gone() -> None:
+    lost, eligible = 0, 0
+    lab = lab_of("cumulative", ratio=0.3)
+    tree = lab.plant()
+    for _ in range(6):
+        leaf = tree.nodes[-1]
+        lab.events.clear()
+        (block,) = lab.sprout([(leaf, 1)], GREEDY, 11)
+        for event in lab.events:
+            if isinstance(event, Evicted):
+                lost += sum(count for _, count in event.nodes)
+                eligible = block.end - len(PROMPT) - 2 - 6
+                assert lost <= 0.3 * eligible
+    assert lost > 0.3 * eligible - 3, "the bound is used"
+
+
+def test_a_part_of_what_is_left_at_each_event_adds_up() -> None:
+    counts = {}
+    for evict in ("cumulative", "per_event"):
+        lab = lab_of(evict)  # type: ignore[arg-type]
+        tree = lab.plant()
+        (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+        counts[evict] = int((~block.span.resident).sum())
+    live, alone = 0, 0
+    for end in range(EVERY, LONG + 1, EVERY):  # as events of one path come
+        live = end - 2 - 6 - alone
+        alone += int(0.2 * max(0, live))
+    assert counts["cumulative"] <= 0.2 * (LONG - 8)
+    assert abs(counts["per_event"] - alone) <= 2
+    assert counts["per_event"] > 2 * counts["cumulative"]
 
 
 @pytest.mark.parametrize("among", ["together", "fair", "first-come", "shortest-first"])
