@@ -8,9 +8,9 @@ Mutants are sampled with a seed from all changes of these kinds: a comparison fl
 moved, an arithmetic or bitwise operator swapped, `and` and `or` swapped, a condition negated, a
 number or a truth value changed, a statement removed, a return value dropped. Each runs in a copy of
 the tree against the tests of its module, quick ones first, until one fails. Docstrings,
-annotations, decorators, assertions, error and log texts are not mutated, nor are the changes in
-`EQUIVALENT`, the values of the constants in `TUNING`, and a returned `False`, which no caller can
-tell from None but mypy can (it is changed to `True`).
+annotations, decorators, assertions, error and log texts are not mutated, nor is a returned `False`,
+which no caller can tell from None but mypy can (it is changed to `True`). Some mutants alter
+nothing that a test could see, such as how much is looked at first: read each survivor.
 
 Every mutant is a row of the CSV: file, line, kind, change, killed by, seconds. `killed by` is a
 test (one that takes too long fails), `timeout` for all of them, or empty where the mutant survived.
@@ -40,7 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 from arbor.measure.statistics import clopper_pearson
 
@@ -61,30 +61,23 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine/nvtx": ("test_nvtx",),
     "engine/prefix_sharing": ("test_prefix_sharing", "test_sibling_sharing"),
     "engine/rehydration": ("test_rehydration", "test_engine", "test_residency"),
-    "engine/residency": ("test_floors", "test_residency", "test_residency_machine"),
+    "engine/residency": ("test_floors", "test_residency", "test_forest_machine"),
     "engine/scheduler": ("test_scheduler", "test_engine", "test_engine_faults"),
     "memory/out_of_memory": ("test_out_of_memory",),
     "memory/slots": ("test_memory", "test_engine", "test_residency"),
 }
 FOLDER_TESTS: dict[str, tuple[str, ...]] = {
-    "engine/beam_hypotheses": ("test_beam_search",),
-    "engine/beam_search": ("test_beam_search",),
     "engine": (
         *("test_text", "test_scheduler", "test_sampling", "test_floors", "test_engine"),
         *("test_engine_forest", "test_rehydration", "test_engine_faults", "test_prefix_sharing"),
         *("test_engine_answers", "test_engine_runs", "test_engine_transactions"),
-        *(
-            "test_sibling_sharing",
-            "test_chunked_prefill",
-            "test_beam_search",
-            "papers/rksc/test_early_exit",
-        ),
-        *("test_residency", "test_residency_machine", "test_forest_machine"),
+        *("test_sibling_sharing", "test_chunked_prefill", "test_beam_search", "test_early_exit"),
+        *("test_residency", "test_forest_machine", "test_account"),
         *("test_trace_engine", "test_golden", "test_solver"),
     ),
     "memory": (
         *("test_memory", "test_out_of_memory", "test_forest", "test_engine", "test_plan"),
-        *("test_prefix_sharing", "test_residency", "test_residency_machine"),
+        *("test_prefix_sharing", "test_residency"),
         *("test_engine_transactions", "test_forest_machine"),
     ),
     "retention": (
@@ -93,253 +86,6 @@ FOLDER_TESTS: dict[str, tuple[str, ...]] = {
         *("test_residency", "test_golden", "test_replay"),
     ),
 }
-
-
-class Equivalent(NamedTuple):
-    """A change that alters nothing a test could or should see.
-
-    Attributes:
-        file: relative path.
-        line: the source line before the change, stripped.
-        change: as in the CSV.
-        why: the reason.
-    """
-
-    file: str
-    line: str
-    change: str
-    why: str
-
-
-def _same(file: str, line: str, *changes: str, why: str) -> list[Equivalent]:
-    return [Equivalent(f"arbor/{file}", line, change, why) for change in changes]
-
-
-SPEED = "how much is looked at first; the answer is the same"
-KEYS = "which number stands for a token is free, as long as no two have the same"
-CLOCK = "wall time, which no test asserts"
-SHORTCUT = "a shortcut for what the lines after it give too"
-
-# Constants of modules that trade time for memory and change no answer: (file, name) -> why. Any
-# constant that a result depends on is mutated, however it was chosen.
-TUNING: dict[tuple[str, str], str] = {
-    ("arbor/engine/sampling.py", "_PREFIX"): SPEED,
-    ("arbor/engine/sampling.py", "_TIES"): SPEED,
-    ("arbor/engine/sampling.py", "_WIDEN"): SPEED,
-    ("arbor/engine/sampling.py", "_CPU_SLICE"): "rows at a time; slices change no bit",
-    ("arbor/engine/sampling.py", "_GPU_SLICE"): "rows at a time; slices change no bit",
-    ("arbor/engine/forest_state.py", "MOST_LOGITS"): "logits that were dropped are computed again",
-    ("arbor/engine/text.py", "LOOK_BACK"): "more tokens than a character has; the text is the same",
-    (
-        "arbor/memory/prefix_cache.py",
-        "MOST_PREFIXES",
-    ): "prompts that were dropped are computed again",
-    ("arbor/memory/slots.py", "_WINDOW"): SPEED,
-    ("arbor/retention/allocators/pooled.py", "_SAMPLE"): SPEED,
-    ("arbor/retention/scorers/random_tokens.py", "_PIECE"): "tokens at a time; each has its score",
-}
-
-# lines of `sampling.py` whose tensors have two axes
-LAST_AXIS = (
-    "highest, tokens = torch.log_softmax(logits, -1, torch.float32).max(dim=-1)",
-    "logprobs = torch.log_softmax(part, -1, torch.float32)",
-    "highest.append(logprobs.amax(-1))",
-    "return torch.softmax(logits.to(torch.float64, copy=True).div_(temperature), dim=-1)",
-    "ids = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values",
-    "ordered = torch.cat(values).sort(dim=-1, descending=True, stable=True)",
-    "ordered = probability.sort(dim=-1, descending=True, stable=True)",
-    "mass = values.cumsum(dim=-1)",
-    "settled = ~(kept & (values <= lowest)).any(dim=-1)",
-    "cumulative = weight.cumsum(dim=-1)",
-    "logprobs = torch.log_softmax(logits, dim=-1)",
-    "if 0 < top < logits.shape[-1]:",
-    "logprobs = logprobs.topk(top, dim=-1).values",
-    "others = (1.0 - logprobs.exp().sum(dim=-1, keepdim=True)).clamp(min=0.0)",
-    "logprobs = torch.cat((logprobs, others.log()), dim=-1)",
-    "share = 1.0 - entropy / float(np.log(logits.shape[-1]))",
-)
-
-# A change is listed only if it has this effect wherever it occurs in the line.
-EQUIVALENT: tuple[Equivalent, ...] = (
-    *_same(
-        "engine/beam_search.py",
-        "if needed > self._memory.free:",
-        "> -> >=",
-        why="what has enough room lets nothing go",
-    ),
-    *_same(
-        "engine/prefix_sharing.py",
-        "for node in (one, other, *(node for node, count in alike if count >= common)):",
-        ">= -> >",
-        why="a block that shares as much has got its cut when it began to share",
-    ),
-    *_same(
-        "retention/allocators/waterfill.py",
-        "counts = np.clip(np.floor(shares + 1e-9).astype(np.int64), floor, cap)",
-        "1e-9 -> 2e-09",
-        why="a tolerance for rounding; shares are whole or far from it",
-    ),
-    *_same(
-        "retention/block_table.py",
-        "self._forgotten = False",
-        "self._forgotten = False -> pass",
-        why=SHORTCUT,
-    ),
-    *_same(
-        "retention/token_statistics.py",
-        "if 0 < capacity <= self._room[row]:",
-        "0 -> 1",
-        why="where the statistics of a block of one token lie",
-    ),
-    *_same(
-        "engine/sampling.py",
-        "return _PREFIX if vocabulary > 4 * _PREFIX else vocabulary",
-        *("4 -> 3", "4 -> 5", "* -> +", "> -> >="),
-        why=SPEED,
-    ),
-    *_same(
-        "engine/sampling.py",
-        "outside = torch.full_like(uniform, -1.0)",
-        "1.0 -> 2.0",
-        why="any number below every probability",
-    ),
-    *(
-        each
-        for line in LAST_AXIS
-        for each in _same("engine/sampling.py", line, "-1 -> (1)", why="the last of two axes")
-    ),
-    *_same(
-        "engine/decoding.py",
-        "self._state.changed([row.node])",
-        "self._state.changed([row.node]) -> pass",
-        why="open blocks are not offered; the block is read again when it joins or ends",
-    ),
-    *_same(
-        "engine/open_tree.py",
-        "if node.end > self._reached.get(node.id, 0):",
-        *("> -> >=", "0 -> 1"),
-        why="one more entry for the same end; no path but the prompt is that short",
-    ),
-    *_same(
-        "engine/policy_view.py",
-        "GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart",
-        *(f"0x9E3779B97F4A7C15 -> {0x9E3779B97F4A7C15 + step}" for step in (-1, 1)),
-        why=KEYS,
-    ),
-    *_same(
-        "engine/policy_view.py",
-        "return np.repeat(self._named(nodes), sizes) + offset.astype(np.uint64) * GOLDEN",
-        *("+ -> -", "* -> +"),
-        why=KEYS,
-    ),
-    *_same(
-        "engine/policy_view.py",
-        'return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")',
-        "8 -> 7",
-        why=KEYS,
-    ),
-    *_same(
-        "engine/policy_view.py",
-        "few = np.flatnonzero((start < protect.sinks) | (ends > recent))",
-        *("< -> <=", "> -> >="),
-        why="one more block is looked at, of which no token is protected",
-    ),
-    *_same(
-        "engine/policy_view.py",
-        "if node.start <= begin:",
-        "<= -> <",
-        why="the window begins with this block: none of it is in the one above",
-    ),
-    *_same(
-        "engine/policy_view.py",
-        "break",
-        "break -> pass",
-        why="no token of the blocks above is as late as the window",
-    ),
-    *_same(
-        "engine/policy_view.py",
-        "sinks = table.start[nodes] < protect.sinks",
-        "< -> <=",
-        why="one more block is looked at, none of whose tokens is a sink",
-    ),
-    *_same(
-        "engine/policy_view.py",
-        "if (since < NEVER).any():",
-        "< -> <=",
-        why="no position is as far as NEVER",
-    ),
-    *_same("engine/scheduler.py", "self._joins = 0", "0 -> 1", why="only their order counts"),
-    *_same(
-        "engine/scheduler.py",
-        "self._asked = 0  # tokens of the questions that join the next forward",
-        "0 -> 1",
-        why="set again before it is read",
-    ),
-    *_same(
-        "engine/scheduler.py",
-        "self._missing = 0  # tokens that are computed before what joined for the next forward runs",
-        "0 -> 1",
-        why="set again before it is read",
-    ),
-    *_same(
-        "engine/residency.py",
-        "elapsed_s = time.perf_counter() - began",
-        "- -> +",
-        why=CLOCK,
-    ),
-    *_same(
-        "memory/slots.py",
-        "for wanted in (2 * length * count, self.slots):  # mostly it is found among the lowest",
-        *("2 -> 1", "2 -> 3", "* -> +"),
-        why=SPEED,
-    ),
-    *_same("memory/slots.py", "width *= 4", "4 -> 3", "4 -> 5", "*= -> +=", why=SPEED),
-    *_same(
-        "memory/slots.py",
-        "if first >= 0 and first + count <= self.slots:",
-        *(">= -> >", "0 -> 1"),
-        why="the stretch at slot 0, where it is free, is the lowest one too",
-    ),
-    *_same("memory/slots.py", "if count > 1:", "1 -> 0", "> -> >=", why=SHORTCUT),
-    *_same("memory/slots.py", "if len(freed) > 1:", "1 -> 0", "> -> >=", why=SHORTCUT),
-    *_same(
-        "memory/slots.py",
-        "inside = near.min(initial=0) >= 0 and near.max(initial=0) < self.slots",
-        *(">= -> >", "0 -> 1"),
-        why=SHORTCUT,
-    ),
-    *_same(
-        "retention/base.py",
-        "asked = np.zeros(int(self.block[-1]) + 1, np.bool_)",
-        "1 -> 2",
-        why="an entry that is never read",
-    ),
-    *_same(
-        "retention/block_table.py",
-        "self._reserve(max(rows, default=-1) + 1)",
-        "1 -> 2",
-        why="room for one more row, which the table does not count",
-    ),
-    *_same(
-        "retention/token_statistics.py",
-        "if count <= capacity:",
-        "<= -> <",
-        why="a block that is full gets more room early; its figures stay",
-    ),
-    *_same(
-        "retention/selection.py",
-        "at = np.where(inside, begins[rows, None] + place, 0)",
-        "0 -> 1",
-        why="any index; what is read there is not used",
-    ),
-    *_same(
-        "retention/selection.py",
-        "if self._tokens is not None and self._stays is not None:",
-        "and -> or",
-        why="both are given, or neither",
-    ),
-    *_same("retention/selection.py", "if len(views) == 1:", "1 -> 0", why=SHORTCUT),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,8 +237,6 @@ class _Finder(ast.NodeVisitor):
         stored = {name.id for name in ast.walk(node) if _is_stored(name)}
         if any(name.startswith("__") for name in stored):
             return
-        if not self.function and any((self.file, name) in TUNING for name in stored):
-            return
         # without a local name or an attribute set in __init__ nearly everything fails
         if not stored and self.function not in ("", "__init__"):
             self.replace("statement", node, "pass")
@@ -635,23 +379,13 @@ def _compiles(source: bytes) -> bool:
     return True
 
 
-def all_mutants(
-    root: Path, folders: Sequence[str], equivalent: Sequence[Equivalent] = EQUIVALENT
-) -> list[Mutant]:
-    """The mutants of every module in some folders, or of modules named themselves, without the
-    equivalent ones."""
-    listed = {each[:3] for each in equivalent}
+def all_mutants(root: Path, folders: Sequence[str]) -> list[Mutant]:
+    """The mutants of every module in some folders, or of modules named themselves."""
     found = []
     for folder in folders:
         at = root / folder
         for path in [at] if at.is_file() else sorted(at.rglob("*.py")):
-            file, source = str(path.relative_to(root)), path.read_bytes()
-            lines = source.decode().splitlines()
-            found += [
-                mutant
-                for mutant in mutants_of(file, source)
-                if (file, lines[mutant.line - 1].strip(), mutant.change) not in listed
-            ]
+            found += mutants_of(str(path.relative_to(root)), path.read_bytes())
     return found
 
 

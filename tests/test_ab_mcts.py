@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from statistics import fmean
 from typing import Any
 
 import pytest
-from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
+from support.fakes import Key, Script, hashed, run
 
 from arbor.controllers.ab_mcts import ABMCTS, Beta, Gaussian
 from arbor.errors import UsageError
-from arbor.tree import NodeState, ThoughtTree
 
 
 def test_the_gaussian_posterior_by_hand() -> None:
@@ -36,70 +34,6 @@ def test_the_beta_posterior_by_hand() -> None:
         posterior.observe(value)
 
     assert posterior.parameters() == pytest.approx((0.5 + 2.25, 0.5 + 1.75))
-
-
-@pytest.mark.parametrize("kind", [Gaussian, Beta])
-def test_draws_gather_around_the_observations(kind: type[Gaussian | Beta]) -> None:
-    posterior = kind()
-    for _ in range(200):
-        posterior.observe(0.7)
-
-    draws = [posterior.draw(random.Random(seed)) for seed in range(300)]
-
-    assert fmean(draws) == pytest.approx(0.7, abs=0.02)
-    assert max(draws) > min(draws)
-
-
-def test_thoughts_that_end_worthless_paths_are_left_for_wider_ones() -> None:
-    """Below the first child nothing is worth anything; new thoughts of the root are worth 0.9."""
-    script = scripted(
-        {(0,): Thought("poor", 0.1)},
-        otherwise=Thought("end", 0.9, terminal=True),
-    )
-    done = run(ABMCTS(thoughts=60, leaves=1, stop_value=None), script, max_depth=3)
-
-    at_root = [level for level in done.asked if level[0][0] == ()]
-    assert 20 < len(at_root) < 60
-
-
-def test_good_children_draw_the_search_deeper() -> None:
-    def depth(child: float, below: float) -> float:
-        def script(key: Key) -> Thought:
-            return Thought(str(key), child if len(key) == 1 else below)
-
-        done = run(ABMCTS(thoughts=80, leaves=1), script, max_depth=6)
-        return fmean(len(key) for [(key, _)] in done.asked)
-
-    assert depth(0.2, 0.9) > depth(0.9, 0.1) + 0.5
-
-
-def test_a_batch_of_descents_merges_at_a_block() -> None:
-    tree = ThoughtTree([0])
-    search = ABMCTS(thoughts=10, leaves=4).start(tree, 4)
-    assert [(each.leaf.id, each.width) for each in search.ask(1)] == [(0, 4)]
-
-    blocks = 0
-    while expansions := search.ask(1):
-        blocks += sum(each.width for each in expansions)
-        search.tell(grow(tree, expansions, scripted({})))
-    assert blocks == 10
-
-
-def test_a_repeated_thought_is_given_up() -> None:
-    script = scripted({}, otherwise=Thought("same", 0.5))
-
-    done = run(ABMCTS(thoughts=30, leaves=1), script, max_depth=3)
-
-    for node in done.tree:
-        texts = [each.text for each in node.children if each.state is not NodeState.PRUNED]
-        assert len(texts) <= 1
-
-
-def test_the_seed_fixes_the_draws_and_another_one_changes_them() -> None:
-    script = hashed(1)
-    asked = [run(ABMCTS(thoughts=40, seed=seed), script, 4).asked for seed in (0, 0, 1)]
-
-    assert asked[0] == asked[1] != asked[2]
 
 
 def read_from_the_paper(

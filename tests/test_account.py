@@ -17,7 +17,7 @@ from support.trees import Lab
 from arbor.engine.account import UNLIMITED
 from arbor.engine.operation import GivenBlock, Growing
 from arbor.errors import BudgetInfeasible
-from arbor.events import Evicted, Forwarded, Limited
+from arbor.events import Evicted, Forwarded
 from arbor.memory import memory as memory_module
 from arbor.memory.stores import LowerRoom
 from arbor.tree import NO_RECORD, NodeState, ThoughtTree
@@ -277,20 +277,6 @@ def test_full_retention_never_evicts_and_its_pool_grows_as_it_is_used(
     assert lab.state.account(search.tree).slots == UNLIMITED
     assert all(child.span.resident.all() for child in children)
     assert not any(isinstance(event, Evicted) for event in lab.events)
-
-
-def test_what_was_allowed_is_reported_after_every_wave() -> None:
-    lab = Lab(MODEL, policy="reentry", share="off", debug=True)
-    search = DrawnSearch(3, 12, 4)
-    lab.open(search.tree, 0, part=Fraction("0.25"))
-    run(lab, [search])
-
-    reports = [event for event in lab.events if isinstance(event, Limited)]
-    held = [event.kv.device for event in lab.events if isinstance(event, Forwarded)]
-    assert max(report.tokens for report in reports) >= max(held)
-    assert [report.retained for report in reports] == sorted(report.retained for report in reports)
-    alive = sum(len(n.tokens) for n in search.tree if n.state is not NodeState.PRUNED)
-    assert reports[-1].retained >= alive
 
 
 def test_an_amount_below_the_prompt_and_a_token_is_refused_with_the_size_that_works() -> None:

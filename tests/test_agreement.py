@@ -15,7 +15,7 @@ from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.linear.layers import pack_linears
 from arbor.model import agreement
 from arbor.model.agreement import check_agreement, own_logits
-from arbor.model.runner import ModelRunner, check_layer_types
+from arbor.model.runner import ModelRunner
 
 WRONG: dict[str, dict[str, Any]] = {
     "llama4_text": {
@@ -71,26 +71,3 @@ def test_a_model_that_computes_something_else_is_refused_each_time(name: str) ->
 
     assert error.value.code == "arch-unsupported"
     assert error.value.data["error"] > agreement.TOLERANCE
-
-
-def test_a_ready_model_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[ModelRunner] = []
-    monkeypatch.setattr(
-        "arbor.model.weights.check_agreement", lambda runner, own: compared.append(runner)
-    )
-    model = build("llama")
-    model.generation_config.eos_token_id = 2
-
-    for _ in range(2):
-        Solver(model, tokenizer=Words(), device="cpu").load()
-
-    assert len(compared) == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("scale", [4, 8192])
-def test_queries_scaled_by_position_are_refused_beyond_what_ten_tokens_can_show(scale: int) -> None:
-    settings = {**WRONG["llama4_text"], "floor_scale": scale, "max_position_embeddings": 10_000}
-    with pytest.raises(ModelError, match="layers 1 scale their queries by position"):
-        check_layer_types(config_of("llama4_text", **settings))
-    check_layer_types(config_of("llama4_text", **settings | {"max_position_embeddings": scale}))

@@ -14,7 +14,6 @@ from support import answer_forms as forms
 from support.real_data import VARIABLE, data_folder
 
 from arbor.tasks.aime import AIME
-from arbor.tasks.arc import ARC
 from arbor.tasks.base import Problem
 from arbor.tasks.grading.number_words import in_digits
 from arbor.tasks.gsm8k import GSM8K
@@ -260,32 +259,6 @@ def test_every_number_in_words_is_that_number(joint: str) -> None:
         words = forms.in_words(value, joint)
         assert in_digits(words) == str(value), words
         assert in_digits(f"{words.title()} eggs") == f"{value} eggs", words
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("**Answer: B**", "B"),
-        ("### Answer: (B)\n\nB is smooth.", "B"),
-        ("The answer is **B. a mirror**, since it is smooth.", "B"),
-        ("Answer: B\n\nQuestion: Which?\nA. x\nB. y\nAnswer: A", "B"),
-    ],
-)
-def test_a_letter_is_read_as_people_read_it(text: str, letter: str) -> None:
-    task = ARC()
-    assert task.answer(task.parse(task.example), [text]) == letter
-
-
-@pytest.mark.parametrize("number", ["24", "twenty-four", "one"])
-@pytest.mark.parametrize(
-    "said", ["The answer is **N days**.", "The answer is N days, as is known."]
-)
-def test_options_that_differ_in_their_units_are_different(number: str, said: str) -> None:
-    task = ARC()
-    text = said.replace("N", number)
-    problem = task.parse(f"How long?\nA. {number} hours\nB. {number} days\nC. {number} weeks")
-
-    assert task.answer(problem, [text]) == "B"
 
 
 @pytest.mark.parametrize(

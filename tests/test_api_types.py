@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import arbor
 
-ROOT = Path(__file__).parents[1]
 PUBLIC = [name for name in arbor.__all__ if not name.startswith("__")]
 NAMED_WITHOUT_A_TYPE = ("self", "cls")
 
@@ -62,43 +59,3 @@ def test_a_public_name_is_typed(name: str) -> None:
 
     assert wrong == {}
     assert list(functions(kind)) or issubclass(kind, Exception) or dataclasses.is_dataclass(kind)
-
-
-def test_no_folder_may_leave_a_function_untyped() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["mypy"]
-    needed = {"disallow_untyped_defs", "disallow_incomplete_defs", "check_untyped_defs"}
-
-    assert (
-        settings["strict"]
-        and settings["files"] == ["arbor", "scripts"]
-        and "exclude" not in settings
-    )
-    for override in settings["overrides"]:
-        assert not needed & set(override), override["module"]
-        assert "ignore_errors" not in override, override["module"]
-    assert (ROOT / "arbor/py.typed").is_file()
-
-
-def test_what_is_untyped_is_found() -> None:
-    class Sample:
-        def typed(self, value: int) -> int:
-            return value
-
-        def wrong(self, value, *more, **rest: int):  # type: ignore[no-untyped-def]
-            return value
-
-        @property
-        def size(self):  # type: ignore[no-untyped-def]
-            return 0
-
-    Sample.__module__ = "arbor.sample"
-    for each in (Sample.typed, Sample.wrong, Sample.size.fget):  # type: ignore[attr-defined]
-        each.__module__ = "arbor.sample"
-
-    found = {where: untyped(function) for where, function in functions(Sample)}
-
-    assert found == {
-        "Sample.typed": [],
-        "Sample.wrong": ["value", "more", "return"],
-        "Sample.size": ["return"],
-    }

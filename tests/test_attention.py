@@ -88,31 +88,6 @@ def test_fused_layers_and_ready_models_keep_the_windows_of_masks(name: str) -> N
     assert model.config._attn_implementation == IMPLEMENTATION
 
 
-@pytest.mark.parametrize("name", MASKED)
-def test_windows_of_masks_are_described(name: str) -> None:
-    info = describe_config(config_of(name, **MASKED[name][0]), HERE)
-
-    assert info.supported and info.window == WINDOW
-
-
-def test_a_window_as_long_as_the_context_is_none() -> None:
-    model = phimoe(sliding_window=512, max_position_embeddings=512)
-
-    assert windows(ModelRunner(model, TorchCascade())) == [None] * 3
-
-
-def test_a_window_of_the_config_that_no_mask_has_is_not_applied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        modeling_phimoe, "create_sliding_window_causal_mask", masking_utils.create_causal_mask
-    )
-    model = phimoe()
-
-    assert windows(ModelRunner(copy_of(model), TorchCascade())) == [None] * 3
-    assert error_of(model) < TOLERANCE
-
-
 def chunked(**arguments: Any) -> Any:
     arguments["config"].attention_chunk_size = WINDOW
     return masking_utils.create_chunked_causal_mask(**arguments)

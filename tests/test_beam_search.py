@@ -12,13 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models import build, path_logits
-from support.run_cli import in_process
 from support.trees import PROMPT, Lab
 
-from arbor import BudgetInfeasible, InputError, Solver, UsageError
+from arbor import Solver, UsageError
 from arbor.engine.beam_hypotheses import BeamGroup, BeamSettings, EarlyStopping, Hypothesis
-from arbor.events import Forwarded
-from arbor.model.loading import load_model, load_tokenizer, locate_model
 from arbor.tree import ThoughtTree
 
 EARLY: dict[EarlyStopping, Any] = {"first": True, "heuristic": False, "never": "never"}
@@ -92,39 +89,6 @@ def test_it_finds_what_transformers_finds(
     assert agree(got, want)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral_window", "gpt_oss", "gpt2", "qwen3"])
-def test_every_kind_of_attention_gives_transformers_beams(name: str) -> None:
-    settings = BeamSettings(beams=4, max_tokens=14)
-    want = by_transformers(build(name), PROMPT, settings, (5, 9))
-    got, _ = searched(build(name), settings, (5, 9))
-
-    assert agree(got, want)
-
-
-def test_one_beam_is_greedy_decoding() -> None:
-    model, tokens = build("llama"), list(PROMPT)
-    for _ in range(6):
-        tokens.append(int(path_logits(model, tokens)[-1].argmax()))
-    (got,), _ = searched(build("llama"), BeamSettings(beams=1, max_tokens=6))
-
-    assert list(got.tokens) == tokens[len(PROMPT) :]
-
-
-def test_the_built_in_model_continues_a_text_as_with_transformers() -> None:
-    source = locate_model("builtin:sapling")
-    model, tokenizer = load_model(source, torch.float32, CPU), load_tokenizer(source)
-    text = "Target 24 (left: 4 5 6 10)\n"
-    ids = tokenizer.encode(text)
-    settings = BeamSettings(beams=6, max_tokens=30)
-    want = by_transformers(model, ids, settings, (tokenizer.eos_token_id,))
-    with Solver() as solver:
-        got = solver.generate(text, beams=6, max_tokens=30)
-
-    assert [list(each.tokens) for each in got] == [tokens for tokens, _ in want]
-    assert got[0].text == tokenizer.decode(want[0][0], skip_special_tokens=True)
-    assert all(each.finished for each in got)
-
-
 # Diverse beams, by a reading of the paper that knows nothing of tensors
 
 
@@ -155,14 +119,6 @@ def test_diverse_beams_are_those_of_the_paper(groups: int, strength: float) -> N
     got, _ = searched(build("llama"), settings)
 
     assert agree(got, diverse(build("llama"), PROMPT, 6, groups, strength, 4))
-
-
-def test_groups_that_differ_more_share_fewer_first_tokens() -> None:
-    def firsts(diversity: float) -> int:
-        settings = BeamSettings(beams=6, max_tokens=3, groups=6, diversity=diversity)
-        return len({each.tokens[0] for each in searched(build("llama"), settings)[0]})
-
-    assert firsts(0.0) == 1 < firsts(1.0) <= firsts(100.0) == 6
 
 
 # Selection alone
@@ -229,43 +185,6 @@ def test_a_fork_copies_nothing_and_every_slot_is_given_back(
     assert tree.root.span.exact.all()
 
 
-def test_what_hypotheses_share_is_read_once() -> None:
-    settings = BeamSettings(beams=8, max_tokens=10)
-    _, lab = searched(build("llama"), settings)
-    decoded = [e for e in lab.events if isinstance(e, Forwarded) and e.kind == "decode"]
-
-    assert [event.rows for event in decoded] == [8] * 9
-    last = decoded[-1]
-    assert last.read_tokens == 8 * (len(PROMPT) + 9)
-    assert last.unique_read_tokens == last.kv.device
-
-
-def test_the_result_does_not_depend_on_a_budget_it_fits_in() -> None:
-    settings = BeamSettings(beams=4, max_tokens=8)
-    want, lab = searched(build("llama"), settings)
-    least = lab.memory.peak
-    got, _ = searched(build("llama"), settings, slots=least)
-    assert got == want
-
-    tight = Lab(build("llama"), debug=True)
-    tight.open(ThoughtTree(PROMPT), least - 1)
-    with pytest.raises(BudgetInfeasible, match="a search with 4 beams of 8 tokens") as raised:
-        tight.search_beams(settings, ())
-    assert raised.value.needed == len(PROMPT) + 4 * 8
-    assert tight.memory.used == len(PROMPT)
-
-
-def test_an_interruption_gives_the_hypotheses_so_far() -> None:
-    lab = Lab(build("llama"), debug=True)
-    calls = iter([False, False, True])
-    lab.open(ThoughtTree(PROMPT), 200, interrupted=lambda: next(calls))
-    found = lab.search_beams(BeamSettings(beams=3, max_tokens=50), ())
-
-    assert [len(each.tokens) for each in found] == [3] * 3
-    assert not any(each.finished for each in found)
-    assert lab.memory.used == len(PROMPT)
-
-
 def test_a_failed_forward_gives_every_slot_back(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(build("llama"), debug=True)
     tree = ThoughtTree(PROMPT)
@@ -313,60 +232,3 @@ def test_invalid_settings_are_named_with_what_works(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         solver.generate("4 5 6 10", **settings)
-
-
-def test_what_cannot_fit_is_refused_before_the_weights_load() -> None:
-    with Solver() as solver:
-        with pytest.raises(InputError, match="lower --max-tokens"):
-            solver.generate("4 5 6 10", max_tokens=100_000)
-        with pytest.raises(BudgetInfeasible, match="a search with 8 beams") as raised:
-            solver.generate("4 5 6 10", beams=8, budget="9tok")
-        assert solver.checkpoint._weights is None
-    assert raised.value.needed == len(solver.tokenizer.encode("4 5 6 10")) + 8
-
-
-def test_early_stopping_may_be_as_in_transformers(solver: Solver) -> None:
-    for mine, theirs in EARLY.items():
-        settings = {"beams": 3, "max_tokens": 12}
-        same = solver.generate("4 5 6 10", early_stopping=theirs, **settings)
-        assert solver.generate("4 5 6 10", early_stopping=mine, **settings) == same
-
-
-def test_searches_and_beams_take_turns_in_one_solver() -> None:
-    with Solver(controller="beam", verifier="exact") as solver:
-        first = solver.solve("4 5 6 10").answer
-        beams = solver.generate("4 5 6 10", beams=2, max_tokens=8)
-        assert solver.solve("4 5 6 10").answer == first
-        assert solver.generate("4 5 6 10", beams=2, max_tokens=8) == beams
-
-
-def test_stopping_ends_it_with_what_there_is(
-    solver: Solver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = itertools.count()
-    right = solver.engine.runner.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == 2:
-            solver.stop()
-        return right(*args, **kwargs)
-
-    monkeypatch.setattr(solver.engine.runner, "forward", forward)
-    found = solver.generate("4 5 6 10", beams=2, max_tokens=50)
-    assert [len(each.tokens) for each in found] == [3, 3]
-    assert not any(each.finished for each in found)
-
-
-def test_the_command_prints_the_best_continuations(capsys: pytest.CaptureFixture[str]) -> None:
-    arbor = in_process(capsys)
-    words = ["generate", "4 5 6 10", "--beams", "4", "--max-tokens", "12"]
-    ran = arbor(*words, "--json", "--best", "3")
-    assert ran.code == 0
-    assert ran.document["schema"] == "arbor.generate/1"
-    continuations = ran.document["continuations"]
-    scores = [each["score"] for each in continuations]
-    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
-    assert arbor(*words).out == continuations[0]["text"] + "\n"
-    assert len(arbor(*words, "--best", "2").out.splitlines()) == 2
-    refused = arbor(*words, "--groups", "3")
-    assert refused.code == 2 and "a number of beams that groups divides" in refused.err

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from arbor import Solver
-from arbor.controllers.beam import Beam
-from arbor.controllers.tot import ToT
 from arbor.run import estimate
 from arbor.run.breadth import NARROW, with_breadth
 from arbor.run.component_checks import resolve_component
@@ -24,19 +22,6 @@ def test_a_search_in_words_is_narrower_by_default(name: str) -> None:
     usual: Any = resolve_component("controller", with_breadth(name, Game24()), object)
 
     assert narrow.max_blocks(8) < usual.max_blocks(8)
-
-
-@pytest.mark.parametrize("given", ["tot,width=10", {"name": "tot", "width": 10}])
-def test_a_breadth_that_is_given_stays(given: Any) -> None:
-    solver = Solver(task="reasoning", controller=given)
-
-    assert solver.controller == ToT(beam=2, width=10, max_visited=24)
-    assert Solver.from_config(solver.config).controller == solver.controller
-
-
-def test_a_ready_controller_and_a_task_of_lines_are_left_as_they_are() -> None:
-    assert Solver(task="reasoning", controller=Beam()).controller == Beam()
-    assert Solver(task="game24").controller == ToT()
 
 
 def test_the_estimate_is_the_time_in_which_the_weights_are_read(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arbor.support.cache_dir import cache_dir, msve_file
+from arbor.support.cache_dir import cache_dir
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,3 @@ def test_the_environment_says_where(
             monkeypatch.setenv(variable, value)
 
     assert cache_dir() == Path(folder)
-
-
-def test_every_model_and_revision_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ARBOR_CACHE", "/kept")
-    models = ("A/b", "A--b", "A%2Fb", "a/b", "gpt2")
-    revisions = ("v1", "refs/pr/1", "refs-pr-1", "..", "../..", "v1.json")
-    files = [msve_file(model, revision) for model in models for revision in revisions]
-
-    assert len(set(files)) == len(files)
-    assert {file.resolve().parents[1] for file in files} == {Path("/kept/msve")}
-    assert msve_file("A/b", None) == msve_file("A/b", "main")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from support.slow_cases import drawn
 
 from arbor.kernels.attention.base import (
     AttentionBackend,
@@ -111,10 +110,10 @@ def by_hand(
 BACKENDS: list[type] = [ReferenceAttention, RowwiseAttention, TorchCascade, NativeCascade]
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize("across_layers", [False, True])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(
+    ("kind", "across_layers", "with_sinks", "dtype"),
+    drawn(BACKENDS, [False, True], [False, True], [torch.float32, torch.int8], count=12),
+)
 def test_each_head_reads_the_cells_that_hold_its_tokens(
     kind: type[AttentionBackend], across_layers: bool, with_sinks: bool, dtype: torch.dtype
 ) -> None:
@@ -157,25 +156,3 @@ def test_rows_that_leave_between_layers_leave_their_mass(across_layers: bool) ->
         wanted += received
     assert attention.mass is not None and attention.mass.shape == wanted.shape
     assert torch.allclose(attention.mass, wanted, atol=1e-5)
-
-
-def test_lists_have_the_order_of_the_slots() -> None:
-    found = holders(np.random.default_rng(2), across_layers=False)
-    pool = pool_of(torch.float32, found)
-    for layout in lists_of(pool, across=False).layouts:
-        for level, given in zip(layout.levels, LAYOUT.levels, strict=True):
-            at = level.kv_indices.numpy() // HEADS
-            requests = len(given.kv_indptr) - 1
-            assert len(level.kv_indptr) == requests * HEADS + 1
-            for number, (begin, end) in enumerate(pairwise(level.kv_indptr.tolist())):
-                first, last = given.kv_indptr[number % requests : number % requests + 2].tolist()
-                slots = given.kv_indices[first:last].tolist()
-                places = [slots.index(slot) for slot in at[begin:end].tolist()]
-                assert places == sorted(places)
-
-
-def test_heads_that_read_their_own_cells_need_no_lists() -> None:
-    assert cell_lists(LAYOUT, pool_of(torch.float32, None)) is None
-    pool = pool_of(torch.float32, None)
-    pool.holders = lambda slots: None
-    assert cell_lists(LAYOUT, pool) is None

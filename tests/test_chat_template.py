@@ -65,11 +65,3 @@ def test_a_template_that_refuses_a_users_message_says_what_works(
     ran = in_process(capsys)("solve", "2+2?", "--task", "reasoning", "--model", str(model))
 
     assert ran.code == 2 and "no users" in ran.err and "chat=off" in ran.err
-
-
-def test_a_default_among_named_templates_is_used(model: Path) -> None:
-    both = NAMED | {"tokenizer.chat_template.default": "{{ messages[0].content }}"}
-    write_gguf(llama(), model, settings=both)
-    tokenizer = light_tokenizer(locate_model(model))
-
-    assert conversation_tokens(tokenizer, HI) == tokenizer.encode("4", add_special_tokens=False)

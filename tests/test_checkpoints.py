@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.gguf_files import EMPTY, LAYERS, llama, write_gguf
+from support.gguf_files import LAYERS, llama, write_gguf
 from torch import Tensor, nn
 
 from arbor import ModelError, Solver, UsageError
 from arbor.kernels.linear.layers import PackedLinear, batch_dependent, is_plain, pack_linears
-from arbor.model import adapters, loading, quantized
+from arbor.model import adapters, quantized
 from arbor.model.loading import BUILTIN, locate_model
 from arbor.model.model_identity import model_identity
-from arbor.model.quantized import check_quantized, quantization_of
+from arbor.model.quantized import check_quantized
 
 BEFORE, AFTER = [1, 40, 77, 301, 12, 9, 500, 33], [14, 222, 8, 61]
 OPENED: dict[str, Any] = {"controller": "chain,samples=2", "verifier": "exact", "max_expansions": 2}
@@ -239,22 +239,6 @@ def logprobs_of(folder: Path) -> list[float]:
         return logprobs(solver)
 
 
-@needs_load
-@pytest.mark.slow
-def test_a_model_that_was_quantized_in_memory_is_left_alone(plain: Path) -> None:
-    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
-    from transformers import AutoModelForCausalLM, AutoTokenizer, QuantoConfig
-
-    model = AutoModelForCausalLM.from_pretrained(
-        plain, quantization_config=QuantoConfig(weights="int8"), dtype=torch.float32
-    ).eval()
-    own = own_logprobs(model)
-
-    with Solver(model, tokenizer=AutoTokenizer.from_pretrained(plain), **OPENED) as solver:
-        assert logprobs(solver) == pytest.approx(own, abs=2e-3)
-        assert not any(isinstance(each, PackedLinear) for each in linears(solver).values())
-
-
 class Scaled(nn.Linear):
     """Like a quantized layer: a linear layer with a forward of its own."""
 
@@ -279,15 +263,6 @@ def test_layers_that_are_not_plain_are_neither_packed_nor_independent(layer: nn.
 
     assert model[0] is layer and not is_plain(layer)
     assert list(batch_dependent(model)) == ["0"]
-
-
-def test_layers_of_integer_buffers_are_dependent() -> None:
-    class Codes(nn.Module):  # as in GPTQ and AWQ
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("qweight", torch.zeros(2, 4, dtype=torch.int32))
-
-    assert batch_dependent(nn.Sequential(Codes())) == {"0": "Codes"}
 
 
 class Config:
@@ -319,12 +294,6 @@ def test_quantized_weights_that_cannot_be_loaded_here_are_refused_by_name(
     assert method in refused.value.message and refused.value.code == "model-quantized"
 
 
-def test_other_weights_are_left_to_transformers() -> None:
-    for method in (None, "a-new-one"):
-        assert quantization_of(Config(method)) == method
-        check_quantized(Config(method), "my-model", "cpu")
-
-
 # GGUF files
 
 
@@ -348,35 +317,6 @@ def test_a_gguf_file_is_a_model(quantized: bool, plain: Path, tmp_path: Path) ->
     assert quantized == (found != pytest.approx(wanted, abs=1e-4))
     assert (info.layers, info.vocabulary, info.supported) == (LAYERS, 640, True)
     assert solution.metrics.blocks == 2
-
-
-def test_a_gguf_file_needs_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(b"GGUF")
-    monkeypatch.setattr(loading, "find_spec", lambda name: None)
-
-    with pytest.raises(UsageError, match=r"arbor-search\[gguf\]"):
-        locate_model(path)
-    with pytest.raises(UsageError, match=r"arbor-search\[gguf\]"):
-        locate_model("OWNER/MODEL/tiny.gguf")
-
-
-def test_a_gguf_file_is_located_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "find_spec", lambda name: object())
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(EMPTY)
-    other = tmp_path / "other.gguf"
-    other.write_bytes(EMPTY + b"other")
-
-    here, there = locate_model(path), locate_model("OWNER/MODEL/file.gguf")
-
-    assert (here.path, here.gguf, here.place) == (str(tmp_path), "tiny.gguf", str(path))
-    assert (there.path, there.gguf) == ("OWNER/MODEL", "file.gguf")
-    assert model_identity(here) != model_identity(locate_model(other))
-    with pytest.raises(ModelError, match=r"Name the file: .*other\.gguf"):
-        locate_model(tmp_path)
 
 
 # Adapters
@@ -416,30 +356,6 @@ def test_an_adapter_is_merged(plain: Path, adapter: Path) -> None:
     with_adapter, without = locate_model(plain, adapter=adapter), locate_model(plain)
     assert model_identity(with_adapter) != model_identity(without)
     assert with_adapter.place != without.place
-
-
-@needs_load
-@pytest.mark.slow
-def test_an_adapter_of_another_model_is_refused(adapter: Path) -> None:
-    with pytest.raises(ModelError, match="does not fit the model"), Solver(adapter=adapter) as it:
-        it.load()
-
-
-@needs_load
-@pytest.mark.slow
-def test_an_adapter_of_quantized_weights_is_refused(
-    plain: Path, adapter: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    folder = tmp_path / "quantized"
-    bitsandbytes(8)(plain, folder)
-    with_tokenizer(folder)
-
-    with (
-        pytest.raises(ModelError, match="not merged into weights quantized by bitsandbytes"),
-        Solver(folder, adapter=adapter) as solver,
-    ):
-        solver.load()
 
 
 def test_other_folders_than_adapters_are_refused_before_anything_loads(

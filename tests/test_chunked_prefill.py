@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from support.models import Words, build, path_logits
 from support.trees import PROMPT, SAMPLED, Lab, grown, own_answers, relative_error
@@ -95,19 +94,6 @@ def test_blocks_decode_while_the_prompt_of_a_later_search_is_computed() -> None:
     assert later.result()[0].tokens == alone(LONG)
 
 
-def test_nothing_overtakes_a_prompt_that_is_computed_in_parts() -> None:
-    lab = Lab(build("llama"), debug=True)
-    first, second = opened(lab, LONG, PROMPT[:4])
-    visit, other = lab.begin_extend(first.root), lab.begin_extend(second.root)
-    for _ in range(3):
-        lab.step()
-        assert not visit.done and not other.done
-        assert not second.root.span.resident.any()
-    steps(lab)
-    visit.result()
-    other.result()
-
-
 @pytest.mark.parametrize("policy", ["lru", "reentry", "arborkv"])
 def test_paths_come_back_in_parts(policy: str) -> None:
     lab = Lab(build("llama"), policy=policy, debug=True)
@@ -116,19 +102,6 @@ def test_paths_come_back_in_parts(policy: str) -> None:
 
     assert rehydrated and max(rehydrated) <= MOST + 1  # and a last token for its logits
     assert relative_error(answers, own_answers(build("llama"), tree)) < 1e-4
-
-
-def test_the_span_of_a_computed_block_comes_back_at_once() -> None:
-    lab = Lab(build("llama"), rehydrate="span", debug=True)
-    (tree,) = opened(lab, LONG)
-    lab.begin_extend(tree.root)
-    assert steps(lab) == [8, 8, 8, 6]
-    lab.memory.evict(tree.root, np.arange(3, 20))
-    lab.state.changed([tree.root])
-    lab.begin_extend(tree.root)
-
-    assert max(steps(lab)) == len(LONG)
-    assert tree.root.span.exact.all()
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
@@ -158,31 +131,6 @@ def test_a_failure_between_the_parts_takes_back_its_own(
     assert tree.root.span.exact.all()
 
 
-def test_a_search_that_is_closed_between_the_parts_holds_nothing() -> None:
-    lab = Lab(build("llama"), debug=True)
-    first, second = opened(lab, LONG, PROMPT)
-    visit, other = lab.begin_extend(first.root), lab.begin_extend(second.root)
-    lab.step()
-    lab.close(first)
-    assert isinstance(visit.error, InterruptedError)
-    steps(lab)
-    other.result()
-    assert lab.memory.used_by(second) == len(PROMPT)
-
-
-def test_a_part_of_a_prompt_leaves_where_an_earlier_search_needs_the_room() -> None:
-    lab = Lab(build("llama"), debug=True)
-    early, long = opened(lab, PROMPT, LONG, pool=50)
-    later = lab.begin_grow([(long.root, 1)], GROWTH)
-    lab.step()
-    growing = lab.begin_grow([(early.root, 3)], GROWTH)
-    steps(lab)
-
-    assert len(growing.result()) == 3
-    assert later.result()[0].tokens == alone(LONG)
-    assert lab.memory.peak <= 50
-
-
 @pytest.mark.parametrize(("pool", "rows"), [(200, [8, 8, 8, 6]), (24, [6] * 5)])
 def test_lossy_mode_computes_a_long_prompt_in_pieces(pool: int, rows: list[int]) -> None:
     lab = Lab(build("llama"), mode="lossy", rehydrate="off", policy="uniform", debug=True)
@@ -193,15 +141,3 @@ def test_lossy_mode_computes_a_long_prompt_in_pieces(pool: int, rows: list[int])
     visit.result()
     assert [count for kind, count in kinds(lab) if kind == "prefill"] == rows
     assert lab.memory.peak <= pool
-
-
-def test_lossy_mode_evicts_after_every_64_tokens_of_a_prompt_beyond_the_budget() -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(scheduler, "MOST_NEW", 1000)
-        lab = Lab(build("llama"), mode="lossy", rehydrate="off", policy="uniform", debug=True)
-        (tree,) = opened(lab, LONG * 10, pool=290)
-        visit = lab.begin_extend(tree.root)
-        steps(lab)
-
-    visit.result()
-    assert [count for kind, count in kinds(lab) if kind == "prefill"] == [64, 64, 64, 64, 44]

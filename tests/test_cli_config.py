@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from support import warm_process
 from support.fake_run import fake_run, tick
-from support.option_records import check_fields, check_types, fits, types_of
 from support.run_cli import FAKE, Arbor, environment, in_process
+from support.slow_cases import every
 
 import arbor.cli.demo
 import arbor.papers.arborkv.calibrate
@@ -30,16 +30,8 @@ import arbor.papers.related.calibrate_queries
 import arbor.papers.rksc.calibration
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
-from arbor.cli.bench import BenchOptions
-from arbor.cli.command import SHORT_HELP_END, Group
-from arbor.cli.demo import DemoOptions
-from arbor.cli.evaluation.eval_options import EvalOptions
-from arbor.cli.option_records import SolverOptions
+from arbor.cli.command import Group
 from arbor.cli.options import COMPLETION
-from arbor.cli.prompt import PromptOptions
-from arbor.cli.solve import SolveOptions
-from arbor.cli.trace import ConvertOptions, RepairOptions
-from arbor.cli.view import ViewOptions
 from arbor.feature import features
 from arbor.model.loading import BUILTIN
 from arbor.papers.arborkv.calibrate import Example
@@ -48,7 +40,6 @@ from arbor.papers.related.calibrate_queries import CollectedQueries
 from arbor.papers.related.query_means import LayerMeans, QueryMeans
 from arbor.papers.rksc.calibration import Verification
 from arbor.retention.msve import MSVE
-from arbor.run.presets import preset
 from arbor.tasks.splits import dataset_split_of
 from arbor.trace import TraceWriter
 
@@ -93,28 +84,6 @@ def test_a_printed_configuration_is_a_configuration(command: Arbor) -> None:
     assert first["sampling"]["temperature"] == 0.5
 
 
-def test_a_name_with_settings_goes_with_set_and_with_a_file(command: Arbor) -> None:
-    named = ("--policy", "arborkv,tail=3", "--controller", "beam,width=2")
-    kept = saved(command, "4 5 6 10", *named, "--set", "beam_size=3", "--set", "eta=0.25")
-    assert (kept["controller"]["width"], kept["controller"]["beam_size"]) == (2, 3)
-    assert (kept["policy"]["protect"]["tail"], kept["policy"]["allocator"]["eta"]) == (3, 0.25)
-
-    again = command(
-        *("solve", "--config", "run.toml", "--policy", "arborkv,tail=5", "--print-config")
-    )
-    policy = tomllib.loads(again.out)["policy"]
-    assert (policy["protect"]["tail"], policy["allocator"]["eta"]) == (5, 0.25)
-
-    ran = command("eval", "game24", "--limit", "1", *named, "--set", "beam_size=3", "--json", "-q")
-    assert (ran.code, ran.document["n"]) == (0, 1)
-
-
-def test_a_configuration_needs_no_problem(command: Arbor) -> None:
-    assert "problem" not in saved(command)
-    as_json = command("solve", "--print-config", "--json").document
-    assert as_json["schema"] == "arbor.config/1" and as_json["problem"] is None
-
-
 def test_flags_win_over_the_environment_and_that_over_the_file(
     command: Arbor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,31 +95,6 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
 
     assert config["budget"] == "0.9" and config["seed"] == 2
     assert config["controller"]["name"] == "chain"
-
-
-def test_a_flag_that_replaces_a_part_leaves_its_settings_behind(command: Arbor) -> None:
-    text = 'set = ["top_k=3"]\n[controller]\nname = "beam"\nbeam_size = 3\n'
-    Path("run.toml").write_text(text, encoding="utf-8")
-
-    same = saved(command, "--config", "run.toml", "--set", "width=5")
-    assert (same["controller"]["beam_size"], same["controller"]["width"]) == (3, 5)
-
-    Path("run.toml").write_text(text, encoding="utf-8")
-    other = saved(command, "--config", "run.toml", "--controller", "tot")
-    assert other["controller"]["name"] == "tot" and "beam_size" not in other["controller"]
-    assert other["sampling"]["top_k"] == 3
-
-
-def test_a_trace_repeats_its_run(command: Arbor) -> None:
-    arguments = ("--controller", "tot", "--set", "beam=2", "--set", "width=3", "--seed", "5")
-    command("solve", "4 5 6 10", "--trace", "a.arbor.jsonl", "--budget", "0.5", *arguments)
-    Path("run.toml").write_text(command("trace", "config", "a.arbor.jsonl").out, encoding="utf-8")
-
-    again = command("solve", "--config", "run.toml", "--trace", "b.arbor.jsonl")
-
-    assert again.code in (0, 3)
-    ran = command("trace", "diff", "a.arbor.jsonl", "b.arbor.jsonl", "--json").document
-    assert (ran["same_tree"], ran["same_events"], ran["settings"]) == (True, True, [])
 
 
 # The log
@@ -166,195 +110,6 @@ def log() -> Iterator[logging.Logger]:
     logger.setLevel(level)
 
 
-@pytest.mark.parametrize(
-    ("flags", "shown"),
-    [
-        ([], ["warning"]),
-        (["-q"], []),
-        (["-v"], ["info", "warning"]),
-        (["-vv"], ["debug", "info", "warning"]),
-        (["--log-level", "debug"], ["debug", "info", "warning"]),
-        (["-vv", "--log-level", "error"], []),
-    ],
-    ids=" ".join,
-)
-@pytest.mark.parametrize("before", [True, False])
-def test_the_log_is_shown_as_asked_and_written_whole(
-    command: Arbor,
-    log: logging.Logger,
-    monkeypatch: pytest.MonkeyPatch,
-    flags: list[str],
-    shown: list[str],
-    before: bool,
-) -> None:
-    def work(kind: str) -> list[object]:
-        for level in ("debug", "info", "warning"):
-            getattr(logging.getLogger("arbor.engine"), level)("at %s", level)
-        return []
-
-    monkeypatch.setattr("arbor.cli.show._components", work)
-    asked = [*flags, "--log-file", "run.log"]
-
-    ran = command(*asked, "list", "tasks") if before else command("list", "tasks", *asked)
-
-    assert ran.err.splitlines() == [f"arbor: {level}: at {level}" for level in shown]
-    rows = [json.loads(line) for line in Path("run.log").read_text("utf-8").splitlines()]
-    assert [row["message"] for row in rows] == ["at debug", "at info", "at warning"]
-    assert {row["logger"] for row in rows} == {"arbor.engine"}
-    assert set(rows[0]) == {"time", "level", "logger", "message"}
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "shown"),
-    [
-        ("ARBOR_LOG_LEVEL", "info", ["info", "warning"]),
-        ("ARBOR_LIST_LOG_LEVEL", "error", []),
-        ("ARBOR_QUIET", "1", []),
-        ("ARBOR_VERBOSE", "1", ["info", "warning"]),
-    ],
-)
-def test_the_environment_sets_what_every_command_shares(
-    command: Arbor,
-    log: logging.Logger,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-    value: str,
-    shown: list[str],
-) -> None:
-    def work(kind: str) -> list[object]:
-        for level in ("debug", "info", "warning"):
-            getattr(logging.getLogger("arbor.engine"), level)("at %s", level)
-        return []
-
-    monkeypatch.setattr("arbor.cli.show._components", work)
-    monkeypatch.setenv(variable, value)
-
-    assert command("list", "tasks").err.splitlines() == [
-        f"arbor: {level}: at {level}" for level in shown
-    ]
-
-
-def test_a_variable_gives_several_settings(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ARBOR_SOLVE_SET", "width=3 top_k=5")
-
-    config = saved(command)
-
-    assert (config["controller"]["width"], config["sampling"]["top_k"]) == (3, 5)
-
-
-# Former names
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["solve", "4 5 6 10", "--attn", "torch"], "--attn is now --backend."),
-        (["solve", "4 5 6 10", "--attn=torch"], "--attn is now --backend."),
-        (["eval", "game24", "--depth", "2"], "--depth is now --max-depth."),
-        (["bench", "--depth=2"], "--depth is now --max-depth."),
-        (["info", "--attn", "torch"], "--attn is now --backend."),
-        (["view", "--depth", "2"], "No such option '--depth'"),
-    ],
-)
-def test_a_former_flag_is_refused_with_its_new_name(
-    command: Arbor, arguments: list[str], words: str
-) -> None:
-    ran = command(*arguments)
-
-    assert (ran.code, ran.out) == (2, "")
-    assert words in ran.err and "[usage]" in ran.err
-
-
-def test_a_former_variable_is_refused_with_its_new_name(
-    command: Arbor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ARBOR_SOLVE_ATTN", "torch")
-
-    ran = command("solve", "4 5 6 10", "--print-config")
-
-    assert (ran.code, ran.out) == (2, "")
-    assert "[usage] ARBOR_SOLVE_ATTN is now ARBOR_SOLVE_BACKEND." in ran.err
-    assert command("solve", "--help").code == command("list", "tasks").code == 0
-
-
-@pytest.mark.parametrize(("former", "name"), [("attn", "backend"), ("depth", "max_depth")])
-def test_a_former_key_of_a_configuration_is_refused_with_its_new_name(
-    command: Arbor, former: str, name: str
-) -> None:
-    Path("run.toml").write_text(f'{former} = "3"\n', encoding="utf-8")
-
-    ran = command("solve", "4 5 6 10", "--config", "run.toml", "--print-config")
-
-    assert (ran.code, ran.out) == (2, "")
-    assert f"[unknown-setting] run.toml: '{former}' is now '{name}'." in ran.err
-
-
-# Records
-
-
-RECORDS: dict[str, type[Any]] = {
-    "solve": SolveOptions,
-    "eval": EvalOptions,
-    "bench": BenchOptions,
-    "demo": DemoOptions,
-    "view": ViewOptions,
-    "info": SolverOptions,
-    "prompt": PromptOptions,
-    "trace convert": ConvertOptions,
-    "trace repair": RepairOptions,
-}
-
-
-def found_command(name: str) -> click.Command:
-    return dict(commands(cli))[name]
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_record_has_every_option_of_its_command(name: str) -> None:
-    own = {"bench": {"policies", "budgets"}}.get(name, set())
-    of_other_commands = {"temperature", "top_p", "top_k", "threads", "seed", "deterministic"}
-
-    check_fields(
-        found_command(name), RECORDS[name], own | (of_other_commands if name == "info" else set())
-    )
-
-
-GIVEN = {
-    "solve": ["x", "--file", "f", "--timeout", "1", "--top-p", "1", "--set", "a=1", "--html", "h"],
-    "eval": ["x", "--fail-under", "1", "--output", "o", "--sample-id", "a", "--seed", "3"],
-    "bench": ["x", "--compare", "c", "--max-depth", "2", "--rehydrate", "span"],
-    "demo": ["-o", "page.html", "--seed", "2"],
-    "view": ["a", "b", "--event", "3", "-o", "page.html"],
-    "info": ["model", "--max-depth", "2", "--msve", "m"],
-    "prompt": ["math", "x", "--set", "shots=1", "--model", "m"],
-    "trace convert": ["a", "-o", "b"],
-    "trace repair": ["a", "-o", "b", "--trace-text", "none"],
-}
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_what_click_parses_has_the_types_of_the_record(name: str) -> None:
-    several = {"bench": {"policy", "budget", "max_regress"}}.get(name, set())
-    for arguments in (GIVEN[name], GIVEN[name][:1] if name not in ("demo",) else []):
-        check_types(found_command(name), RECORDS[name], arguments, several)
-
-
-def test_an_option_of_the_wrong_type_does_not_fit() -> None:
-    hints = types_of(SolveOptions)
-
-    assert not fits("3", hints["max_depth"]) and not fits("x.toml", hints["file"])
-    assert not fits("lossles", hints["mode"]) and not fits(["a=1"], hints["set"])
-
-
-def test_a_preset_gives_info_its_settings_too(command: Arbor) -> None:
-    small = command("info", "--preset", "config-s", "--json").document["plan"]
-    wide = command("info", "--preset", "config-s", "--set", "width=5", "--json").document["plan"]
-
-    with Solver(**preset("config-s")) as solver:
-        assert small == solver.plan().to_dict()
-    assert wide != small
-
-
 # Commands, help and completion
 
 
@@ -368,86 +123,6 @@ def commands(group: Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, cl
             yield from commands(found, (*path, name))
         else:
             yield " ".join((*path, name)), found
-
-
-def test_every_command_is_where_the_table_says_and_says_what_it_is_for() -> None:
-    context = click.Context(cli)
-
-    for name, (_, purpose) in COMMANDS.items():
-        found = cli.get_command(context, name)
-        assert found is not None and found.name == name
-        assert purpose.endswith(".") and len(purpose) < 70
-
-
-@pytest.mark.parametrize(("name", "found"), list(commands(cli)), ids=lambda value: str(value))
-def test_help_is_a_sentence_three_examples_and_short_options(
-    name: str, found: click.Command
-) -> None:
-    text = found.help or ""
-    first, _, rest = text.partition("\n")
-
-    assert first.endswith((".", ";")) or "." in text.partition("\n\n")[0]
-    examples = [line for line in rest.splitlines() if line.strip().startswith(("arbor ", "echo "))]
-    assert len(examples) >= (2 if name == "doctor" else 3), "three commands to copy"
-    for parameter in found.params:
-        if isinstance(parameter, click.Option):
-            assert parameter.help and parameter.help.endswith("."), parameter.name
-            assert len(parameter.help) <= 100, parameter.name
-
-
-def help_pages() -> list[tuple[str, ...]]:
-    """The words before ``-h`` of every help page, those of groups included."""
-    names = [tuple(name.split()) for name, _ in commands(cli)]
-    return list(dict.fromkeys(name[:length] for name in names for length in range(len(name) + 1)))
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-@pytest.mark.parametrize("words", help_pages(), ids=" ".join)
-def test_the_short_help_fits_one_screen_and_the_long_help_has_every_option(
-    words: tuple[str, ...], command: Arbor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    context = click.Context(cli, info_name="arbor")
-    for word in words:
-        assert isinstance(context.command, Group)
-        below = context.command.get_command(context, word)
-        assert below is not None
-        context = click.Context(below, parent=context, info_name=word)
-    parameters = context.command.get_params(context)
-    records = {each: each.get_help_record(context) for each in parameters}
-    rows = {each: one_line(" ".join(record)) for each, record in records.items() if record}
-
-    short, long = command(*words, "-h").out, command(*words, "--help-all").out
-
-    assert command(*words, "--help").out == short
-    assert len(short.splitlines()) <= 40
-    assert max(map(len, [*short.splitlines(), *long.splitlines()])) <= 80
-    listed = [row for each, row in rows.items() if getattr(each, "common", False)]
-    assert listed and len(listed) < len(rows)
-    assert not [row for row in rows.values() if row not in one_line(long)]
-    head, options = short.split("\nOptions:\n")
-    assert one_line(options) == f"{' '.join(listed)} {SHORT_HELP_END}"
-    assert set(head.splitlines()) <= set(long.splitlines())
-
-
-@pytest.mark.parametrize("name", ["solve", "eval", "trace events"])
-def test_every_option_completes(name: str) -> None:
-    words = name.split()
-    found = dict(commands(cli))[name]
-    flags = [max(each.opts, key=len) for each in found.params if isinstance(each, click.Option)]
-
-    assert set(complete("arbor", *words, "--")) >= {*flags, "--help", "--help-all"}
-
-
-@pytest.mark.parametrize(("name", "found"), list(commands(cli)), ids=lambda value: str(value))
-def test_every_flag_is_a_variable_of_its_name(name: str, found: click.Command) -> None:
-    for option in found.params:
-        if isinstance(option, click.Option):
-            flag = max(option.opts, key=len).removeprefix("--")
-            assert option.name == flag.replace("-", "_"), "click names the variable after it"
 
 
 def complete(*words: str, heavy: str = "torch transformers") -> list[str]:
@@ -482,16 +157,6 @@ def test_commands_options_and_names_complete() -> None:
     assert complete("arbor", "trace", "conv") == ["convert"]
     assert complete("arbor", "eval", "ga") == ["game24", "ga"]
     assert complete("arbor", "list", "contr") == [registry.plural("controller")]
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_a_script(command: Arbor, shell: str) -> None:
-    ran = command("completion", shell)
-
-    assert ran.code == 0
-    assert f"{COMPLETION}={shell}_complete" in ran.out
-    if shell == "bash":
-        assert subprocess.run(["/bin/bash", "-n"], input=ran.out, text=True).returncode == 0
 
 
 # The examples of the help pages
@@ -556,7 +221,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     return folder, settings
 
 
-@pytest.mark.parametrize("example", examples(LIGHT))
+@pytest.mark.parametrize("example", every(2, examples(LIGHT)))
 def test_every_example_of_a_help_page_runs(
     example: str, shell: tuple[Path, dict[str, str]]
 ) -> None:
@@ -602,7 +267,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Solution]:
         return folder, solver.solve("4 5 6 10", trace=folder / "run.arbor.jsonl")
 
 
-@pytest.mark.parametrize("example", examples(HEAVY))
+@pytest.mark.parametrize("example", every(3, examples(HEAVY)))
 def test_every_example_of_a_help_page_that_needs_a_model_runs(
     example: str,
     desk: tuple[Path, Solution],
@@ -669,9 +334,3 @@ def made_up_verifications() -> list[Any]:
         Verification(problem, 0.9, 0.1, 0, values, (0, 1), ((0.5, 0.1),) * 2, (values,) * 2)
         for problem in range(10)
     ]
-
-
-def test_every_command_has_its_examples_run() -> None:
-    assert set(examples(CORE)) == {*examples(LIGHT), *examples(HEAVY)}
-    for name in COMMANDS:
-        assert [line for line in examples() if f"arbor {name}" in line], name

@@ -4,17 +4,14 @@ stdout is empty."""
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_run import fake_run, header, tick
-from support.run_cli import REAL, Arbor, await_line, environment, in_process, spawn
+from support.run_cli import REAL, Arbor, await_line, in_process, spawn
 
 from arbor.model.loading import BUILTIN
 from arbor.trace import TraceWriter
@@ -252,49 +249,6 @@ def test_an_error_holds_the_value_that_works(
     assert as_json.document["error"]["code"] == code
 
 
-def test_the_budget_an_error_names_works(command: Arbor) -> None:
-    error = command("solve", PUZZLE, "--budget", "20tok", "--json").document["error"]
-
-    needed = error["data"]["needed"]
-    assert command("solve", PUZZLE, "--budget", f"{needed}tok", "--dry-run").code == 0
-    assert command("solve", PUZZLE, "--budget", f"{needed - 1}tok", "--dry-run").code == 6
-
-
-def test_a_full_disk_ends_the_trace_and_not_the_search() -> None:
-    with spawn("solve", PUZZLE, "--trace", "/dev/full") as process:
-        out, err = process.communicate(timeout=60)
-
-    assert (process.returncode, out) == (0, b"(10 - 4) * 5 - 6\n")
-    assert err.startswith(b"arbor: warning: [no-space] /dev/full: the trace stopped at event 0 (")
-    assert b"the search goes on" in err and b"Traceback" not in err
-
-
-def test_a_full_disk_for_the_answer_is_not_a_traceback() -> None:
-    with Path("/dev/full").open("wb") as full, spawn("list", "tasks", code=REAL, stdout=full) as it:
-        _, err = it.communicate(timeout=60)
-
-    assert it.returncode == 2
-    assert err.startswith(b"arbor: error: [output-unwritable] the output cannot be written: No")
-    assert b"Traceback" not in err and b"Exception" not in err
-
-
-def test_head_ends_a_long_answer_quietly(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "long.jsonl", clock=tick()) as writer:
-        for event in fake_run(seed=1, rounds=500):
-            writer(event)
-    listing = f"{sys.executable} -m arbor trace events {tmp_path}/long.jsonl | head -n 1"
-    done = subprocess.run(
-        ["/bin/bash", "-o", "pipefail", "-c", listing],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("     0   0.000000 header")
-
-
 def test_a_killed_process_leaves_a_trace_that_can_be_repaired(tmp_path: Path) -> None:
     path = tmp_path / "run.arbor.jsonl"
     with spawn("solve", PUZZLE, "--device", "endless", "--trace", str(path)) as process:
@@ -310,52 +264,3 @@ def test_a_killed_process_leaves_a_trace_that_can_be_repaired(tmp_path: Path) ->
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert b"interrupted" in out
-
-
-@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-"])
-def test_a_stream_that_is_closed_is_not_a_bug(closed: str, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m arbor solve '4 5' --task game24 {closed}"
-    ran = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
-
-    # too few numbers; or their answer would be lost
-    assert ran.returncode == (2 if closed == "1>&-" else 4)
-    assert "bug" not in ran.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "arguments", [("solve", "4 5 6 10"), ("info",), ("solve", "4 5 6 10", "--json")]
-)
-def test_a_result_for_a_closed_stdout_is_an_error(
-    arguments: tuple[str, ...], tmp_path: Path
-) -> None:
-    command = shlex.join([sys.executable, "-m", "arbor", *arguments])
-    ran = subprocess.run(
-        ["sh", "-c", f"{command} >&-"], cwd=tmp_path, capture_output=True, text=True
-    )
-
-    assert ran.returncode == 2
-    assert ran.stderr.startswith("arbor: error: [output-unwritable] stdout is closed")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_existing_trace_is_noticed_before_anything_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trace = tmp_path / "run.arbor.jsonl"
-    trace.write_text("an earlier run")
-    monkeypatch.setattr("arbor.cli.solve.build_solver", lambda *_, **__: pytest.fail("built"))
-
-    ran = in_process(capsys)("solve", "4 5 6 10", "--trace", str(trace))
-
-    assert (ran.code, trace.read_text()) == (2, "an earlier run")
-    assert "output-exists" in ran.err
-
-
-def test_a_problem_in_words_for_the_built_in_model_names_what_would_work(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    ran = in_process(capsys)("solve", "What is 2 + 2?", "--task", "reasoning", "--dry-run")
-
-    assert ran.code == 4
-    assert "Name another model" in ran.err and "Shorten the problem" not in ran.err

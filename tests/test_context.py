@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.models import config_of, copy_of, random_model
 from support.trees import GREEDY, Lab, own_logits, relative_error
 
-from arbor.model.context_limit import DEFAULT_CONTEXT, context_limit
+from arbor.model.context_limit import context_limit
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -48,47 +47,3 @@ def test_paths_up_to_the_limit_are_exact_and_longer_ones_are_not(name: str) -> N
     assert limit == 24
     assert grown_error(config, limit) < 1e-5
     assert grown_error(config, limit + 6) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("model_type", "settings", "limit"),
-    [
-        ("llama", {}, 512),
-        ("gpt2", {"max_position_embeddings": 128}, 128),
-        ("gemma3_text", {}, 512),
-        ("phi3", {"original_max_position_embeddings": 64}, 512),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "rope_theta": 10000.0,
-                    "factor": 8.0,
-                    "original_max_position_embeddings": 64,
-                }
-            },
-            512,
-        ),
-    ],
-    ids=["plain", "learned positions", "by layer type", "plain with an original length", "yarn"],
-)
-def test_rotations_that_never_change_reach_the_models_own_length(
-    model_type: str, settings: dict[str, Any], limit: int
-) -> None:
-    assert context_limit(config_of(model_type, **settings)) == limit
-
-
-def test_the_shortest_limit_of_all_layer_types_counts() -> None:
-    config = SimpleNamespace(
-        max_position_embeddings=512,
-        rope_parameters={
-            "full_attention": {**LONGROPE, "original_max_position_embeddings": 96},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    )
-
-    assert context_limit(config) == 96
-
-
-def test_a_config_that_names_no_length_gets_a_usual_one() -> None:
-    assert context_limit(object()) == DEFAULT_CONTEXT

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
 
-from arbor import components
 from arbor.controllers.ab_mcts import ABMCTS
-from arbor.controllers.base import Controller, Foresight, Search
+from arbor.controllers.base import Controller
 from arbor.controllers.beam import Beam
 from arbor.controllers.best_first import BestFirst
 from arbor.controllers.chain import Chain
@@ -23,11 +20,11 @@ from arbor.controllers.dpts import DPTS
 from arbor.controllers.dvts import DVTS
 from arbor.controllers.ets import ETS
 from arbor.controllers.mcts import MCTS
-from arbor.controllers.ranking import finished, give_up, mean_logprob
+from arbor.controllers.ranking import mean_logprob
 from arbor.controllers.rebase import Rebase
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import NodeState, ThoughtTree
 
 CLOSED, PRUNED, TERMINAL = NodeState.CLOSED, NodeState.PRUNED, NodeState.TERMINAL
 
@@ -255,38 +252,6 @@ def test_beam_on_a_tree_computed_by_hand() -> None:
 # Chain --------------------------------------------------------------------------------------------
 
 
-def test_a_chain_is_one_path() -> None:
-    done = run(Chain(), scripted({(0, 0, 0): Thought("end", 0.0, terminal=True)}), max_depth=9)
-
-    assert done.asked == [[((), 1)], [((0,), 1)], [((0, 0), 1)]]
-    assert done.best == [(0, 0, 0)]
-
-
-def test_chains_grow_together_whatever_they_are_worth() -> None:
-    script = scripted(
-        {(0,): Thought("a", 0.0), (1,): Thought("a", 0.0), (2,): Thought("b", 1.0, terminal=True)}
-    )
-
-    done = run(Chain(samples=3), script, max_depth=2)
-
-    assert done.asked == [[((), 3)], [((0,), 1), ((1,), 1)]]
-    assert done.best == [(2,)]
-    assert done.state(0) is done.state(0, 0) is PRUNED  # the limit came before an answer
-
-
-def test_the_best_chain_has_the_highest_value_then_the_likelier_tokens_then_the_first_place() -> (
-    None
-):
-    ends: dict[Key, Thought] = {
-        (0,): Thought("a", 0.5, True, logprob=-2.0, tokens=2),
-        (1,): Thought("b", 0.5, True, logprob=-2.0, tokens=4),
-        (2,): Thought("c", 0.9, True, logprob=-9.0),
-        (3,): Thought("d", 0.5, True, logprob=-1.0, tokens=1),
-    }
-
-    assert run(Chain(samples=4), scripted(ends), max_depth=2).best == [(2,), (1,), (0,), (3,)]
-
-
 # Beam ---------------------------------------------------------------------------------------------
 
 
@@ -301,50 +266,6 @@ def test_tot_proposes_at_every_state_or_at_none() -> None:
                 most = settings.most_proposals(3)
                 assert most == 0 if generate == "sample" else len(expansions) <= most
                 search.tell(grow(tree, expansions, hashed(1, terminal=0.0)))
-
-
-def test_tot_with_proposals_makes_a_block_more_for_every_state_that_grows() -> None:
-    for settings in (
-        ToT(beam=2, width=3),
-        ToT(beam=2, width=1),
-        ToT(beam=3, width=2, select="sample"),
-        ToT("dfs", width=3, max_per_state=2, max_visited=9),
-        ToT("dfs", width=1),
-    ):
-        proposing = replace(settings, generate="propose")
-        done = run(replace(settings, stop_value=None), scripted({}), max_depth=3)
-        asked = sum(len(level) for level in done.asked)
-        if settings.select == "greedy":
-            assert done.blocks == settings.max_blocks(3)
-            assert proposing.max_blocks(3) == done.blocks + asked
-        assert proposing.max_blocks(3) - settings.max_blocks(3) >= asked
-        assert max(map(len, done.asked)) <= proposing.most_proposals(3)
-    assert ToT(generate="propose").most_proposals(1) == 1
-
-
-def test_the_spec_of_tot_names_how_thoughts_are_generated_only_where_they_are_proposed() -> None:
-    assert "generate" not in components.spec_of(ToT())
-    spec = components.spec_of(ToT(generate="propose"))
-    assert spec["generate"] == "propose"
-    assert components.build("controller", spec) == ToT(generate="propose")
-    assert components.defaults_of(ToT)["generate"] == "sample"
-    with pytest.raises(UsageError, match="generate='dream'"):
-        ToT(generate="dream")  # type: ignore[arg-type]
-
-
-def test_a_beam_ends_when_finished_paths_hold_every_place() -> None:
-    script = scripted(
-        {
-            (0,): Thought("a", 0.9, terminal=True),
-            (1,): Thought("b", 0.8, terminal=True),
-            (2,): Thought("c", 0.7),
-        }
-    )
-
-    done = run(Beam(beam_size=2, width=2), script, max_depth=5)
-
-    assert len(done.asked) == 1
-    assert done.best == [(0,), (1,)]
 
 
 def test_a_finished_path_of_little_worth_gives_its_place_up_but_is_not_forgotten() -> None:
@@ -365,60 +286,7 @@ def test_a_finished_path_of_little_worth_gives_its_place_up_but_is_not_forgotten
     assert done.best[-1] == (0,)
 
 
-def test_paths_that_say_the_same_hold_one_place_unless_dedup_is_off() -> None:
-    same = scripted({}, otherwise=Thought("same", 0.5))
-
-    with_dedup = run(Beam(beam_size=3, width=2), same, max_depth=3)
-    without = run(Beam(beam_size=3, width=2, dedup=False), same, max_depth=3)
-
-    assert [len(level) for level in with_dedup.asked] == [1, 1, 1]
-    assert [len(level) for level in without.asked] == [1, 3, 3]
-
-
 # Tree of Thoughts ---------------------------------------------------------------------------------
-
-
-def test_the_defaults_are_those_of_game_of_24() -> None:
-    settings = ToT()
-
-    assert (settings.strategy, settings.beam, settings.select) == ("bfs", 5, "greedy")
-    assert settings.max_blocks(3) == 10 + 50 + 50
-
-
-def test_tot_stops_at_a_proof_and_goes_on_without_one() -> None:
-    script = scripted({(1,): Thought("found", 1.0, terminal=True)}, otherwise=Thought("same", 0.9))
-
-    for strategy in ("bfs", "dfs"):
-        assert len(run(ToT(strategy, width=2), script, max_depth=4).asked) == 1
-        assert len(run(ToT(strategy, width=2, stop_value=None), script, max_depth=4).asked) == 4
-
-
-def test_a_proof_deep_in_one_branch_leaves_the_other_branches_alone() -> None:
-    script = scripted({(0,): Thought("a", 0.9), (0, 1): Thought("found", 1.0, terminal=True)})
-
-    done = run(ToT("dfs", width=2), script, max_depth=4)
-
-    assert done.asked == [[((), 2)], [((0,), 2)]]
-    assert done.state(1) is CLOSED  # the search has ended; it was not given up
-
-
-@pytest.mark.parametrize("controller", [ToT("bfs"), ToT("dfs"), Beam()])
-def test_a_thought_of_value_one_that_does_not_end_a_path_does_not_stop_a_search(
-    controller: Controller,
-) -> None:
-    done = run(controller, scripted({}, otherwise=Thought("a", 1.0)), max_depth=3)
-
-    assert len(done.asked) == 3
-
-
-def test_a_repeated_state_counts_nothing_and_is_chosen_only_below_the_threshold() -> None:
-    script = scripted({(2,): Thought("other", 0.1)}, otherwise=Thought("same", 0.9))
-
-    strict = run(ToT(beam=3, width=3), script, max_depth=2)
-    released = run(ToT(beam=3, width=3, threshold=-1), script, max_depth=2)
-
-    assert strict.asked[1] == [((0,), 3), ((2,), 3)]
-    assert released.asked[1] == [((0,), 3), ((2,), 3), ((1,), 3)]
 
 
 def test_a_search_with_nothing_above_the_threshold_ends_without_an_answer() -> None:
@@ -449,100 +317,7 @@ def test_sampling_draws_in_proportion_to_value_and_with_replacement() -> None:
     assert drawn[(1,)] / (5 * 150) == pytest.approx(0.75, abs=0.05)
 
 
-def test_each_level_has_its_own_draws() -> None:
-    """Equal values at different places of the tree are not drawn alike."""
-    early = scripted({(2,): Thought("no", 0.0)})
-    late = scripted({(0,): Thought("no", 0.0)})
-
-    def widths(seed: int, script: Script) -> list[int]:
-        done = run(ToT(select="sample", width=3, seed=seed), script, max_depth=2)
-        return [width for _, width in done.asked[1]]
-
-    assert any(widths(seed, early) != widths(seed, late) for seed in range(20))
-
-
-def test_sampling_does_not_touch_the_global_generator() -> None:
-    random.seed(5)
-    before = random.getstate()
-
-    run(ToT(select="sample"), hashed(1), max_depth=3)
-
-    assert random.getstate() == before
-
-
-def test_dfs_grows_at_most_so_many_states() -> None:
-    done = run(ToT("dfs", width=2, max_visited=4), scripted({}), max_depth=9)
-
-    assert len(done.asked) == 4
-    assert done.blocks == 8
-
-
 # Any controller, any tree -------------------------------------------------------------------------
-
-
-@given(controllers, scripts, depths)
-def test_a_search_makes_at_most_max_blocks(
-    controller: Controller, script: Script, max_depth: int
-) -> None:
-    assert run(controller, script, max_depth).blocks <= controller.max_blocks(max_depth)
-
-
-def test_some_search_makes_exactly_max_blocks() -> None:
-    endless = scripted({})  # all thoughts differ, are worth the same, and none ends a path
-    sizes = list(itertools.product((1, 2, 3), repeat=2))
-    every: list[Controller] = [
-        *(Chain(samples) for samples in (1, 3)),
-        *(Beam(beam_size, width) for beam_size, width in sizes),
-        *(DVTS(subtrees, width) for subtrees, width in sizes),
-        *(Rebase(width) for width in (1, 2, 5)),
-        *(ETS(width, lambda_c=0.0) for width in (1, 2, 5)),
-        *(BestFirst(width, expansions) for width, expansions in sizes),
-        *(ABMCTS(thoughts=thoughts, leaves=leaves) for thoughts, leaves in sizes),
-        *(MCTS(width=width, simulations=simulations) for width, simulations in sizes),
-        *(ToT(beam=beam, width=width) for beam, width in sizes),
-        *(
-            ToT("dfs", width=width, max_per_state=visited, max_visited=most)
-            for width, visited in sizes
-            for most in (1, 2, 5, 100)
-        ),
-    ]
-
-    for controller, max_depth in itertools.product(every, (1, 2, 3, 4)):
-        assert run(controller, endless, max_depth).blocks == controller.max_blocks(max_depth)
-
-
-@given(small, small, depths, st.integers(0, 9))
-def test_sampling_makes_max_blocks_whatever_is_drawn(
-    beam: int, width: int, max_depth: int, seed: int
-) -> None:
-    controller = ToT(beam=beam, width=width, select="sample", seed=seed)
-
-    assert run(controller, scripted({}), max_depth).blocks == controller.max_blocks(max_depth)
-
-
-@pytest.mark.parametrize(
-    "controller",
-    [
-        Chain(3),
-        Beam(2, 2),
-        ToT(beam=2, width=3),
-        ToT("dfs", width=3),
-        DVTS(2, 2),
-        Rebase(4),
-        ETS(4, lambda_c=0.0),
-        DPTS(2, 2, continuous=False),
-    ],
-)
-def test_equal_values_go_by_id_in_any_order_of_the_children(controller: Controller) -> None:
-    equal = scripted({})
-
-    search = run(controller, equal, max_depth=3)
-    reverse = run(controller, equal, max_depth=3, shuffle=lambda nodes: nodes[::-1])
-
-    assert search.asked == reverse.asked
-    assert all(
-        [key for key, _ in level] == sorted(key for key, _ in level) for level in search.asked
-    )
 
 
 @pytest.mark.parametrize(
@@ -585,27 +360,6 @@ def test_only_live_blocks_grow_once_and_within_the_depth(
         assert max(len(node.children) for node in tree) <= most
     else:
         assert len(grown) == len(set(grown))
-
-
-@given(controllers, scripts, depths)
-def test_what_is_given_up_is_never_grown_and_holds_nothing_finished(
-    controller: Controller,
-    script: Script,
-    max_depth: int,
-) -> None:
-    tree = ThoughtTree([0])
-    search = controller.start(tree, max_depth)
-    pruned: dict[int, Node] = {}
-
-    while expansions := search.ask(2):
-        assert not any(node.id in pruned for e in expansions for node in e.leaf.path)
-        search.tell(grow(tree, expansions, script))
-        assert all(node.state is PRUNED for node in pruned.values())
-        pruned.update({node.id: node for node in tree if node.state is PRUNED})
-
-    assert tree.root.state is CLOSED
-    for node in pruned.values():
-        assert all(child.state is PRUNED for child in node.children)
 
 
 @given(controllers, scripts, depths)
@@ -667,84 +421,6 @@ def test_room_and_the_order_of_telling_change_nothing(
     assert [n.state for n in first.tree] == [n.state for n in second.tree]
 
 
-@given(controllers)
-def test_asking_twice_asks_the_same(controller: Controller) -> None:
-    search = controller.start(ThoughtTree([0]), 3)
-    first = search.ask(1)
-
-    first_copy = list(first)
-    first.clear()
-
-    assert search.ask(8) == first_copy
-    assert isinstance(controller, Controller)
-    assert isinstance(search, Search)
-
-
-@given(controllers, scripts)
-def test_a_step_that_grew_nothing_ends_or_backtracks(
-    controller: Controller, script: Script
-) -> None:
-    tree = ThoughtTree([0])
-    search = controller.start(tree, 3)
-    search.tell(grow(tree, search.ask(1), script))
-
-    for _ in range(20):
-        if not search.ask(1):
-            break
-        search.tell([])
-
-    assert not search.ask(1)
-
-
-@given(controllers, scripts, depths, st.randoms(use_true_random=False))
-def test_a_search_goes_on_with_fewer_children_than_it_asked_for(
-    controller: Controller, script: Script, max_depth: int, rng: random.Random
-) -> None:
-    """What an interruption or a limit cuts off is PRUNED or was never made."""
-    tree = ThoughtTree([0])
-    search = controller.start(tree, max_depth)
-
-    for _ in range(500):
-        expansions = search.ask(2)
-        if not expansions:
-            break
-        assert all(each.leaf.state is CLOSED for each in expansions)
-        children = grow(tree, expansions[: rng.randint(0, len(expansions))], script)
-        lost = [child for child in children if rng.random() < 0.3]
-        for child in lost:
-            child.state = PRUNED
-        search.tell([child for child in children if child.state is not PRUNED])
-
-    assert not search.ask(2)
-    assert len(tree) - 1 <= controller.max_blocks(max_depth)
-    assert all(leaf.state is TERMINAL for leaf in search.best())
-
-
-@given(controllers, scripts, depths)
-def test_prospects_are_probabilities_of_blocks_that_can_grow_later(
-    controller: Controller, script: Script, max_depth: int
-) -> None:
-    tree = ThoughtTree([0])
-    search = controller.start(tree, max_depth)
-
-    while expansions := search.ask(2):
-        assert isinstance(search, Foresight)
-        later = dict(search.prospects())
-        assert not any(expansion.leaf.id in later for expansion in expansions)
-        for number, likely in later.items():
-            assert 0 <= likely <= 1
-            assert tree[number].state is CLOSED
-            assert tree[number].depth < max_depth
-        search.tell(grow(tree, expansions, script))
-
-
-@given(scripts, depths)
-def test_bfs_and_beam_ask_once_per_level(script: Script, max_depth: int) -> None:
-    for controller in (ToT(beam=2, width=3), Beam(2, 3), Chain(4), Rebase(6), ETS(6), DVTS(2, 3)):
-        for level, asked in enumerate(run(controller, script, max_depth).asked):
-            assert all(len(key) == level for key, _ in asked)
-
-
 @pytest.mark.parametrize(
     ("cls", "fields"),
     [
@@ -769,49 +445,3 @@ def test_settings_out_of_range_are_refused_by_name(cls: type, fields: dict[str, 
 
 
 # Ranking ------------------------------------------------------------------------------------------
-
-
-def test_giving_a_block_up_gives_up_what_only_led_to_it() -> None:
-    tree = ThoughtTree([0])
-    a, b = grow(tree, Chain(2).start(tree, 3).ask(1), scripted({}))
-    first, second = tree.fork(a), tree.fork(a)
-    only = tree.fork(second)
-    for node in (first, second, only):
-        node.state = CLOSED
-
-    give_up([only])
-    assert (only.state, second.state) == (PRUNED, PRUNED)
-    assert (a.state, b.state) == (CLOSED, CLOSED)
-
-    give_up([first, b])
-    assert (a.state, b.state, tree.root.state) == (PRUNED, PRUNED, CLOSED)
-
-
-def test_a_path_without_tokens_ranks_below_any_with_some() -> None:
-    tree = ThoughtTree([0])
-    silent, _ = grow(
-        tree,
-        Chain(2).start(tree, 3).ask(1),
-        scripted(
-            {(0,): Thought("", 0.5, True, 0.0, tokens=0), (1,): Thought("a", 0.5, True, -50.0)}
-        ),
-    )
-
-    assert mean_logprob(silent) == float("-inf")
-    assert [leaf.key for leaf in finished(tree)] == [(1,), (0,)]
-
-
-def test_depth_first_says_what_it_will_come_back_to_and_the_others_nothing() -> None:
-    tree = ThoughtTree([1, 2])
-    search = ToT(strategy="dfs", width=3, stop_value=None).start(tree, 4)
-    children = [tree.fork(tree.root) for _ in range(3)]
-    for child, value in zip(children, (0.2, 0.9, 0.5), strict=True):
-        child.state, child.value, child.text = NodeState.CLOSED, value, str(value)
-    assert search.prospects() == {}
-    search.tell(children)
-
-    (running,) = (expansion.leaf for expansion in search.ask(8))
-    assert running is children[1]
-    assert search.prospects() == {children[2].id: 0.5, children[0].id: 0.25}
-    for quiet in (ToT(), Beam(), Chain()):
-        assert quiet.start(ThoughtTree([1]), 4).prospects() == {}

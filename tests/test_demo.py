@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -26,8 +22,6 @@ from arbor.trace import Replay, read_trace
 from arbor.view.live import ShowView
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @dataclass
@@ -87,23 +81,6 @@ def test_the_first_search_with_an_answer_and_rehydrations_is_shown(
     )  # seed 4 has no script: asking for it fails
 
 
-def test_an_answer_is_worth_more_than_rehydrations(attempts: Attempts, tmp_path: Path) -> None:
-    answered = Found("24", 0)
-    attempts({5: Found(None, 9), 6: Found(None, 0), 7: answered, 8: Found(None, 2)})
-
-    assert search(Output(quiet=True), tmp_path, 5) is answered
-
-
-def test_no_attempt_begins_when_time_is_up(
-    attempts: Attempts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only = Found(None, 0)
-    attempts({1: only})
-    monkeypatch.setattr(demo_module, "ENOUGH_S", -1.0)
-
-    assert search(Output(quiet=True), tmp_path, 1) is only
-
-
 def test_the_demo_writes_a_page_of_a_search_within_its_budget(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,21 +116,6 @@ def test_the_demo_writes_a_page_of_a_search_within_its_budget(
     assert page.startswith("<!doctype html>") and page.count('class="run"') == 1
 
 
-def test_a_program_reads_the_solution(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "page.html"
-    monkeypatch.setattr(demo_module, "ATTEMPTS", 1)
-
-    code = main(["demo", "--json", "-o", str(page)])
-
-    document = json.loads(capsys.readouterr().out)
-    assert code in (0, 3)
-    assert document["schema"] == "arbor.demo/1" and document["path"] == str(page)
-    assert document["solution"]["problem"] == demo_module.PROBLEM
-    assert page.is_file()
-
-
 def test_a_terminal_sees_the_tree_grow_and_kv_leave_and_return(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,49 +138,3 @@ def test_a_terminal_sees_the_tree_grow_and_kv_leave_and_return(
     assert re.search(r"return  \d+ tokens of #\d+.*, computed again", shown)
     assert sum(waits) > 0
     assert "page.html" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("display", ["plain", "none"])
-def test_a_show_is_only_for_a_live_display(
-    attempts: Attempts, tmp_path: Path, display: Literal["plain", "none"]
-) -> None:
-    found = Found("24", 1)
-    attempts({1: found})  # it has no stream: asking for one fails
-
-    assert search(Output(display=display), tmp_path, 1) is found
-
-
-def test_the_readmes_picture_is_of_todays_demo(tmp_path: Path) -> None:
-    """`python scripts/picture.py` makes it again."""
-    script = runpy.run_path(str(SCRIPTS / "picture.py"))
-    solution = search(Output(quiet=True), tmp_path, demo_module.FIRST_SEED)
-    metrics = solution.metrics
-
-    shown = script["figures_in"](script["PICTURE"].read_bytes())
-
-    assert shown == script["figures_of"](metrics)
-    assert {"rehydrations", "tokens_recomputed"} <= set(shown)
-
-
-def test_a_picture_carries_its_figures_and_stays_a_picture() -> None:
-    script = runpy.run_path(str(SCRIPTS / "picture.py"))
-    picture = script["PICTURE"].read_bytes()
-    pixels = [each for each in script["chunks"](picture) if each[0] == b"IDAT"]
-
-    changed = script["with_figures"](picture, {"blocks": 7})
-
-    assert script["figures_in"](changed) == {"blocks": 7}
-    assert [each for each in script["chunks"](changed) if each[0] == b"IDAT"] == pixels
-    assert script["figures_in"](script["with_figures"](picture, {})) == {}
-
-
-def test_help_imports_no_torch_and_shows_three_examples() -> None:
-    code = (
-        "import sys; from arbor.cli import main; main(['demo', '--help']); "
-        "heavy = {'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules); assert not heavy, heavy"
-    )
-
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^    arbor demo", done.stdout, re.MULTILINE)) == 3

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.models import ARCHITECTURES, Words, build, config_of, random_model
+from support.models import ARCHITECTURES, Words, config_of, random_model
 from support.slow_cases import every
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,8 +20,8 @@ from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.fused.parts import fused_ops
 from arbor.kernels.fused.rotary import rotary_ops
-from arbor.kernels.invariant import FUNCTIONS, by_padding, row_invariant
-from arbor.kernels.linear.layers import batch_dependent, pack_linears
+from arbor.kernels.invariant import row_invariant
+from arbor.kernels.linear.layers import pack_linears
 from arbor.kernels.native import native_library, without_native
 from arbor.memory.pool import KVPool
 from arbor.model.fuse import fuse
@@ -197,23 +196,6 @@ def loaded(model: nn.Module, **settings: Any) -> ModelRunner:
     return Solver(model, tokenizer=Words(), device="cpu", **settings).checkpoint.load().runner
 
 
-@pytest.mark.skipif(native_library() is None, reason="the library is not built")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "starcoder2"])  # the activation of one is torch's
-def test_on_a_cpu_the_native_kernels_are_deterministic_unasked(
-    name: str, dtype: torch.dtype
-) -> None:
-    runner = loaded(random_model(sized(name, *NATIVE_SIZES[1])).to(dtype))
-    rows = Rows(runner)
-
-    alone = [rows.leaves([row])[0] for row in range(ROWS)]
-
-    assert runner.deterministic
-    for count in (2, 7, ROWS):
-        assert same(rows.leaves(list(range(count))), alone[:count])
-    assert same(rows.path([ROWS]), rows.path([3, 1, 8, 5]))
-
-
 @pytest.mark.parametrize(
     ("name", "size", "settings"),
     [
@@ -240,11 +222,6 @@ def test_a_row_has_the_same_bits_at_every_place_of_every_batch(
 ) -> None:
     for size in SIZES:
         check(name, size, dtype, range(2, ROWS + 1))
-
-
-@pytest.mark.parametrize("name", ["mixtral", "llama"])
-def test_experts_are_left_out_because_they_are_refused(name: str) -> None:
-    assert bool(batch_dependent(build(name))) == (name in EXPERTS)
 
 
 # Element-wise functions
@@ -302,36 +279,3 @@ def test_a_function_of_an_element_does_not_depend_on_its_place(
                 torch.testing.assert_close(whole, call(x.clone()), msg=name)
     finally:
         torch.set_num_threads(1)
-
-
-def test_other_threads_and_later_calls_are_as_before(interception: str) -> None:
-    x = torch.linspace(-4, 4, 50)
-    plain = [x.sigmoid(), torch.cat([x, x]).sigmoid()]
-    found: list[Tensor] = []
-    with row_invariant(CPU):
-        thread = threading.Thread(target=lambda: found.append(x.sigmoid()))
-        thread.start()
-        thread.join()
-        with pytest.raises(RuntimeError, match="size"), row_invariant(CPU):
-            torch.linspace(-4, 4, 50) + torch.zeros(7)
-        assert torch.equal(x.sigmoid(), torch.cat([x, x]).sigmoid()[:50])
-
-    assert torch.equal(found[0], plain[0])
-    assert torch.equal(x.sigmoid(), plain[0])
-    assert torch.equal(torch.cat([x, x]).sigmoid(), plain[1])
-
-
-def test_tensors_of_every_form_keep_their_shape(interception: str) -> None:
-    with row_invariant(CPU), torch.inference_mode():
-        assert torch.empty(0, 5).exp().shape == (0, 5)
-        assert torch.tensor(0.0).exp() == 1
-        assert torch.ones(3, 64).exp().shape == (3, 64)
-        assert torch.arange(3).exp().dtype == torch.float32
-        assert torch.empty(2, 3, device="meta").tanh().shape == (2, 3)
-        assert torch.ones(7)[1:].exp().shape == (6,)
-
-
-def test_every_function_named_exists() -> None:
-    for name in FUNCTIONS:
-        assert isinstance(invariant._operator(name), torch._ops.OpOverload)
-    assert by_padding(torch.sigmoid, torch.zeros(2, 3)).shape == (2, 3)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-from support.fakes import Thought, grow, run, scripted
+from support.fakes import Thought, run, scripted
 
 from arbor.controllers.dvts import DVTS
-from arbor.errors import UsageError
-from arbor.tree import NodeState, ThoughtTree
+from arbor.tree import NodeState
 
 
 def test_dvts_on_a_tree_computed_by_hand() -> None:
@@ -37,19 +35,3 @@ def test_a_subtree_whose_best_thought_is_refuted_ends() -> None:
 
     assert run(DVTS(2, 1), script, max_depth=2).asked[1] == [((1,), 1)]
     assert run(DVTS(2, 1, threshold=-1), script, max_depth=2).asked[1] == [((0,), 1), ((1,), 1)]
-
-
-def test_lost_thoughts_leave_the_others_in_their_subtrees() -> None:
-    tree = ThoughtTree([0])
-    search = DVTS(2, 2).start(tree, 3)
-    children = grow(tree, search.ask(1), scripted({}))
-
-    search.tell(children[1:])
-
-    assert [expansion.leaf.key for expansion in search.ask(1)] == [(1,), (2,)]
-
-
-@pytest.mark.parametrize("name", ["subtrees", "width"])
-def test_settings_out_of_range_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name}=0"):
-        DVTS(**{name: 0})

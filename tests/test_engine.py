@@ -25,7 +25,6 @@ from support.trees import (
     grown,
     leaves_of,
     own_answers,
-    own_logits,
     path_ids,
     relative_error,
 )
@@ -34,7 +33,7 @@ from torch import Tensor
 from arbor.engine.operation import GivenBlock, Growth
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import BudgetInfeasible, UsageError
-from arbor.events import Boundary, Evicted, Forwarded, Opened, Pressure, Rehydrated
+from arbor.events import Boundary, Evicted, Forwarded, Rehydrated
 from arbor.retention.base import Blocks, Scorer
 from arbor.retention.policy import Policy
 from arbor.tasks.base import BlockLimits
@@ -100,15 +99,6 @@ def test_the_budget_holds_after_every_event(lab: Lab) -> None:
     lab.memory.check()
 
 
-def test_a_budget_of_the_whole_tree_evicts_nothing(lab: Lab) -> None:
-    tree, _ = full()
-    questions = sum(len(q) for q in QUESTIONS) * len(leaves_of(tree))
-
-    grown(lab, tree.tokens + questions)
-
-    assert not any(isinstance(event, Evicted | Pressure | Rehydrated) for event in lab.events)
-
-
 @settings(max_examples=6)
 @given(order=st.permutations(range(4)), slots=st.sampled_from([34, 4096]))
 def test_the_order_in_which_leaves_are_asked_changes_nothing(order: list[int], slots: int) -> None:
@@ -123,27 +113,6 @@ def test_the_order_in_which_leaves_are_asked_changes_nothing(order: list[int], s
 
     assert [child.parent for child in children] == [leaves[i] for i in order]
     assert [child.tokens for child in children] == [want[i] for i in order]
-
-
-def test_another_seed_gives_another_tree(lab: Lab) -> None:
-    tree = lab.plant()
-    first = lab.sprout([(tree.root, 2)], seed=1)
-    tree = lab.plant()
-    second = lab.sprout([(tree.root, 2)], seed=2)
-
-    assert [node.tokens for node in first] != [node.tokens for node in second]
-
-
-def test_growing_one_branch_does_not_change_another(lab: Lab) -> None:
-    tree = lab.plant()
-    left, right = lab.sprout([(tree.root, 2)])
-    before = lab.ask([right], [[1, 2]])
-    kept = kv_of(lab, right)
-
-    lab.sprout([(left, 3)])
-
-    assert torch.equal(lab.ask([right], [[1, 2]]), before)
-    assert all(torch.equal(a, b) for a, b in zip(kv_of(lab, right), kept, strict=True))
 
 
 def kv_of(lab: Lab, node: Node) -> list[Tensor]:
@@ -208,16 +177,6 @@ def test_what_cannot_fit_is_refused_before_anything_changes(
     assert all(torch.equal(a, b) for a, b in zip(kv_of(lab, node), kept, strict=True))
 
 
-def test_a_prompt_that_cannot_fit_is_refused(lab: Lab) -> None:
-    lab.open(ThoughtTree(PROMPT), len(PROMPT) - 1)
-
-    with pytest.raises(BudgetInfeasible) as caught:
-        lab.extend(lab.tree.root)
-
-    assert caught.value.needed == len(PROMPT)
-    assert lab.memory.used == 0
-
-
 def test_a_block_that_outgrows_the_budget_ends_with_the_size_it_needs(lab: Lab) -> None:
     tree = lab.plant(len(PROMPT) + 4)
     child = tree.fork(tree.root)
@@ -230,18 +189,6 @@ def test_a_block_that_outgrows_the_budget_ends_with_the_size_it_needs(lab: Lab) 
     lab.memory.check()
     (other,) = lab.sprout([(tree.root, 1)], length=3)
     assert other.state is NodeState.CLOSED
-
-
-def test_the_budget_the_error_names_works(lab: Lab) -> None:
-    tree = lab.plant(20)
-    with pytest.raises(BudgetInfeasible) as caught:
-        lab.sprout([(tree.root, 3)], length=9)
-
-    tree = lab.plant(caught.value.needed)
-    children = lab.sprout([(tree.root, 3)], length=9)
-
-    assert [len(child.tokens) for child in children] == [9] * 3
-    assert lab.memory.peak == caught.value.needed
 
 
 def test_an_allocator_that_keeps_too_much_is_noticed() -> None:
@@ -311,31 +258,6 @@ def test_every_token_is_run_once_where_nothing_is_evicted(lab: Lab) -> None:
     assert [e.unique_read_tokens for e in of_kind(lab, "decode")] == (own + shared).tolist()
 
 
-def test_a_question_leaves_the_tree_as_it_was(lab: Lab) -> None:
-    tree = lab.plant()
-    (node,) = lab.sprout([(tree.root, 1)])
-    used, tokens, kept = lab.memory.used, tree.tokens, kv_of(lab, node)
-
-    lab.ask([node, node], [[1, 2, 3], [4]])
-
-    assert (lab.memory.used, tree.tokens) == (used, tokens)
-    assert lab.memory.peak == used + 4
-    assert all(torch.equal(a, b) for a, b in zip(kv_of(lab, node), kept, strict=True))
-
-
-def test_answers_come_in_the_order_of_the_questions(lab: Lab) -> None:
-    tree = lab.plant()
-    nodes = lab.sprout([(tree.root, 3)])
-
-    together = lab.ask([nodes[2], nodes[0], nodes[1]], [[1], [2, 3], [4]])
-
-    alone = [
-        lab.ask([n], [q])[0] for n, q in ((nodes[2], [1]), (nodes[0], [2, 3]), (nodes[1], [4]))
-    ]
-    assert relative_error(together, torch.stack(alone)) < TOLERANCE
-    assert lab.ask([], []).numel() == 0
-
-
 @pytest.mark.parametrize("slots", [SMALLEST, 4096])
 def test_paths_are_read_together_whether_they_were_computed_before_or_not(slots: int) -> None:
     lab = Lab(build("llama"), debug=True)
@@ -376,19 +298,6 @@ def test_what_the_search_gives_up_is_free_at_once(lab: Lab) -> None:
         Evicted(cause="close", nodes=((left.id, LENGTH),), kv=lab.kv)
     ]
     assert right.span.exact.all()
-
-
-def test_a_given_up_block_can_still_be_grown(lab: Lab) -> None:
-    tree = lab.plant()
-    (node,) = lab.sprout([(tree.root, 1)])
-    lab.forget([tree.root, node])
-
-    (child,) = lab.sprout([(node, 1)], GREEDY)
-
-    logits = own_logits(build("llama"), tree)[child.id]
-    assert child.tokens == logits[:-1].argmax(-1).tolist()
-    back = [e for e in lab.events if isinstance(e, Rehydrated)]
-    assert [e.nodes for e in back] == [((0, len(PROMPT)), (node.id, LENGTH))]
 
 
 # How blocks end
@@ -442,29 +351,6 @@ def test_an_interruption_gives_up_the_blocks_in_progress(lab: Lab) -> None:
     lab.memory.check()
 
 
-def test_every_new_block_is_announced_before_it_ends(lab: Lab) -> None:
-    tree, _ = grown(lab, 40)
-
-    reported = [
-        (type(event).__name__, event.node)
-        for event in lab.events
-        if isinstance(event, Opened | Boundary)
-    ]
-    for node in list(tree)[1:]:
-        assert reported.index(("Opened", node.id)) < reported.index(("Boundary", node.id))
-    assert len(reported) == 2 * (len(tree) - 1)
-
-
-def test_a_new_tree_frees_the_last_one(lab: Lab) -> None:
-    grown(lab, 64)
-    old = list(lab.tree)
-
-    lab.plant(64)
-
-    assert lab.memory.used == lab.memory.peak == len(PROMPT)
-    assert not any(node.span.resident.any() for node in old)
-
-
 def test_room_is_counted_after_the_longest_path(lab: Lab) -> None:
     tree = lab.plant(40)
     lab.sprout([(tree.root, 1)])
@@ -472,10 +358,3 @@ def test_room_is_counted_after_the_longest_path(lab: Lab) -> None:
     assert lab.room(5) == (40 - 17) // 5
     assert lab.room(0) == lab.room(1) == 40 - 17
     assert lab.room(100) == 1
-
-
-def test_room_in_lossy_mode_is_half_of_the_budget() -> None:
-    lab = Lab(build("llama"), policy="h2o", mode="lossy")
-    lab.plant(41)
-
-    assert [lab.room(tokens) for tokens in (0, 1, 5, 20, 21, 100)] == [20, 20, 4, 1, 1, 1]

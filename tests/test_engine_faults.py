@@ -3,7 +3,6 @@ middle."""
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from support.models import build
 from support.trees import PROMPT, Lab
 
 from arbor import Solver
-from arbor.engine.mode import Rehydrate
-from arbor.errors import BudgetInfeasible, OutOfMemory, UsageError
+from arbor.errors import BudgetInfeasible, OutOfMemory
 from arbor.events import Answered, Boundary, Evicted, Rehydrated
 from arbor.memory import KVMemory
-from arbor.memory.pool import KVPool
 from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.full import Full
 from arbor.retention.base import Blocks, Ints, Scorer
@@ -26,8 +23,7 @@ from arbor.retention.policy import Policy
 from arbor.run.verification import Verification
 from arbor.trace import read_trace
 from arbor.trace.fold import Replay
-from arbor.tree import NodeState, ThoughtTree
-from arbor.verifiers.base import Verdict
+from arbor.tree import NodeState
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -123,23 +119,6 @@ def test_where_a_question_does_not_fit_into_memory_the_tree_is_as_it_was(
     assert float((lab.ask([tree.root], [(7, 8)]) - right).abs().max()) < 1e-5
 
 
-def test_a_second_pool_is_made_after_the_first_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = Lab(build("llama"))
-    lab.plant(slots=40)
-    first = weakref.ref(lab.memory.pool)
-    there: list[bool] = []
-    right = KVPool.__init__
-
-    def init(self: KVPool, *args: Any, **kwargs: Any) -> None:
-        there.append(first() is not None)
-        right(self, *args, **kwargs)
-
-    monkeypatch.setattr(KVPool, "__init__", init)
-    lab.plant(slots=50)
-
-    assert there == [False]
-
-
 def test_a_failed_rehydration_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(build("llama"), debug=True)
     tree = lab.plant()
@@ -214,14 +193,6 @@ def test_where_a_policy_gives_up_nothing_a_failed_growth_leaves_nothing_behind(
     assert len(lab.sprout([(first, 1)])) == 1  # and the search may go on
 
 
-def test_a_prompt_that_a_policy_cannot_squeeze_in_leaves_nothing_behind() -> None:
-    lab = Lab(build("llama"), policy="full", mode="lossy", rehydrate="off", debug=True)
-    with pytest.raises(BudgetInfeasible, match="policy 'full'"):
-        lab.plant(14, tuple(range(3, 33)))
-
-    assert lab.memory.used == 0
-
-
 @dataclass(frozen=True)
 class Stingy:
     """An allocator of one's own that evicts nothing; no plan can know."""
@@ -278,31 +249,6 @@ def test_a_search_that_runs_out_of_room_reports_the_best_answer_until_then(
         }
 
 
-@pytest.mark.slow
-def test_a_search_cut_short_in_a_tight_budget_ends_with_its_best_answer() -> None:
-    search: dict[str, Any] = {"controller": {"name": "tot", "beam": 3, "stop_value": None}}
-    with Solver(budget="120tok", **search) as solver:
-        for most in range(20, 400, 40):
-            solution = solver.solve("4 5 6 10", max_tokens=most)
-            assert solution.finish_reason in ("limit", "solved", "exhausted")
-
-
-@pytest.mark.parametrize("rehydrate", ["off", "selective"])
-def test_a_prompt_whose_prefill_failed_is_run_again(
-    monkeypatch: pytest.MonkeyPatch, rehydrate: Rehydrate
-) -> None:
-    lab = Lab(build("llama"), policy="lru", mode="lossy", rehydrate=rehydrate, debug=True)
-    tree = ThoughtTree(PROMPT)
-    lab.open(tree, 64)
-    fail_after(monkeypatch, 0)
-    with pytest.raises(Failure):
-        lab.extend(tree.root)
-    lab.extend(tree.root)
-
-    assert tree.root.span.resident.all()
-    assert lab.rows() == len(PROMPT)
-
-
 def test_a_rehydration_that_fails_is_reported_as_evicted_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -345,41 +291,3 @@ def test_an_interruption_while_questions_are_laid_out_leaks_no_slot(
     lab.memory.table.take(3)  # as an interruption within the memory itself would leave it
     assert lab.plant(64)
     assert lab.memory.used == len(PROMPT)
-
-
-@pytest.mark.parametrize("samples", [2, 4, 8])
-def test_full_retention_fits_the_full_budget_whatever_the_blocks_lengths(samples: int) -> None:
-    with Solver(
-        policy="full",
-        budget="full",
-        controller={"name": "chain", "samples": samples},
-        step_tokens=2,
-        max_depth=1,
-    ) as solver:
-        solution = solver.solve("4 5 6 10")
-    assert solution.metrics.evictions == 0
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_verdict_that_is_not_a_number_is_named(value: float) -> None:
-    wrong = {
-        (value,): rf"verdict-range.*'.*Fixed' valued block 1 at {value}",
-        (): r"verdict-count.*0 values for 1 candidates",
-    }
-    for values, message in wrong.items():
-        with (
-            Solver(verifier=Fixed(values), controller="tot,strategy=dfs,width=1") as solver,
-            pytest.raises(UsageError, match=message),
-        ):
-            solver.solve("4 5 6 10")
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A verifier that always says the same."""
-
-    values: tuple[float, ...]
-    needs_model: bool = False
-
-    def verify(self, *args: Any) -> Verdict:
-        return Verdict(self.values, 0)

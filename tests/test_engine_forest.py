@@ -12,12 +12,12 @@ from support.trees import PROMPT, SAMPLED, Lab
 from torch import Tensor
 
 from arbor.engine import scheduler
-from arbor.engine.operation import Growing, Growth, Row
+from arbor.engine.operation import Growth, Row
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import ModelSampler
 from arbor.errors import UsageError
-from arbor.events import Allocated, Event, Forwarded, Opened, Pressure, Rehydrated, Sampled
+from arbor.events import Event, Forwarded, Rehydrated
 from arbor.model.runner import ModelRunner
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -67,25 +67,6 @@ def test_a_failed_forward_ends_what_took_part_and_not_what_waits(
     run(lab)
     (child,) = waiting.result()
     assert child.tokens == alone(PROMPT, growth())
-
-
-def test_a_failed_forward_ends_the_rows_that_decode_and_what_joins_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lab = Lab(build("llama"), debug=True)
-    first, second = opened(lab, PROMPT, SHORT)
-    running = lab.begin_grow([(first.root, 1)], growth())
-    lab.step()
-    lab.step()
-    joining = lab.begin_extend(second.root)
-    with monkeypatch.context() as patched:
-        patched.setattr(ModelRunner, "forward", lambda *args, **kwargs: raise_failure())
-        lab.step()
-
-    assert not lab.busy
-    for operation in (running, joining):
-        with pytest.raises(Failure):
-            operation.result()
 
 
 def test_where_work_cannot_join_the_youngest_ends_and_the_others_are_tried_again(
@@ -138,26 +119,6 @@ def alone(prompt: Sequence[int], how: Growth) -> list[int]:
     return child.tokens
 
 
-def test_each_search_hears_its_own_tokens() -> None:
-    lab = Lab(build("llama"), debug=True)
-    trees = [ThoughtTree(prompt) for prompt in (PROMPT, SHORT, SHORT[::-1])]
-    heard: dict[ThoughtTree, list[Event]] = {tree: [] for tree in trees}
-    for tree, detail in zip(trees, ("tokens", "tokens", "events"), strict=True):
-        lab.open(tree, 200, alone=False, pool=200, emit=heard[tree].append, detail=detail)
-    growing = [lab.begin_grow([(tree.root, 2)], growth()) for tree in trees]
-
-    run(lab)
-
-    for tree, operation in zip(trees, growing, strict=True):
-        sampled = [event for event in heard[tree] if isinstance(event, Sampled)]
-        tokens: dict[int, list[int]] = {}
-        for event in sampled:
-            for node, token in zip(event.nodes, event.ids, strict=True):
-                tokens.setdefault(node, []).append(token)
-        chosen = {child.id: child.tokens for child in operation.result()}
-        assert tokens == (chosen if tree is not trees[2] else {})
-
-
 def test_the_accounts_of_a_search_are_those_it_has_alone() -> None:
     def accounts(events: list[Event]) -> list[tuple[Any, ...]]:
         return [
@@ -185,28 +146,6 @@ def test_the_accounts_of_a_search_are_those_it_has_alone() -> None:
     assert grow(*prompts) == [grow(prompt)[0] for prompt in prompts]
 
 
-def test_only_a_search_that_loses_tokens_hears_what_a_policy_decided() -> None:
-    lab = Lab(build("llama"), debug=True)
-    pool = len(PROMPT) + len(SHORT) + 5
-    trees = [ThoughtTree(prompt) for prompt in (PROMPT, SHORT)]
-    heard: list[list[Event]] = [[], []]
-    for tree, events in zip(trees, heard, strict=True):
-        lab.open(tree, pool, alone=False, pool=pool, emit=events.append)
-    lab.begin_grow([(trees[0].root, 1)], growth())
-    lab.begin_extend(trees[1].root)
-    run(lab)
-    for events in heard:
-        events.clear()
-
-    lab.begin_grow([(trees[1].root, 1)], growth())
-    run(lab)
-
-    decided = [[event for event in events if isinstance(event, Allocated)] for events in heard]
-    assert decided[0] and all(event.nodes for event in decided[0])
-    assert not decided[1]
-    assert any(isinstance(event, Pressure) for event in heard[1])
-
-
 def test_a_prompt_that_takes_the_place_of_a_closed_one_is_computed_for_the_first_time() -> None:
     lab = Lab(build("llama"), debug=True)
     first, stays = opened(lab, PROMPT, SHORT)
@@ -228,24 +167,6 @@ def test_a_prompt_that_takes_the_place_of_a_closed_one_is_computed_for_the_first
     assert growing.result()[0].tokens == alone(PROMPT[::-1], growth())
 
 
-@pytest.mark.parametrize(("slots", "forwards"), [(14, 24), (40, 3)])
-def test_prompts_longer_than_their_budgets_go_in_in_pieces(slots: int, forwards: int) -> None:
-    lab = Lab(build("llama"), policy="h2o", mode="lossy", rehydrate="off", debug=True)
-    trees = [ThoughtTree(PROMPT * 2) for _ in range(3)]
-    for tree in trees:
-        lab.open(tree, slots, alone=False, pool=3 * slots)
-    visits = [lab.begin_extend(tree.root) for tree in trees]
-
-    run(lab)
-
-    for visit, tree in zip(visits, trees, strict=True):
-        visit.result()
-        assert lab.memory.peak_of(tree) == min(slots, 2 * len(PROMPT))
-    assert lab.rows() == 3 * 2 * len(PROMPT)
-    assert sum(isinstance(each, Forwarded) for each in lab.events) == forwards
-    assert {tree.root.row for tree in trees} <= lab.state.computed
-
-
 @pytest.mark.parametrize(("most", "forwards"), [(40, [36]), (24, [24, 12]), (5, [5, 5, 2] * 3)])
 def test_only_so_many_tokens_join_a_forward(
     monkeypatch: pytest.MonkeyPatch, most: int, forwards: list[int]
@@ -263,19 +184,6 @@ def test_only_so_many_tokens_join_a_forward(
     assert rows == forwards
     for visit in visits:
         visit.result()
-
-
-def test_questions_count_among_the_tokens_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST_NEW", 7)
-    lab = Lab(build("llama"), debug=True)
-    tree = lab.plant()
-    lab.events.clear()
-    asking = lab.begin_ask([tree.root] * 4, [(7, 8, 9)] * 4)
-    run(lab)
-
-    verified = [e.rows for e in lab.events if isinstance(e, Forwarded) and e.kind == "verify"]
-    assert verified == [6, 6]
-    assert asking.result().shape[0] == 4
 
 
 class Wrong(ModelSampler):
@@ -383,23 +291,6 @@ def test_an_operation_is_over_in_the_step_in_which_a_listener_ends_another_one_o
     with pytest.raises(Failure):
         visits[0].result()
     visits[1].result()
-
-
-def test_a_listener_that_raises_where_blocks_open_begins_nothing() -> None:
-    lab = Lab(build("llama"), debug=True)
-    (tree,) = opened(lab, PROMPT)
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Opened):
-            raise Failure
-
-    lab.open(other := ThoughtTree(SHORT), 200, alone=False, pool=200, emit=listen)
-    growing = lab.begin_grow([(tree.root, 1)], growth())
-    with pytest.raises(Failure):
-        lab.begin_grow([(other.root, 1)], growth())
-
-    run(lab)
-    assert isinstance(growing, Growing) and len(growing.result()) == 1
 
 
 def test_an_interrupted_step_leaves_nothing_for_the_next_one(

@@ -17,7 +17,6 @@ from support.trees import (
     PROMPT,
     SAMPLED,
     Lab,
-    leaves_of,
     path_ids,
     relative_error,
 )
@@ -25,7 +24,6 @@ from support.trees import (
 from arbor.engine.mode import Mode, Rehydrate
 from arbor.engine.operation import GivenBlock, Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Header, Opened, Pruned
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
@@ -127,23 +125,6 @@ def test_a_lossy_search_reads_every_given_token(rehydrate: Rehydrate, slots: int
     ]
 
 
-@pytest.mark.parametrize("rehydrate", ["selective", "span", "off"])
-def test_a_lossy_path_gives_way_to_given_tokens_that_the_policy_would_leave_out(
-    rehydrate: Rehydrate,
-) -> None:
-    lab = laboratory("lossy", rehydrate)
-    tree = plant(lab, 40)
-    (leaf,) = lab.sprout([(tree.root, 1)])
-    (leaf,) = lab.sprout([(leaf, 1)])
-    question = tuple(range(20, 40))  # with the path more than the budget, and than is protected
-
-    (node,) = give(lab, [GivenBlock(leaf, question, growth(25))])
-
-    assert node.tokens[:20] == list(question) and node.span.resident.all()
-    assert not all(each.span.resident.all() for each in node.path[:-1])
-    assert problems(lab) == []
-
-
 def test_a_block_goes_on_from_its_given_tokens_as_the_model_does() -> None:
     lab, model = laboratory(), build("llama")
     tree = plant(lab, 4096)
@@ -179,27 +160,6 @@ def test_a_whole_block_ends_with_its_given_tokens_and_its_kv_is_the_models() -> 
     assert ended == {nodes[0].id: len(FIRST), nodes[1].id: 1}
 
 
-def test_each_given_token_is_computed_once() -> None:
-    lab = laboratory()
-    tree = plant(lab, 4096)
-    before = lab.rows()
-
-    give(lab, [GivenBlock(tree.root, FIRST, growth(), whole=True) for _ in range(4)])
-
-    assert lab.rows() - before == 4 * len(FIRST)
-
-
-@pytest.mark.slow
-def test_whole_blocks_say_nothing_about_the_length_of_sampled_ones() -> None:
-    lab = laboratory()
-    tree = plant(lab, 4096)
-
-    give(lab, [GivenBlock(tree.root, FIRST, growth(), whole=True)])
-    assert lab.opened.lengths.count == 0
-    give(lab, [GivenBlock(tree.root, FIRST, growth())])
-    assert (lab.opened.lengths.count, lab.opened.lengths.total) == (1, MOST)
-
-
 def test_given_tokens_that_were_never_computed_are_not_reported_after_an_interruption() -> None:
     lab = laboratory()
     over = False
@@ -221,21 +181,6 @@ def test_given_tokens_that_were_never_computed_are_not_reported_after_an_interru
     assert problems(lab) == []
     assert lab.memory.used_by(tree) <= sum(len(leaf.tokens) for leaf in tree.nodes[:3])
     lab.memory.check()
-
-
-def test_given_tokens_that_cannot_fit_are_refused() -> None:
-    lab = laboratory()
-    tree = plant(lab, len(PROMPT) + len(FIRST) - 1)
-    blocks = len(tree)
-
-    with pytest.raises(BudgetInfeasible) as caught:
-        lab.begin_given([GivenBlock(tree.root, FIRST, growth(), whole=True)])
-    assert caught.value.needed == len(PROMPT) + len(FIRST)
-    with pytest.raises(BudgetInfeasible) as caught:
-        lab.begin_given([GivenBlock(tree.root, FIRST, growth())])
-    assert caught.value.needed == len(PROMPT) + len(FIRST) + 1
-
-    assert len(tree) == blocks == len(leaves_of(tree))
 
 
 def test_given_tokens_wait_where_nothing_may_leave_until_there_are_slots_for_them() -> None:

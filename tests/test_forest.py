@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from arbor.forest import LEAST_COMMON, LEAST_SIBLING, LEAST_UNUSED, Forest, Overlap, by_tree
+from arbor.forest import LEAST_COMMON, LEAST_UNUSED, Forest, Overlap
 from arbor.memory import KVMemory
 from arbor.memory.last_tokens import LastTokens
 from arbor.memory.pool import LayerKV
-from arbor.tree import NO_SLOT, Node, NodeState, Span, Spans, ThoughtTree, Tier, paths_of
+from arbor.tree import NO_SLOT, Node, NodeState, ThoughtTree, Tier
 
 SLOTS = 24
 MOST_TREES = 4
@@ -51,21 +51,6 @@ def place_all(memory: KVMemory, node: Node) -> None:
 # Forest
 
 
-def test_a_tree_alone_has_rows_equal_to_its_ids() -> None:
-    forest = Forest()
-    for _ in range(3):
-        tree = tree_of(4, 1, 2)
-        forest.adopt(tree)
-        blank(tree, tree.root, 2)
-
-        assert [node.row for node in tree] == [0, 1, 2, 3]
-        assert tree.number == 0
-        assert list(forest) == tree.nodes == forest.nodes(range(4))
-
-        assert forest.drop(tree) == [0, 1, 2, 3]
-        assert len(forest) == 0
-
-
 def test_rows_and_numbers_of_a_dropped_tree_are_given_out_again_lowest_first() -> None:
     forest = Forest()
     first, second, third = tree_of(2, 1), tree_of(3, 1), tree_of(4, 1)
@@ -86,79 +71,6 @@ def test_rows_and_numbers_of_a_dropped_tree_are_given_out_again_lowest_first() -
     assert forest.numbers_of(np.array([0, 3, 4, 6])).tolist() == [0, 2, 2, 0]
     assert [forest[node.row] is node for node in forest] == [True] * 7
     assert forest.trees == [third, fourth]
-
-
-def test_a_free_row_has_no_block() -> None:
-    forest = Forest()
-    first, second = tree_of(2), tree_of(2)
-    forest.adopt(first)
-    forest.adopt(second)
-    forest.drop(first)
-
-    with pytest.raises(AssertionError, match="row 0 has no block"):
-        forest[0]
-    assert forest[1] is second.root
-
-
-def test_a_tree_is_in_one_forest_once() -> None:
-    forest, other = Forest(), Forest()
-    tree = tree_of(2)
-    forest.adopt(tree)
-
-    with pytest.raises(AssertionError, match="in a forest already"):
-        other.adopt(tree)
-    with pytest.raises(AssertionError, match="not in this forest"):
-        other.drop(tree)
-    forest.drop(tree)
-    with pytest.raises(AssertionError, match="not in this forest"):
-        forest.drop(tree)
-    other.adopt(tree)
-    assert tree.forest is other
-
-
-def closed(parent: Node, forest: Forest, *tokens: int) -> Node:
-    """A closed child that shares its first tokens, which are those of all of them but for these."""
-    child = parent.tree.fork(parent)
-    for token in (*tokens, *range(LEAST_SIBLING)):
-        parent.tree.append(child, token)
-    child.state = NodeState.CLOSED
-    forest.close(child)
-    forest.cut(child, LEAST_SIBLING)
-    return child
-
-
-def test_siblings_keep_their_places_where_the_first_of_them_is_given_up() -> None:
-    forest = Forest()
-    root = tree_of(2).root
-    forest.adopt(root.tree)
-    first, other, third = (closed(root, forest, *end) for end in ((), (7,), ()))
-    places = [forest.order(node) for node in (third, other)]
-    assert places == sorted(places), "next to the first one"
-    assert [node for node, _ in forest.alike(third)] == [first]
-
-    forest.give_up(first)
-
-    assert [forest.order(node) for node in (third, other)] == places
-    assert forest.alike(third) == []
-    assert forest.alike(first) == [] and not forest.may_share(first)
-    assert set(forest.cuts) == {other.row, third.row}
-
-
-def test_what_a_dropped_tree_had_in_common_is_forgotten() -> None:
-    forest = Forest()
-    kept, tree = tree_of(2), tree_of(3)
-    forest.adopt(kept)
-    forest.adopt(tree)
-    forest.give_up(closed(tree.root, forest))
-    forest.drop(tree)
-    again = tree_of(4)
-    forest.adopt(again)
-    blank(again, again.root, 1)
-
-    second = closed(again.root, forest)
-
-    assert forest.order(second)[0][0] == second.index == 1
-    assert forest.alike(second) == [] and set(forest.cuts) == {second.row}
 
 
 @given(
@@ -244,33 +156,7 @@ def test_a_dropped_tree_is_readable_grows_on_its_own_and_is_adopted_again() -> N
     assert memory.used_by(tree) == 20
 
 
-def test_blocks_are_grouped_by_tree_and_paths_go_tree_by_tree() -> None:
-    forest = Forest()
-    first, second = tree_of(1, 1, 1), tree_of(1, 1)
-    forest.adopt(first)
-    forest.adopt(second)
-
-    groups = by_tree([second[1], first[2], second[0]])
-
-    assert groups == {second: [second[1], second[0]], first: [first[2]]}
-    assert list(groups) == [second, first]
-    assert paths_of([second[1], first[2]]) == [*first, *second]
-
-
 # Spans
-
-
-def test_the_spans_of_a_forest_are_one_set_of_arrays() -> None:
-    forest = Forest()
-    trees = [tree_of(3, 20), tree_of(2, 5)]
-    for tree in trees:
-        forest.adopt(tree)
-        blank(tree, tree.root, 4)
-
-    assert all(node.span.spans is tree.spans is forest.spans for tree in trees for node in tree)
-    stretches = sorted((node.span.begin, len(node.span)) for node in forest)
-    for (begin, length), (following, _) in itertools.pairwise(stretches):
-        assert begin + length <= following
 
 
 def test_spans_of_dropped_trees_are_compacted_and_those_that_stay_keep_their_values() -> None:
@@ -292,45 +178,6 @@ def test_spans_of_dropped_trees_are_compacted_and_those_that_stay_keep_their_val
     assert max(sizes) <= 2 * (LEAST_UNUSED + 1024)
     assert min(sizes[1:]) < sizes[0]  # compacted at least once
     assert memory.forest.spans.unused <= LEAST_UNUSED
-
-
-def test_moving_spans_keeps_values_and_counts_what_is_left_behind() -> None:
-    one, two = Spans(), Spans()
-    span = Span(one)
-    span.grow(3)
-    span.slot[:] = [4, NO_SLOT, 9]
-    span.tier[:] = [Tier.DEVICE, Tier.DROPPED, Tier.DEVICE]
-    span.exact[:] = [True, False, False]
-    span.depth[:] = [2, 0, 1]
-
-    span.move_to(two)
-
-    assert span.spans is two
-    assert span.slot.tolist() == [4, NO_SLOT, 9]
-    assert span.tier.tolist() == [Tier.DEVICE, Tier.DROPPED, Tier.DEVICE]
-    assert span.exact.tolist() == [True, False, False]
-    assert span.depth.tolist() == [2, 0, 1]
-    assert one.unused == one.size == two.size == 16
-    assert two.unused == 0
-
-
-def test_new_tokens_hold_no_kv_where_a_forest_had_other_ones_before() -> None:
-    memory = memory_of()
-    for _ in range(3):
-        tree = tree_of(3, 5)
-        memory.adopt(tree)
-        other = tree_of(2)
-        memory.adopt(other)
-        place_all(memory, tree[1])
-        memory.free_tree(tree)
-        again = tree_of(6, 2)
-        memory.adopt(again)
-        for node in again:
-            assert not node.span.resident.any()
-            assert (node.span.tier == Tier.DROPPED).all()
-            assert not node.span.exact.any() and not node.span.depth.any()
-        memory.free_tree(again)
-        memory.free_tree(other)
 
 
 # Any history

@@ -72,7 +72,10 @@ QUESTION = (7, 8, 9)
 FAILURES = ("forward", "policy", "memory", "policy", "forward", "interruption")
 COPIES = ("store", "fetch", "cancelled store", "cancelled fetch")
 DISK_FAULTS = ("none", "full", "short", "torn", "unreadable")
+
+
 STEPS = int(os.environ.get("ARBOR_FUZZ_STEPS", "2000"))  # of each machine in the slow test
+
 # a fetch is worth it always, sometimes, never
 COSTS = tuple(
     f"host={event}+1;disk={event}+3;key=0.1;forward=1:10,8:30,64:400" for event in (0, 40, 10**6)

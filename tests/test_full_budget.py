@@ -7,19 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build
-from support.trees import LENGTH, PROMPT, QUESTIONS, Lab
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from arbor import Solver
-from arbor.engine.mode import Mode
 from arbor.events import Event, Evicted, Forwarded
-from arbor.measure.replay import Recording, replay
 from arbor.model.loading import BUILTIN
-from arbor.tree import ThoughtTree
-
-LEAVES = 8
-WHOLE = len(PROMPT) + LEAVES * LENGTH  # tokens of a tree with so many leaves
 
 
 @pytest.fixture(scope="module")
@@ -53,37 +45,6 @@ def peak(events: list[Event]) -> int:
     return max(event.peak for event in events if isinstance(event, Forwarded))
 
 
-def asked_at_once(lab: Lab, slots: int, most: int | None) -> list[Evicted]:
-    """What left while every leaf of a tree was asked the same question."""
-    tree = ThoughtTree(PROMPT)
-    lab.open(tree, slots, most=most)
-    lab.extend(tree.root)
-    leaves = lab.sprout([(tree.root, LEAVES)])
-    lab.ask(leaves, [QUESTIONS[0]] * LEAVES)
-    return gone(lab.events)
-
-
-@pytest.mark.parametrize("mode", ["lossless", "lossy"])
-def test_questions_wait_for_one_another_where_nothing_has_to_leave(mode: Mode) -> None:
-    full = WHOLE + len(QUESTIONS[0])
-    for slots, most, leaves in ((full, full, False), (full, None, True), (full, full + 1, True)):
-        lab = Lab(build("llama"), mode=mode, share="off", debug=True)
-        assert bool(asked_at_once(lab, slots, most)) == leaves
-        assert peak(lab.events) <= slots
-
-
-def test_questions_share_a_forward_where_there_is_room_for_them() -> None:
-    def forwards(slots: int) -> int:
-        lab = Lab(build("llama"), share="off", debug=True)
-        assert not asked_at_once(lab, slots, WHOLE + len(QUESTIONS[0]))
-        return sum(isinstance(each, Forwarded) and each.kind == "verify" for each in lab.events)
-
-    one = len(QUESTIONS[0])
-    assert forwards(WHOLE + one) == LEAVES
-    assert forwards(WHOLE + LEAVES // 2 * one) == 2
-    assert forwards(WHOLE + LEAVES * one) == 1
-
-
 @pytest.mark.parametrize(
     ("controller", "settings"),
     [
@@ -114,30 +75,3 @@ def test_nothing_leaves_for_questions_within_the_full_budget(
 
     assert not gone(events)
     assert peak(events) <= plan.full_tokens
-
-
-def test_searches_side_by_side_in_their_full_budgets_lose_nothing(talker: Path) -> None:
-    events: list[Event] = []
-    shape: Any = {"step_tokens": 8, "max_depth": 4, "budget": "full", "verifier": "self"}
-    shape |= {"controller": "tot,beam=3,width=4", "task": "reasoning"}
-    with Solver(str(talker), listeners=[events.append], **shape) as solver:
-        problems = ["What is 3 plus 4?", "What is 3 plus 5?", "Is 7 a prime number?"]
-        assert len(solver.solve_batch(problems)) == len(problems)
-
-    assert not gone(events)
-
-
-def test_a_replay_in_the_full_budget_loses_nothing_either(talker: Path) -> None:
-    recorded: list[Event] = []
-    again: list[Event] = []
-    shape: Any = {"step_tokens": 8, "max_depth": 3, "budget": "full", "verifier": "self"}
-    shape |= {"controller": "tot,beam=3,width=4", "task": "reasoning"}
-    with Solver(str(talker), listeners=[recorded.append], **shape) as solver:
-        full = solver.plan("What is 3 plus 4?").full_tokens
-        solver.solve("What is 3 plus 4?")
-
-    tokenizer = AutoTokenizer.from_pretrained(talker)
-    replay(Recording.of(recorded), tokenizer, policy="reentry", slots=full, listen=again.append)
-
-    assert not gone(again)
-    assert peak(again) == peak(recorded)

@@ -7,7 +7,6 @@ of a file, as on a full disk.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -18,11 +17,7 @@ import pytest
 from support.fake_run import fake_run, tick
 from support.run_cli import FAKE, REAL, environment
 
-from arbor.errors import UsageError
-from arbor.support.atomic_write import write_atomically
-from arbor.trace import TraceWriter, read_trace
-
-PUZZLE = "4 5 6 10"
+from arbor.trace import TraceWriter
 
 
 def limited(most: int) -> Callable[[], None]:
@@ -63,120 +58,9 @@ def written(path: Path, rounds: int = 6) -> Path:
 
 # One file
 
-WRITE = """
-import os, sys
-from pathlib import Path
-from arbor.errors import UsageError
-from arbor.support.atomic_write import write_atomically
-
-folder, closed = Path(sys.argv[1]), sys.argv[2] == "closed"
-if closed:  # root may write everywhere
-    os.access = lambda path, mode: Path(path) != folder or mode != os.W_OK
-for name in ("new.html", "old.html"):
-    try:
-        write_atomically(folder / name, "x" * 5000)
-    except UsageError as error:
-        print(error.exit_code, error)
-"""
-
-
-@pytest.mark.parametrize("kind", ["open", "closed"])
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "old.html").write_text("old", encoding="utf-8")
-
-    done = subprocess.run(
-        [sys.executable, "-c", WRITE, str(tmp_path), kind],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        preexec_fn=limited(1000),
-    )
-
-    assert done.stderr == ""
-    for line, name in zip(done.stdout.splitlines(), ("new.html", "old.html"), strict=True):
-        path = tmp_path / name
-        assert line.startswith(f"2 [output-unwritable] {path} cannot be written: File too large.")
-        assert line.endswith("Free some space first.")
-    assert [each.name for each in tmp_path.iterdir()] == ["old.html"]
-    assert (tmp_path / "old.html").read_text("utf-8") == "old"
-
-
-def test_a_file_that_cannot_be_read_is_overwritten_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "page.html"
-    path.write_text("old", encoding="utf-8")
-    monkeypatch.setattr("os.access", lambda where, mode: Path(where) == path and mode == os.W_OK)
-    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("it may not be read"))
-
-    write_atomically(path, "new")
-
-    assert path.read_text("utf-8") == "new"
-
-
 # Traces
 
-TRACE = """
-import resource, sys
-from support.fake_run import fake_run, tick
-from arbor.trace.write import TraceWriter
-
-for most in range(0, 24_000, 397):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-    for suffix in ("", ".gz"):
-        with TraceWriter(f"{sys.argv[1]}/{most}.arbor.jsonl{suffix}", clock=tick()) as writer:
-            for event in fake_run(1, 12):
-                writer(event)
-"""
-
-
-def test_a_trace_ends_with_its_last_whole_line(tmp_path: Path) -> None:
-    whole = read_trace(written(tmp_path / "whole.arbor.jsonl", 12)).events
-    done = subprocess.run(
-        [sys.executable, "-c", TRACE, str(tmp_path)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        preexec_fn=limited(resource.RLIM_INFINITY),
-    )
-
-    assert done.returncode == 0, done.stderr
-    cut = 0
-    for path in tmp_path.glob("[0-9]*.arbor.jsonl*"):
-        if not path.stat().st_size:
-            continue
-        trace = read_trace(path)
-        assert trace.events == whole[: len(trace.events)] and trace.bad == ()
-        assert path.suffix == ".gz" or path.read_bytes().endswith(b"\n")
-        assert trace.banner or trace.events == whole
-        cut += len(trace.events) < len(whole)
-    assert cut > 20
-    warnings = done.stderr.splitlines()
-    assert len(warnings) > cut and all("the trace stopped at event" in each for each in warnings)
-
-
-def test_a_search_goes_on_without_its_trace(tmp_path: Path) -> None:
-    done = arbor("solve", PUZZLE, "--trace", "run.arbor.jsonl", most=3000, folder=tmp_path)
-
-    assert (done.returncode, done.stdout, errors(done)) == (0, "(10 - 4) * 5 - 6\n", [])
-    (warning,) = done.stderr.splitlines()
-    assert warning.startswith("arbor: warning: [no-space] run.arbor.jsonl: the trace stopped at")
-    assert 0 < (tmp_path / "run.arbor.jsonl").stat().st_size <= 3000
-    assert read_trace(tmp_path / "run.arbor.jsonl").banner == "incomplete trace"
-
-
 # Commands
-
-
-def test_a_page_that_does_not_fit_is_one_error_after_the_answer(tmp_path: Path) -> None:
-    done = arbor("solve", PUZZLE, "--html", "run.html", most=3000, folder=tmp_path)
-
-    assert (done.returncode, done.stdout) == (2, "(10 - 4) * 5 - 6\n")
-    assert errors(done) == [
-        "arbor: error: [output-unwritable] run.html cannot be written: File too large. "
-        "Free some space first."
-    ]
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -200,18 +84,6 @@ def test_what_a_command_writes_is_whole_or_as_it_was(
     assert error.startswith(f"arbor: error: [output-unwritable] {name} cannot be written: File too")
     assert (tmp_path / name).read_text("utf-8") == "old"
     assert {each.name for each in tmp_path.iterdir()} == {"run.arbor.jsonl", name}
-
-
-def test_a_log_stops_with_one_warning(tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text("{}\n" * 100, encoding="utf-8")
-    words = ["--log-file", "log.jsonl", "--trace", "/dev/full"]
-
-    done = arbor("solve", PUZZLE, *words, most=300, folder=tmp_path)
-
-    assert (done.returncode, done.stdout, errors(done)) == (0, "(10 - 4) * 5 - 6\n", [])
-    stopped = [line for line in done.stderr.splitlines() if "the log stopped" in line]
-    assert len(stopped) == 1 and stopped[0].startswith("arbor: warning: [no-space] ")
-    assert (tmp_path / "log.jsonl").read_text("utf-8") == "{}\n" * 100
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -275,53 +147,3 @@ def test_an_evaluation_keeps_whole_samples_and_resumes(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["n"] == 12
     after = (tmp_path / "out" / "samples.jsonl").read_bytes().splitlines(keepends=True)
     assert after[: len(lines)] == lines and len(after) == 12
-
-
-def test_results_that_do_not_fit_are_one_error_and_written_later(tmp_path: Path) -> None:
-    words = ["eval", problems(tmp_path, 2), "--task", "reasoning", "--output", "out"]
-
-    done = arbor(*words, "--trace", "off", most=3000, folder=tmp_path)
-
-    assert done.returncode == 2, done.stderr
-    (error,) = errors(done)
-    assert "index.html cannot be written: File too large. Free some space first." in error
-    assert "2 finished sample(s) kept; to resume: arbor eval --config" in done.stderr
-    assert not (tmp_path / "out" / "index.html").exists()
-    assert arbor(*words, "--trace", "off", most=10**9, folder=tmp_path).returncode == 0
-    assert (tmp_path / "out" / "index.html").is_file()
-
-
-def test_traces_that_do_not_fit_are_cut_and_the_samples_finish(tmp_path: Path) -> None:
-    words = ["eval", problems(tmp_path, 2), "--task", "reasoning", "--output", "out", "--json"]
-
-    done = arbor(*words, most=4000, folder=tmp_path)
-
-    assert errors(done) == [] or done.returncode == 2, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_bytes().splitlines()]
-    assert len(rows) == 2 and all(row["error"] is None for row in rows)
-    for row in rows:
-        assert row["trace"] is None or read_trace(tmp_path / "out" / row["trace"]).events
-
-
-def test_an_evaluation_without_room_for_its_settings_is_one_error(tmp_path: Path) -> None:
-    words = ["eval", problems(tmp_path, 2), "--task", "reasoning", "--output", "out"]
-
-    done = arbor(*words, most=10, folder=tmp_path)
-
-    assert done.returncode == 2
-    (error,) = errors(done)
-    assert error.endswith("run.toml cannot be written: File too large. Free some space first.")
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {"samples.jsonl", "traces"}
-
-
-def test_a_full_disk_is_named_by_the_folder_that_cannot_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from arbor.measure.evaluation.folder import RunFolder
-
-    def full(self: Path, **settings: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(UsageError, match=r"run-unwritable.*No space left.*Free some space first"):
-        RunFolder(tmp_path / "out", {})

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.fused_standin import TorchFusedOps, TorchRotary
-from support.models import ARCHITECTURES, build, path_logits
+from support.models import ARCHITECTURES, build
 from support.slow_cases import every
 from support.trees import relative_error
 from test_layers import batch
@@ -22,19 +18,14 @@ from arbor.kernels.fused.parts import fused_ops
 from arbor.kernels.fused.rotary import RotaryOps, rotary_ops
 from arbor.kernels.linear.layers import DenseJoint, pack_linears, weight_bytes
 from arbor.kernels.native import native_library
-from arbor.memory.pool import KVPool
-from arbor.model.attention import register_implementation
 from arbor.model.fuse import fuse, unfuse
 from arbor.model.fuse_attention import fuse_attention
-from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ForwardResult, ModelRunner
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the library is not built")
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
-SLOTS = np.arange(60, dtype=np.int32)
-
 # Architectures whose layers stay: of another structure, or, where a reason is given, of another
 # formula.
 STAY = {
@@ -123,22 +114,6 @@ def test_a_fused_forward_has_the_bits_of_the_models_own(name: str, dtype: torch.
     assert same(stored_after, stored)
 
 
-def test_queries_that_are_scaled_by_position_keep_their_scale() -> None:
-    """The scale is 1 up to `original_max_position_embeddings`: near positions do not show it."""
-    model = build("ministral3")
-    ids = [3 + 7 * i % 90 for i in range(60)]
-    wanted = path_logits(model, ids)
-    runner = prepared(model)
-    segment = Segment((), ids, np.arange(60), SLOTS, SLOTS, 60)
-
-    fuse_attention(model, native_rotary())
-    pool = KVPool(runner.layer_kv, 60, runner.dtype, runner.device)
-    found = runner.forward(plan_forward([segment]), pool).logits
-
-    assert model.config.rope_parameters["original_max_position_embeddings"] < 60
-    assert relative_error(found, wanted) < 1e-4
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3", "glm", "gpt_oss", "smollm3"])
 def test_rows_that_leave_and_layers_that_are_observed_keep_their_bits(name: str) -> None:
     model = build(name)
@@ -176,70 +151,6 @@ def test_keys_are_rotated_before_they_are_stored_in_8_bits() -> None:
     (logits, *stored), (logits_after, *stored_after) = pools
     assert torch.equal(logits_after, logits)
     assert same([*stored[0], *stored[1]], [*stored_after[0], *stored_after[1]])
-
-
-def test_outside_of_arbor_and_where_gradients_are_recorded_the_layers_own_forward_runs() -> None:
-    model = build("llama")
-    ids = torch.arange(3, 15)[None]
-    with torch.inference_mode():
-        expected = model(ids, use_cache=False).logits
-    own = model.config._attn_implementation
-    runner = ModelRunner(model, TorchCascade())
-    assert len(fuse_attention(model, native_rotary())[0]) == runner.layer_count
-
-    model.set_attn_implementation(own)
-    with torch.inference_mode():
-        assert torch.equal(model(ids, use_cache=False).logits, expected)
-        cached = model(ids, use_cache=True).past_key_values
-        assert cached.layers[0].keys.shape[2] == ids.shape[1]
-    model(ids, use_cache=False).logits.sum().backward()
-    assert all(weight.grad is not None for weight in model.parameters())
-
-
-def test_fusing_can_be_repeated_undone_and_copied() -> None:
-    model = build("qwen3")
-    runner = prepared(model)
-    classes = [type(each) for each in model.modules()]
-    before, _ = bits(runner)
-    held = weight_bytes(model)
-
-    first = fuse_attention(model, native_rotary())
-    names = [type(each).__name__ for each in model.modules()]
-    second = fuse_attention(model, native_rotary())
-
-    assert first == second and names.count("FusedQwen3Attention") == runner.layer_count
-    assert [type(each).__name__ for each in model.modules()] == names
-    assert weight_bytes(model) == held
-    assert torch.equal(bits(runner)[0].logits, before.logits)
-    twin = ModelRunner(copy.deepcopy(model), TorchCascade())
-    assert torch.equal(bits(twin)[0].logits, before.logits)
-
-    unfuse(model)
-
-    assert [type(each).__name__ for each in model.modules()].count("FusedQwen3Attention") == 0
-    assert not any(name.startswith("_arbor_") for each in model.modules() for name in vars(each))
-    ops = fused_ops(CPU)
-    assert ops is not None
-    fuse(model, ops)
-    assert [type(each) for each in model.modules()] == classes
-    assert torch.equal(bits(runner)[0].logits, before.logits)
-
-
-def test_hooks_of_projections_and_norms_run() -> None:
-    model = build("qwen3")
-    runner = prepared(model)
-    fuse_attention(model, native_rotary())
-    plain, _ = bits(runner)
-    seen: list[str] = []
-    layer, parts = "model.layers.1.self_attn", ("q_norm", "v_proj", "o_proj")
-    for name in parts:
-        module = model.get_submodule(f"{layer}.{name}")
-        module.register_forward_hook(lambda *_, name=name: seen.append(name))
-
-    hooked, _ = bits(runner)
-
-    assert sorted(seen) == sorted(parts)
-    assert torch.equal(hooked.logits, plain.logits)
 
 
 @pytest.fixture
@@ -282,111 +193,4 @@ def test_plain_projections_are_one_product_where_that_gives_the_same(
     assert relative_error(bits(runner)[0].logits, before.logits) < tolerance
 
 
-@pytest.mark.usefixtures("joined")
-def test_projections_stay_apart_where_their_product_as_one_is_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    own = DenseJoint.__call__
-    monkeypatch.setattr(DenseJoint, "__call__", lambda self, rows: 1.1 * own(self, rows))
-    model = build("llama")
-    runner = ModelRunner(model, TorchCascade())
-    before, _ = bits(runner)
-
-    gated, fused = fuse(model, TorchFusedOps()).gated, fuse_attention(model, TorchRotary())[0]
-
-    assert len(gated) == len(fused) == runner.layer_count
-    assert all(model.get_submodule(each)._arbor_form.joint is None for each in fused)
-    assert all(model.get_submodule(each)._arbor_joint is None for each in gated)
-    assert relative_error(bits(runner)[0].logits, before.logits) < 1e-5
-
-
-def test_a_kernel_that_fails_leaves_every_layer_as_it_is(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Broken(TorchRotary):
-        def rotate(self, *args: Any) -> Any:
-            if self.calls["rotate"] == 1:  # the second layer's
-                raise ImportError("no compiler\nat all")
-            return super().rotate(*args)
-
-    model = build("llama")
-    runner = prepared(model)
-    before, stored = bits(runner)
-
-    assert fuse_attention(model, Broken()) == ((), {})
-
-    said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-    assert said == ["attention layers are not fused: ImportError: no compiler"]
-    after, stored_after = bits(runner)
-    assert torch.equal(after.logits, before.logits) and same(stored_after, stored)
-    assert not any(type(each).__name__ == "FusedLlamaAttention" for each in model.modules())
-
-
-def test_a_model_whose_attention_is_not_arbors_stays() -> None:
-    model = build("llama")
-
-    assert fuse_attention(model, native_rotary()) == ((), {})
-
-
 # Layers that look alike
-
-Change = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
-def scaled_keys(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q, 1.001 * k, v
-
-
-def limited(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q.clamp(-9, 9), k, v
-
-
-def shifted_values(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q, k, v + 1e-3
-
-
-def over_rows(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q - q.mean(2, keepdim=True), k, v
-
-
-@pytest.mark.parametrize("change", [scaled_keys, limited, shifted_values, over_rows])
-def test_a_layer_of_another_formula_stays(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer changes its heads just before it attends; the others are fused."""
-    from transformers import AttentionInterface
-
-    model = build("llama")
-    runner = prepared(model)
-    register_implementation()
-    own = AttentionInterface._global_mapping["arbor_paged"]
-
-    def changed(layer: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if layer.layer_idx == 1:
-            q, k, v = change(layer, q, k, v)
-        return own(layer, q, k, v, *args, **kwargs)
-
-    monkeypatch.setitem(AttentionInterface._global_mapping, "arbor_paged", changed)
-    before, stored = bits(runner)
-
-    fused, kept = fuse_attention(model, native_rotary())
-    after, stored_after = bits(runner)
-
-    assert len(fused) == 2 and list(kept) == ["model.layers.1.self_attn"]
-    assert "differ" in kept["model.layers.1.self_attn"]
-    assert torch.equal(after.logits, before.logits) and same(stored_after, stored)
-
-
-def test_a_layer_whose_result_is_changed_stays() -> None:
-    model = build("llama")
-    ModelRunner(model, TorchCascade())
-    layer = model.model.layers[2].self_attn
-
-    class Doubled(type(layer)):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            out, weights = super().forward(*args, **kwargs)
-            return 2 * out, weights
-
-    layer.__class__ = Doubled
-
-    fused, kept = fuse_attention(model, native_rotary())
-
-    assert len(fused) == 2 and list(kept) == ["model.layers.2.self_attn"]

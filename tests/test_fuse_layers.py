@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,6 @@ from test_layers import batch
 from torch import Tensor
 
 from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.fused.native_layers import MOST_ROWS, NativeLayers
 from arbor.kernels.fused.parts import fused_ops
 from arbor.kernels.fused.rotary import rotary_ops
@@ -111,10 +109,6 @@ def test_one_call_has_the_bits_of_the_layers(name: str) -> None:
     check_bits(name, torch.float32)
 
 
-def test_one_call_has_the_bits_of_the_layers_in_bfloat16() -> None:
-    check_bits("llama", torch.bfloat16)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", sorted(WHOLE))
@@ -140,28 +134,6 @@ def test_other_architectures_keep_their_layers(name: str) -> None:
     assert all(map(torch.equal, stored_after, stored))
 
 
-def test_layers_whose_one_call_gives_other_bits_stay() -> None:
-    runner = prepared("llama")
-    own = NativeLayers.run
-
-    def one_off(self: NativeLayers, hidden: Tensor, *others: Any) -> Tensor:
-        state = own(self, hidden, *others)
-        state[-1, -1] = torch.nextafter(state[-1, -1], torch.tensor(torch.inf))
-        return state
-
-    with patch.object(NativeLayers, "run", one_off):
-        assert runner.fuse_layers() == "its results differ"
-    with calls() as made:
-        forward(runner)
-    assert made == []
-
-
-def test_kernels_of_torch_have_no_such_call() -> None:
-    runner = ModelRunner(random_model(config_of("llama")), TorchCascade())
-
-    assert "native kernels" in runner.fuse_layers()
-
-
 def rows(runner: ModelRunner, count: int) -> tuple[Tensor, KVPool]:
     """One segment of so many random tokens: logits, and the pool with their K and V."""
     pool = KVPool(runner.layer_kv, count, runner.dtype, runner.device)
@@ -185,36 +157,6 @@ def test_batches_of_every_size_in_any_order_and_pools_in_turn() -> None:
         assert torch.equal(logits, expected)
         assert all(map(torch.equal, pool.k, expected_pool.k))
         assert all(map(torch.equal, pool.v, expected_pool.v))
-
-
-def test_threads_change_no_bits() -> None:
-    runner = prepared("llama")
-    runner.fuse_layers()
-    alone, _ = rows(runner, MOST_ROWS)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        together, _ = rows(runner, MOST_ROWS)
-    finally:
-        torch.set_num_threads(threads)
-
-    assert torch.equal(together, alone)
-
-
-def test_engines_in_several_threads_share_a_model() -> None:
-    runner = prepared("llama")
-    runner.fuse_layers()
-    sizes = (5, 60, MOST_ROWS)
-    alone = [rows(runner, count)[0] for count in sizes]
-
-    def again(count: int) -> list[Tensor]:
-        return [rows(runner, count)[0] for _ in range(20)]
-
-    with ThreadPoolExecutor(len(sizes)) as threads:
-        together = list(threads.map(again, sizes))
-
-    for expected, found in zip(alone, together, strict=True):
-        assert all(torch.equal(each, expected) for each in found)
 
 
 @pytest.mark.parametrize(
@@ -243,31 +185,3 @@ def test_forwards_that_look_into_layers_run_them_one_by_one(settings: dict[str, 
         assert after.mass is not None and torch.equal(after.mass, before.mass)
     assert all(torch.equal(after.hidden[layer], each) for layer, each in before.hidden.items())
     assert all(torch.equal(after.queries[layer], each) for layer, each in before.queries.items())
-
-
-def test_hooks_of_modules_in_the_layers_run() -> None:
-    runner = prepared("llama")
-    runner.fuse_layers()
-    seen: list[int] = []
-    mlp = next(m for name, m in runner.model.named_modules() if name.endswith("layers.1.mlp"))
-    handle = mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
-
-    with calls() as made:
-        forward(runner)
-        assert made == [] and len(seen) == 1
-        handle.remove()
-        forward(runner)
-
-    assert len(made) == 1 and len(seen) == 1
-
-
-def test_8_bit_pools_are_written_by_the_layers() -> None:
-    runner = prepared("llama", kv_dtype=torch.int8)
-    runner.fuse_layers()
-    plan, _ = batch(runner)
-    pool = KVPool(runner.layer_kv, 200, torch.int8, CPU)
-
-    with calls() as made:
-        runner.forward(plan, pool)
-
-    assert made == [] and any(bool(each.any()) for each in pool.k)

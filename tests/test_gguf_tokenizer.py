@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.gguf_files import NAMED, llama, write_gguf
 from support.real_models import model_file
 
-from arbor import ModelError, Solver
 from arbor.model.gguf_ends import ending_ids
 from arbor.model.gguf_header import read_gguf_header
-from arbor.model.loading import eos_ids, load_model, load_tokenizer, locate_model
+from arbor.model.loading import load_tokenizer, locate_model
 from arbor.model.plain_tokenizer import PlainTokenizer, plain_parts
 
 pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
@@ -21,9 +19,6 @@ pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that convert
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-)
 
 
 def written(path: Path, **given: Any) -> Path:
@@ -93,75 +88,6 @@ def test_texts_are_split_as_the_file_says(name: str, pieces: str, tmp_path: Path
     assert found == pieces
 
 
-def test_an_unknown_way_of_splitting_is_refused_by_name(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.gguf", pre="of-another-model")
-
-    with pytest.raises(ModelError) as refused:
-        tokenizer_of(path)
-
-    said = str(refused.value)
-    assert refused.value.code == "model-gguf" and str(path) in said
-    assert "'of-another-model'" in said and "smollm" in said and "safetensors" in said
-
-
-@pytest.mark.parametrize("pre", ["", "default"])
-def test_a_file_that_does_not_say_is_warned_of(
-    pre: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = written(tmp_path / "m.gguf", pre=pre)
-
-    tokenizer_of(path)
-
-    assert str(path) in caplog.text and "tokenizer.ggml.pre" in caplog.text
-
-
-@pytest.mark.parametrize(("pre", "ids"), [("gpt-2", 2), ("tekken", 1), ("llama-bpe", 1)])
-def test_a_piece_in_the_vocabulary_is_a_token_where_merges_are_ignored(
-    pre: str, ids: int, tmp_path: Path
-) -> None:
-    tokenizer = tokenizer_of(written(tmp_path / "m.gguf", pre=pre, named={"ab": NORMAL}))
-
-    assert len(tokenizer.encode("ab", add_special_tokens=False)) == ids
-
-
-@pytest.mark.parametrize(
-    ("pre", "settings", "begins"),
-    [
-        ("llama-bpe", {}, True),
-        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
-        ("gpt-2", {}, False),
-        ("gpt-2", {"tokenizer.ggml.add_bos_token": True}, True),
-    ],
-)
-def test_a_text_begins_as_the_file_and_its_kind_say(
-    pre: str, settings: dict[str, Any], begins: bool, tmp_path: Path
-) -> None:
-    tokenizer = tokenizer_of(written(tmp_path / "m.gguf", pre=pre, settings=settings))
-
-    assert (tokenizer.encode("4")[0] == tokenizer.bos_token_id) == begins
-    assert tokenizer.bos_token_id not in tokenizer.encode("4", add_special_tokens=False)
-
-
-# Tags
-
-
-@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
-def test_a_tag_with_signs_of_its_own_is_one_token(kind: int, tmp_path: Path) -> None:
-    path = written(tmp_path / "m.gguf", named={"<｜User｜>": kind, "<|a|>": kind})
-    tokenizer = tokenizer_of(path)
-
-    assert tokenizer.encode("<｜User｜><|a|>4", add_special_tokens=False)[:2] == [NAMED, NAMED + 1]
-    assert len(tokenizer) == len(tokenizer_of(written(tmp_path / "other.gguf")))
-    shown = tokenizer.decode([NAMED], skip_special_tokens=True)
-    assert shown == ("" if kind == CONTROL else "<｜User｜>")
-
-
-def test_what_ends_a_text_is_not_part_of_it(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(written(tmp_path / "m.gguf", named={"</s>": NORMAL}))
-
-    assert tokenizer.decode([*tokenizer.encode("4"), NAMED], skip_special_tokens=True) == "4"
-
-
 # Ends
 
 
@@ -195,33 +121,6 @@ def test_texts_end_at_the_tokens_that_end_them(
 
     assert found[0] == 2  # the file's own
     assert sorted(found[1:]) == sorted(NAMED + named.index(each) for each in ends)
-
-
-@pytest.mark.parametrize(
-    ("template", "ends"),
-    [
-        (CHATML.replace("<|im_end|>", "<over>"), True),
-        (CHATML.replace("<|im_end|>", "\n<over>"), True),
-        (CHATML.replace("<|im_end|>", ""), False),
-        ("{% if %}<over>", False),
-        ("{{ raise_exception('no') }}<over>", False),
-    ],
-)
-def test_a_chat_ends_at_the_tag_behind_an_answer(template: str, ends: bool, tmp_path: Path) -> None:
-    named = {"<|im_start|>": CONTROL, "<over>": CONTROL}
-    path = written(tmp_path / "m.gguf", named=named, template=template)
-
-    assert ending_ids(read_gguf_header(path)) == ((2, NAMED + 1) if ends else (2,))
-
-
-def test_generation_ends_where_the_file_ends_texts(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.gguf", named={"<|im_end|>": CONTROL})
-    source = locate_model(path)
-    model = load_model(source, torch.float32, torch.device("cpu"))
-
-    assert eos_ids(model, load_tokenizer(source)) == (2, NAMED)
-    with Solver(path) as solver:
-        assert solver.eos == (2, NAMED)
 
 
 @pytest.mark.parametrize(

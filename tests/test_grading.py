@@ -2,21 +2,18 @@ r"""Graders: which answers are equal, how that was decided, and which texts hold
 
 from __future__ import annotations
 
-import json
-from fractions import Fraction
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arbor import Solution, Solver
 from arbor.errors import UsageError
 from arbor.run.plugin_answers import checked_task
 from arbor.tasks.base import Grade, Problem
 from arbor.tasks.grading import mathematics
 from arbor.tasks.grading.base import Grader
-from arbor.tasks.grading.choice import LETTERS, Choice, last_letter, letter_of, stated_letter
+from arbor.tasks.grading.choice import Choice, stated_letter
 from arbor.tasks.grading.exact import Exact
 from arbor.tasks.grading.extraction import hashed
 from arbor.tasks.grading.mathematics import Mathematics, never_equal
@@ -89,39 +86,11 @@ def test_mathematics_decides_the_pairs_that_other_graders_get_wrong(
     assert grade.method in ("number", "text", "math-verify")
 
 
-def test_there_are_as_many_pairs_as_were_measured() -> None:
-    assert len(PAIRS) == 46
-
-
 @pytest.mark.parametrize(("key", "answer", "equal", "differs"), PAIRS)
 def test_the_exact_grader_accepts_no_pair_that_mathematics_refuses(
     key: str, answer: str, equal: bool, differs: str
 ) -> None:
     assert equal or not Exact().grade(answer, key).correct
-
-
-@pytest.mark.parametrize(("key", "answer", "equal", "differs"), [p for p in PAIRS if p[3]])
-def test_the_library_by_itself_gets_these_wrong(
-    key: str, answer: str, equal: bool, differs: str
-) -> None:
-    """A pair that a newer library decides rightly needs no rule of ours."""
-    math_verify = pytest.importorskip("math_verify")
-    gold, given = (math_verify.parse(f"${text}$", parsing_timeout=None) for text in (key, answer))
-
-    assert math_verify.verify(gold, given, timeout_seconds=None) is not equal
-
-
-def test_a_verdict_of_the_library_that_is_overruled_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    pytest.importorskip("math_verify")
-    caplog.set_level("INFO", logger="arbor.tasks.grading.mathematics")
-
-    assert not MATH.grade("e^{-300}", "e^{-301}").correct
-    assert "calls e^{-301} and e^{-300} equal" in caplog.text
-    caplog.clear()
-    assert not MATH.grade("x+1", "x+2").correct
-    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
@@ -137,41 +106,12 @@ def test_the_last_box_is_the_answer(text: str, key: str, correct: bool) -> None:
     assert MATH.grade(text, key).correct is correct
 
 
-@pytest.mark.parametrize(
-    ("one", "two", "never"),
-    [
-        (r"\{1,2\}", "[1,2]", True),
-        (r"\{x\mid x>3\}", r"(3,\infty)", False),
-        (r"\{x: x>3\}", r"(3,\infty)", False),
-        ("(x+1)^2", "x^2+2x+1", False),
-        ("R^2", "r^2", True),
-        (r"\Delta", r"\delta", True),
-        ("Monday, Tuesday", "monday, tuesday", False),
-        (r"2\pi", r"2\cdot 3.14", False),
-        ("x dozen", "12x", True),
-        ("10_2", "2", True),
-        ("A3_16", "163", True),
-        ("a_1", "a_2", False),
-    ],
-)
-def test_only_what_differs_for_certain_is_not_asked(one: str, two: str, never: bool) -> None:
-    assert never_equal(one, two) is never_equal(two, one) is never
-
-
 @pytest.mark.parametrize("answer", [None, "", "  ", r"\boxed{}", "x" * 500])
 @pytest.mark.parametrize("grader", [Exact(), MATH, Numeric(), Integer(), Choice()])
 def test_a_text_without_an_answer_is_invalid(grader: Grader, answer: str | None) -> None:
     grade = grader.grade(answer, "7")
 
     assert (grade.correct, grade.extracted, grade.method) == (False, None, "none")
-
-
-@pytest.mark.parametrize("grader", [Exact(), MATH, Numeric(), Integer(), Choice()])
-def test_a_grader_names_its_rules(grader: Grader) -> None:
-    name, _, number = grader.version.split(" ")[0].partition("/")
-
-    assert name and int(number) >= 1
-    assert grader.grade("B" if grader == Choice() else "7", None).correct is False
 
 
 def test_mathematics_without_the_library_names_the_extra(monkeypatch: Any) -> None:
@@ -210,11 +150,6 @@ def test_numbers_are_compared_as_numbers(text: str, key: str, correct: bool) -> 
     assert Numeric().grade(text, key).correct is correct
 
 
-@pytest.mark.parametrize("text", [",", ".", "$", "none", "5 or 6", "1 2"])
-def test_what_is_not_one_number_is_invalid(text: str) -> None:
-    assert Numeric().grade(text, "5").extracted is None
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -232,43 +167,7 @@ def test_the_first_number_after_hashes_is_the_answer(text: str, found: str | Non
     assert hashed(text) == found
 
 
-@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
-def test_two_integers_are_equal_only_if_they_are(one: int, two: int) -> None:
-    assert Numeric().grade(f"#### {one:,}", str(two)).correct is (one == two)
-
-
-@given(st.fractions(-1000, 1000, max_denominator=64))
-def test_a_decimal_is_equal_to_its_fraction(value: Fraction) -> None:
-    scaled = value.limit_denominator(1) + Fraction(value.numerator % 1000, 1000)
-
-    assert (
-        Numeric().grade(f"{float(scaled):.3f}", f"{scaled.numerator}/{scaled.denominator}").correct
-    )
-
-
 # AIME
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "correct", "extracted"),
-    [
-        ("033", "33", True, "33"),
-        ("33", "033", True, "33"),
-        ("25", "125", False, "25"),
-        ("125", "25", False, "125"),
-        ("0", "000", True, "0"),
-        (r"\boxed{385}.", "385", True, "385"),
-        ("1000", "1000", False, "1000"),
-        ("-1", "1", False, "-1"),
-        ("33.5", "33", False, "67/2"),
-        ("33.0", "33", True, "33"),
-        ("about n", "33", False, None),
-    ],
-)
-def test_integers_of_a_range(text: str, key: str, correct: bool, extracted: str | None) -> None:
-    grade = Integer().grade(text, key)
-
-    assert (grade.correct, grade.extracted) == (correct, extracted)
 
 
 # ARC
@@ -297,69 +196,9 @@ def test_the_letter_that_a_text_states(text: str, letter: str | None) -> None:
     assert stated_letter(text, OPTIONS) == letter
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("A magnet attracts iron.\nSo it must be B", "B"),
-        ("A mirror is not one, so (C) it is", "C"),
-        ("First A\nthen D\n", "D"),
-        ("It is F", None),
-        ("nothing", None),
-        ("", None),
-    ],
-)
-def test_the_last_letter_of_the_last_line(text: str, letter: str | None) -> None:
-    assert last_letter(text, OPTIONS) == letter
-
-
-@given(
-    st.sampled_from(LETTERS), st.sampled_from(("{}", "({})", "{}.", " {}) ", "{}: it", "**{}**"))
-)
-def test_a_letter_is_read_in_any_dress(letter: str, form: str) -> None:
-    assert letter_of(form.format(letter)) == letter
-    assert Choice().grade(form.format(letter.lower()), letter).correct
-
-
 # Agreement
 
-FORMS = ("{}/{}", "\\frac{{{}}}{{{}}}", "$\\dfrac{{{}}}{{{}}}$", "\\boxed{{{}/{}}}")
-
-
-@given(
-    st.fractions(-50, 50, max_denominator=12),
-    st.fractions(-50, 50, max_denominator=12),
-    st.sampled_from(FORMS),
-    st.sampled_from(FORMS),
-)
-def test_the_graders_agree_on_plain_numbers(one: Fraction, two: Fraction, a: str, b: str) -> None:
-    answer = a.format(one.numerator, one.denominator)
-    key = b.format(two.numerator, two.denominator)
-
-    for grader in (Exact(), Numeric(), MATH):
-        assert grader.grade(answer, key).correct is (one == two)
-
-
-@settings(max_examples=25, deadline=None)
-@given(*(st.integers(-5, 5) for _ in range(4)))
-def test_products_agree_with_their_expansion(a: int, b: int, c: int, more: int) -> None:
-    pytest.importorskip("math_verify")
-    product = f"(x+({a}))(x+({b}))(y+({c}))"
-    expanded = f"x^2y+({a + b})xy+({a * b})y+({c})x^2+({(a + b) * c})x+({a * b * c})"
-
-    assert MATH.grade(product, expanded).correct
-    assert MATH.grade(f"{product}+({more})", expanded).correct is (more == 0)
-
-
 # Where grades go
-
-
-def test_a_solution_has_the_grade_and_keeps_it() -> None:
-    with Solver(controller="chain") as solver:
-        solution = solver.solve("4 5 6 10")
-        copy = Solution.from_dict(json.loads(json.dumps(solution.to_dict())))
-
-    assert solution.grade is not None and solution.grade.correct is solution.correct
-    assert copy.grade == solution.grade
 
 
 class Odd(Reasoning):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from arbor.tasks.grading.mathematics import SCRIPT, Mathematics, worker
-from arbor.tasks.grading.worker import Limits, Reply, Worker
+from arbor.tasks.grading.worker import Limits, Worker
 
 ECHO = """
 import json, os, sys, time
@@ -38,13 +37,6 @@ def echo(tmp_path: Path) -> Iterator[Worker]:
     found.close()
 
 
-def test_requests_share_one_process(echo: Worker) -> None:
-    replies = [echo.ask({"say": each}) for each in ("one", "two\n", "three ½")]
-
-    assert [reply.data["said"] for reply in replies] == ["one", "two\n", "three ½"]
-    assert {reply.data["process"] for reply in replies} == {echo.process_id}
-
-
 @pytest.mark.parametrize(
     ("request_", "status"), [("sleep", "timeout"), ("die", "crashed"), ("garbage", "crashed")]
 )
@@ -57,29 +49,6 @@ def test_a_process_that_hangs_or_ends_is_replaced(echo: Worker, request_: str, s
         os.kill(first, 0)
     after = echo.ask({"say": "after"})
     assert after.data["said"] == "after" and after.data["process"] != first
-
-
-def test_a_script_that_cannot_start_is_a_crash(tmp_path: Path) -> None:
-    missing = Worker(tmp_path / "missing.py", Limits())
-
-    assert missing.ask({"say": "x"}).status == "crashed"
-    assert missing.ask({"say": "x"}) == Reply("crashed")
-
-
-def test_threads_take_turns(echo: Worker) -> None:
-    said: list[str] = []
-
-    def ask(text: str) -> None:
-        for _ in range(5):
-            said.append(echo.ask({"say": text}).data["said"] + text)
-
-    threads = [threading.Thread(target=ask, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert sorted(said) == sorted(name + name for name in "abcd" for _ in range(5))
 
 
 def test_an_endless_sum_is_a_timeout_and_the_next_answer_is_graded() -> None:
@@ -102,12 +71,6 @@ def test_a_number_too_long_to_write_is_not_evaluated(tower: str) -> None:
 
     assert (grade.correct, grade.method) == (False, "too-large")
     assert not grader.equal(tower, "y+1", 20)
-
-
-def test_a_request_has_the_time_that_is_left_and_no_more(echo: Worker) -> None:
-    assert echo.ask({"say": "before"}).status == "answered"
-    assert echo.ask({"sleep": True}, seconds=0.0).status == "timeout"
-    assert echo.ask({"say": "after"}).status == "answered"
 
 
 def test_a_process_that_is_killed_is_a_crash_and_the_next_answer_is_graded() -> None:
@@ -134,12 +97,3 @@ def test_memory_beyond_the_limit_ends_in_a_verdict() -> None:
     assert reply.data is None or reply.data.get("equal") is not True
     assert small.ask({"expected": "x+1", "answer": "1+x"}).data == {"equal": True, "library": True}
     small.close()
-
-
-def test_a_text_of_a_model_is_not_evaluated(tmp_path: Path) -> None:
-    pytest.importorskip("math_verify")
-    mark = tmp_path / "mark"
-
-    for text in (f"__import__('pathlib').Path('{mark}').touch()", f"open('{mark}','w')"):
-        assert not Mathematics(seconds=20).grade(text, "x+1").correct
-    assert not mark.exists()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,23 +10,19 @@ import numpy as np
 import pytest
 import torch
 from support import flashinfer_standin as standin
-from support.flashinfer_standin import MULTIPROCESSORS, Wrapper, demand
-from support.fused_standin import TorchRotary
+from support.flashinfer_standin import MULTIPROCESSORS, demand
 from support.graph_tape import Broken, Tape, nothing
-from support.models import build, config_of, copy_of, random_model
-from support.trees import GREEDY, Lab, leaves_of, own_answers, relative_error
+from support.models import config_of, copy_of, random_model
+from support.trees import relative_error
 from torch import Tensor
 
-from arbor.kernels.attention import flashinfer_fixed
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
-from arbor.kernels.attention.fixed import ROWS, Bucket, bucket_of, pad_last, pad_shared
+from arbor.kernels.attention.fixed import ROWS, Bucket, pad_last, pad_shared
 from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
 from arbor.kernels.attention.flashinfer_fixed import launch_of
 from arbor.kernels.attention.reference import ReferenceAttention
-from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
 from arbor.model import graphs
-from arbor.model.fuse_attention import fuse_attention
 from arbor.model.graphs import DecodeGraphs, Recording
 from arbor.model.plan import ForwardPlan, Piece, Segment, SharedPrefix, plan_forward
 from arbor.model.runner import ModelRunner
@@ -193,62 +187,6 @@ def test_replayed_steps_give_what_the_model_gives(
     assert tape.replays == 18, "every step was replayed, the first of a bucket too"
 
 
-def test_replayed_steps_of_fused_attention_have_the_bits_of_the_layers_own(
-    backend: FlashInferCascade, tape: Tape
-) -> None:
-    model = MODELS["llama"]()
-    plain = runner_of(copy_of(model), FlashInferCascade(CPU), Tape())
-    runner, ops = runner_of(model, backend, tape), TorchRotary()
-    assert len(fuse_attention(model, ops)[0]) == runner.layer_count
-    pool, tree = pool_of(runner), Tree(7, 3)
-    twin = twin_of(pool)
-    for _ in range(3):
-        plan = tree.step()
-
-        got, want = runner.forward(plan, pool).logits, plain.forward(plan, twin).logits
-
-        assert torch.equal(got, want)
-        for mine, theirs in zip((*pool.k, *pool.v), (*twin.k, *twin.v), strict=True):
-            assert torch.equal(mine[plan.write], theirs[plan.write])
-    assert tape.replays == 3 and ops.calls["rotate_and_write"] >= 2 * runner.layer_count
-
-
-def test_an_engine_decodes_with_graphs(backend: FlashInferCascade, tape: Tape) -> None:
-    model = random_model(config_of("llama", **HEADS))
-    own = copy_of(model).to(torch.bfloat16)
-    lab = Lab(model.to(torch.bfloat16), backend, recorder=tape)
-
-    tree = lab.plant()
-    first, second, _ = lab.sprout([(tree.root, 3)])
-    lab.sprout([(second, 1), (first, 2)], GREEDY)
-    leaves = leaves_of(tree)
-    answers = lab.ask([leaf for leaf in leaves for _ in range(2)], [(7, 8, 9), (11,)] * len(leaves))
-
-    assert tape.replays >= 10 and len(graphs_of(lab.runner).buckets) >= 2
-    assert relative_error(answers, own_answers(own, tree).float()) < 0.05
-
-
-def test_shared_levels_are_planned_once_while_leaves_decode_on(runner: ModelRunner) -> None:
-    pool, tree, other = pool_of(runner), Tree(6, 3), Tree(6, 4, depths=2)
-    steps = graphs_of(runner)
-    runner.forward(tree.step(), pool)
-    (bucket,) = steps.buckets
-    (attention,) = steps._steps[bucket]._attentions.values()
-    wrappers: list[Wrapper] = [planned.wrapper for planned in attention._wrappers]  # type: ignore[attr-defined]
-    assert len(wrappers) >= 2
-
-    runner.forward(tree.step(), pool)
-    assert [wrapper.planned for wrapper in wrappers] == [2] + [1] * (len(wrappers) - 1)
-
-    plan = other.step()  # another bucket takes the buffers of the key lists
-    assert bucket_of([plan.layout(None)]) != bucket
-    runner.forward(plan, pool)
-    before, plan = twin_of(pool), tree.step()
-    got = runner.forward(plan, pool).logits
-    assert wrappers[1].planned == 2
-    assert relative_error(got, eager(runner, plan, before)) < 0.03
-
-
 def test_a_bucket_is_captured_after_some_steps(
     runner: ModelRunner, tape: Tape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,32 +196,6 @@ def test_a_bucket_is_captured_after_some_steps(
     for recorded in (0, 0, 1, 1):
         runner.forward(tree.step(), pool)
         assert tape.recorded == recorded
-
-
-def test_the_least_recently_used_graph_leaves(
-    runner: ModelRunner, tape: Tape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
-    pool = pool_of(runner)
-    one, two, four = (Tree(rows, 0, depths=1) for rows in (1, 2, 4))
-
-    for tree in (one, two, one, four, one):
-        runner.forward(tree.step(), pool)
-    assert [bucket.rows for bucket in graphs_of(runner).buckets] == [4, 1]
-    assert tape.recorded == 3
-
-    runner.forward(two.step(), pool)
-    assert tape.recorded == 4
-
-
-def test_the_memory_of_graphs_is_known(runner: ModelRunner) -> None:
-    pool, steps = pool_of(runner), graphs_of(runner)
-    assert steps.device_bytes == 0
-    sizes = []
-    for rows in (1, 3):
-        runner.forward(Tree(rows, 0, depths=1).step(), pool)
-        sizes.append(steps.device_bytes)
-    assert 1 << 20 < sizes[0] < sizes[1] < 8 << 20
 
 
 # Steps without a graph
@@ -307,56 +219,6 @@ def test_other_forwards_run_without_a_graph(
 
     runner.forward(tree.step(), pool)
     assert tape.recorded == tape.replays == 1
-
-
-def test_no_recorder_or_another_backend_means_no_graphs(
-    backend: FlashInferCascade, tape: Tape
-) -> None:
-    assert ModelRunner(build("llama"), TorchCascade(), tape).graphs is None
-    assert runner_of(MODELS["llama"](), backend).graphs is None
-
-
-def test_a_step_of_more_keys_than_the_buffers_hold_runs_without_a_graph(
-    runner: ModelRunner, tape: Tape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flashinfer_fixed, "REPEATED_KEYS", -SLOTS + 20)  # 20 keys in all
-    pool = pool_of(runner)
-    piece = Piece("root", np.arange(8, dtype=np.int32), np.arange(8, dtype=np.int32))
-    free = iter(range(20, SLOTS))
-
-    def step(repeated: int) -> ForwardPlan:
-        segments = []
-        for row in range(2):
-            context = () if row else (piece,) * repeated
-            own = np.array([next(free)], np.int32)
-            segments.append(Segment(context, [5], np.array([8]), own, own, logits=1))
-        return plan_forward(segments)
-
-    for repeated, replays in ((3, 0), (2, 1), (3, 1), (1, 2)):
-        before, plan = twin_of(pool), step(repeated)
-        got = runner.forward(plan, pool).logits
-        assert tape.replays == replays
-        assert relative_error(got, eager(runner, plan, before)) < 0.03
-
-
-def test_buckets_of_too_large_a_workspace_run_without_a_graph(
-    backend: FlashInferCascade, tape: Tape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("arbor.kernels.attention.flashinfer_cascade.MOST_WORKSPACE_BYTES", 1 << 10)
-    runner = runner_of(MODELS["llama"](), backend, tape)
-    pool, tree = pool_of(runner), Tree(3, 0)
-
-    assert all(runner.forward(tree.step(), pool).logits.isfinite().all() for _ in range(2))
-    assert tape.recorded == 0
-
-
-def test_graphs_need_the_series_of_flashinfer_that_was_read(package: Any, tape: Tape) -> None:
-    package.__version__ = "0.7.2"
-    runner = runner_of(MODELS["llama"](), FlashInferCascade(CPU), tape)
-
-    runner.forward(Tree(3, 0).step(), pool_of(runner))
-
-    assert tape.recorded == 0
 
 
 # Checks on first use
@@ -398,76 +260,6 @@ def test_a_graph_that_computes_something_else_is_not_used(
     assert graphs_of(runner).buckets == ()
 
 
-def test_padding_that_changes_logits_is_not_used(
-    runner: ModelRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def shifted(level: CascadeLevel, bucket: Bucket, trash: int) -> CascadeLevel:
-        padded = pad_last(level, bucket, trash)
-        return CascadeLevel(
-            padded.qo_indptr, padded.kv_indptr, (padded.kv_indices + 7) % trash, padded.causal
-        )
-
-    monkeypatch.setattr(flashinfer_fixed, "pad_last", shifted)
-    pool, tree = pool_of(runner), Tree(3, 0)
-    before, plan = twin_of(pool), tree.step()
-
-    got = runner.forward(plan, pool).logits
-
-    assert torch.equal(got, eager(runner, plan, before))
-    (warning,) = caplog.messages
-    assert "4 rows" in warning and "padded attention differs" in warning
-
-
-def test_one_key_that_is_missing_of_many_is_found(
-    runner: ModelRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A difference that a model's own rounding would hide."""
-
-    def one_less(level: CascadeLevel, bucket: Bucket) -> CascadeLevel:
-        padded = pad_shared(level, bucket)
-        return CascadeLevel(
-            padded.qo_indptr,
-            (padded.kv_indptr - 1).clamp(min=0),
-            padded.kv_indices[1:],
-            padded.causal,
-        )
-
-    monkeypatch.setattr(flashinfer_fixed, "pad_shared", one_less)
-    pool = pool_of(runner)
-    piece = Piece(0, np.arange(40, dtype=np.int32), np.arange(40, dtype=np.int32))
-    segments = [
-        Segment((piece,), [5], np.array([40]), own, own, logits=1)
-        for own in np.arange(50, 53, dtype=np.int32)[:, None]
-    ]
-
-    runner.forward(plan_forward(segments), pool)
-
-    (warning,) = caplog.messages
-    assert "padded attention differs" in warning
-    assert graphs_of(runner).buckets == ()
-
-
-def test_logits_that_padding_changes_are_not_used(
-    runner: ModelRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model whose rows depend on how many there are."""
-    model: Any = runner.model
-    own = model.model.norm.forward
-
-    def over_rows(x: Tensor) -> Tensor:
-        out: Tensor = own(x)
-        return out * x.shape[-2] ** 2
-
-    monkeypatch.setattr(model.model.norm, "forward", over_rows)
-    pool, tree = pool_of(runner), Tree(3, 0)
-
-    runner.forward(tree.step(), pool)
-
-    (warning,) = caplog.messages
-    assert "4 rows" in warning and "logits differ by" in warning
-    assert graphs_of(runner).buckets == ()
-
-
 def test_a_capture_that_fails_ends_the_use_of_graphs(
     backend: FlashInferCascade, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -492,69 +284,6 @@ def test_a_capture_that_fails_ends_the_use_of_graphs(
     assert graphs_of(runner).device_bytes == 0
 
 
-def test_a_model_that_waits_for_the_device_is_not_captured(
-    backend: FlashInferCascade, tape: Tape, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = MODELS["llama"]()
-    layer = model.model.layers[0]
-    layer.register_forward_hook(lambda module, args, output: print(float(output[0].sum())))
-    runner = runner_of(model, backend, tape)
-
-    runner.forward(Tree(3, 0).step(), pool_of(runner))
-
-    assert tape.recorded == 0 and "capturing" in caplog.text
-
-
-def test_a_plan_that_fails_later_ends_the_use_of_graphs(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pool, tree = pool_of(runner), Tree(3, 0)
-    runner.forward(tree.step(), pool)
-    plan = Wrapper.plan
-
-    def planned(self: Wrapper, *args: Any, **settings: Any) -> None:
-        if self.buffers is not None:
-            raise ValueError("The length of paged_kv_indices exceeds")
-        plan(self, *args, **settings)
-
-    monkeypatch.setattr(Wrapper, "plan", planned)
-    for _ in range(2):
-        assert runner.forward(tree.step(), pool).logits.isfinite().all()
-
-    (warning,) = [each for each in caplog.records if each.levelname == "WARNING"]
-    assert "exceeds" in warning.getMessage()
-    assert graphs_of(runner).buckets == ()
-
-
-# Pools
-
-
-def test_graphs_belong_to_the_place_of_a_pool(runner: ModelRunner, tape: Tape) -> None:
-    pool, tree = pool_of(runner), Tree(3, 0)
-    runner.forward(tree.step(), pool)
-    elsewhere = twin_of(pool)
-
-    plan = tree.step()
-    got = runner.forward(plan, elsewhere).logits
-
-    assert tape.recorded == 2
-    assert set(plan.write.tolist()) <= changed(pool, elsewhere)
-    assert torch.equal(got, runner.forward(plan, elsewhere).logits)
-
-
-def test_graphs_keep_no_pool_alive(backend: FlashInferCascade, tape: Tape) -> None:
-    runner = runner_of(MODELS["llama"](), backend, tape)
-    pool = pool_of(runner)
-    runner.forward(Tree(3, 0).step(), pool)
-    assert tape.recorded == 1
-    gone = weakref.ref(pool)
-
-    del pool
-    gc.collect()
-
-    assert gone() is None
-
-
 # Buckets and padding
 
 
@@ -568,41 +297,6 @@ def level(requests: list[tuple[int, list[int]]], *, causal: bool) -> CascadeLeve
 
 def last_level(rows: int) -> CascadeLevel:
     return level([(1, [row]) for row in range(rows)], causal=True)
-
-
-@pytest.mark.parametrize(
-    ("rows", "shared", "bucket"),
-    [
-        (1, [], Bucket(1, 1, 0)),
-        (5, [], Bucket(8, 1, 0)),
-        (256, [], Bucket(256, 1, 0)),
-        (257, [], None),
-        (2, [1], Bucket(2, 2, 2)),
-        (3, [1], Bucket(4, 2, 4)),
-        (8, [4, 2], Bucket(8, 3, 4)),
-        (7, [4, 2], Bucket(8, 3, 8)),  # the rows added are a request
-        (64, [16], Bucket(64, 2, 16)),
-        (63, [16], Bucket(64, 2, 64)),
-        (255, [64], None),
-        (8, [2] * 5, Bucket(8, 6, 4)),
-        (8, [2] * 6, None),
-    ],
-)
-def test_the_bucket_of_a_step(rows: int, shared: list[int], bucket: Bucket | None) -> None:
-    levels = []
-    for requests in shared:
-        sizes = [rows // requests] * (requests - 1)
-        sizes.append(rows - sum(sizes))
-        levels.append(level([(size, [0]) for size in sizes], causal=False))
-
-    assert bucket_of([CascadeLayout(rows, (*levels, last_level(rows)))]) == bucket
-
-
-def test_segments_of_several_rows_have_no_bucket() -> None:
-    layout = CascadeLayout(3, (level([(2, [0, 1]), (1, [2])], causal=True),))
-
-    assert bucket_of([layout]) is None
-    assert bucket_of([CascadeLayout(3, (last_level(3),)), layout]) is None
 
 
 def test_a_padded_layout_gives_the_same_attention() -> None:
@@ -661,10 +355,3 @@ def test_a_launch_is_what_flashinfer_plans_for_any_rows_and_keys() -> None:
         assert needed.int_bytes <= launch.int_bytes < needed.int_bytes + 512
         splits += needed.split
     assert splits == 2000
-
-
-def test_the_workspace_of_256_rows_is_known() -> None:
-    llama, large = AttentionShape(32, 8, 128, 128, 1.0), AttentionShape(64, 8, 128, 128, 1.0)
-    assert [
-        launch_of(shape, 256, 256, MULTIPROCESSORS).float_bytes >> 20 for shape in (llama, large)
-    ] == [80, 192]

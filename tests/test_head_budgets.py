@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from arbor.engine.head_sets import moved_cells
-from arbor.kernels.native import native_library, without_native
+from arbor.kernels.native import native_library
 from arbor.kernels.native_heads import held_by_head
 from arbor.retention.head_budgets import (
     Adaptive,
@@ -23,7 +23,7 @@ from arbor.retention.head_budgets import (
     moved_out,
     vacated,
 )
-from arbor.retention.head_selection import given_up, moves_of, ranked_means
+from arbor.retention.head_selection import ranked_means
 
 needs_library = pytest.mark.skipif(native_library() is None, reason="no native library")
 
@@ -158,22 +158,6 @@ def test_budgets_fall_linearly_from_the_first_layer_to_the_last() -> None:
     assert kept_of(Pyramid(1.0), cells).sum(1).tolist() == [20] * layers
 
 
-def test_what_is_protected_is_not_part_of_the_pyramid() -> None:
-    layers, count = 3, 30
-    protected = np.zeros(count, np.bool_)
-    protected[:4] = True
-    cells = Cells(
-        np.zeros((layers, count)),
-        None,
-        np.arange(layers),
-        protected,
-        np.array([count]),
-        np.array([14]),
-    )
-    # of 10 besides the 4: 19.5, 10 and 0.5; halves go to the lower layer first
-    assert kept_of(Pyramid(20.0), cells).sum(1).tolist() == [24, 14, 4]
-
-
 @pytest.mark.parametrize("budgets", [Adaptive(), Pyramid()], ids=["adaptive", "pyramid"])
 @given(data=st.data())
 def test_what_stays_moves_to_later_slots_of_its_block(
@@ -202,27 +186,6 @@ def test_what_stays_moves_to_later_slots_of_its_block(
 
 
 @given(offers())
-def test_heads_that_agree_move_nothing(offer: Offer) -> None:
-    own = np.tile(np.arange(len(offer.layer))[:, None], len(offer.protected))
-    same = dataclasses.replace(
-        offer, scores=np.tile(offer.scores[:1], (len(offer.layer), 1)), holder=own
-    )
-    for safeguard in (0.0, 0.2, 1.0):
-        stays = stays_of(Adaptive(safeguard), same)
-        assert not len(vacated(stays, int(offer.layer[-1]) + 1).cell)
-
-
-@given(offers())
-def test_moves_of_single_heads_are_those_of_equal_numbers(offer: Offer) -> None:
-    gone = given_up(offer.scores, offer.protected, offer.sizes, offer.sizes - offer.keep)
-    head, source, target, leaving = moves_of(gone)
-    moved = vacated(~gone, len(gone))
-    assert moved.leaving.tolist() == leaving.tolist()
-    assert moved.cell.tolist() == moved.into.tolist() == head.tolist()
-    assert (moved.source.tolist(), moved.target.tolist()) == (source.tolist(), target.tolist())
-
-
-@given(offers())
 def test_one_more_slot_is_worth_the_next_best_cells(offer: Offer) -> None:
     means = offer.scores.mean(0)
     found = ranked_means(offer.scores, means, offer.sizes, int(offer.layer[-1]) + 1)
@@ -244,23 +207,6 @@ def same_moves(budgets: HeadBudgets, cells: Cells) -> bool:
     """Whether the kernel moves what numpy does."""
     moved, wanted = moved_out(budgets, cells, moved_cells), moved_out(budgets, cells)
     return all(np.array_equal(mine, its) for mine, its in zip(moved, wanted, strict=True))
-
-
-@needs_library
-@pytest.mark.parametrize("kind", [np.int16, np.int32])
-@pytest.mark.parametrize("budgets", [Adaptive(), Adaptive(0.0), Pyramid()], ids=str)
-@given(data=st.data())
-def test_the_native_kernel_moves_what_numpy_moves(
-    budgets: HeadBudgets, kind: type[np.integer], data: st.DataObject
-) -> None:
-    offer = data.draw(offers(across_layers=isinstance(budgets, Pyramid)))
-    signs = np.where(data.draw(st.booleans()), -1.0, 1.0)
-    scores = (offer.scores * signs).astype(np.float32)
-    own = data.draw(st.booleans())
-    cells = dataclasses.replace(
-        cells_in(offer), scores=scores, holder=None if own else offer.holder.astype(kind)
-    )
-    assert same_moves(budgets, cells)
 
 
 @needs_library
@@ -288,18 +234,3 @@ def test_the_native_kernel_moves_what_numpy_moves_of_long_blocks(
         holder[into, target] = holder[cell, source]
         scores, holder = scores[:, ~leaving], holder[:, ~leaving]
         protected, sizes = protected[~leaving], keep
-
-
-def test_without_the_library_numpy_moves() -> None:
-    cells = Cells(
-        np.zeros((2, 3), np.float32),
-        np.zeros((2, 3), np.int16),
-        np.array([0, 0]),
-        np.zeros(3, np.bool_),
-        np.array([3]),
-        np.array([2]),
-        held_by_head,
-    )
-    with without_native():
-        assert cells.held.tolist() == [[6], [0]]
-        assert moved_cells(cells, np.array([[1], [0]]), True, 1) is None

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.head_reads import HeadReads, held, masked_forward, recorded
 from support.models import build, path_keys
-from support.offers import SEEDS, offer, room_for
 from support.policies import POLICIES
+from support.slow_cases import drawn
 from support.trees import GREEDY, PROMPT, Lab, relative_error
 
 from arbor import Solver
 from arbor.engine.mode import Rehydrate
-from arbor.errors import ModelError, OutOfMemory, UsageError
+from arbor.errors import OutOfMemory, UsageError
 from arbor.events import Evicted, Forwarded
-from arbor.kernels.native import native_library, without_native
+from arbor.kernels.native import native_library
 from arbor.kernels.native_heads import head_moves
 from arbor.memory.head_table import HeadMoves
 from arbor.memory.pool import KVPool
@@ -35,17 +35,13 @@ from arbor.papers.related.window_attention import WindowAttention
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.segments import Segmented
 from arbor.retention.allocators.uniform import Uniform
-from arbor.retention.base import CreditingAllocator, Tokens
+from arbor.retention.base import CreditingAllocator
 from arbor.retention.head_selection import (
-    HeadScorer,
-    HeadSelection,
     given_up,
     moves_of,
     ranked_means,
-    select_by_head,
 )
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.token_kv import KVScorer, KVSequence
 from arbor.retention.trigger import Trigger
@@ -117,25 +113,9 @@ SEGMENTING: tuple[Segmented, ...] = (
 )
 
 
-@pytest.mark.parametrize("heads", ["adaptive", "pyramid"])
-@pytest.mark.parametrize("name", ["h2o", "tova", "snapkv", "raas", "lazyeviction", "random"])
-def test_each_head_attends_to_as_many_tokens_as_it_keeps(
-    name: str, heads: str, seen: HeadReads
-) -> None:
-    lab = lossy(by_head(name, heads=heads))
-    tree = lab.plant(SLOTS)
-    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
-
-    _, holders = held(lab.memory, block.path)
-    counts = np.bincount(holders.ravel(), minlength=len(holders))
-    assert counts.sum() == holders.size
-    # where all heads of a layer give the same scores, they keep equally many
-    assert len(set(counts.tolist())) > (name in ("h2o", "tova", "snapkv") or heads == "pyramid")
-    check_path(lab, "llama", block, seen)
-
-
-@pytest.mark.parametrize("heads", SHARES)
-@pytest.mark.parametrize("model", ["qwen3", "phi3", "gpt_neox", "deepseek_v3", "gemma"])
+@pytest.mark.parametrize(
+    ("heads", "model"), drawn(SHARES, ["qwen3", "phi3", "gpt_neox", "deepseek_v3", "gemma"])
+)
 def test_models_whose_heads_keep_their_own(model: str, heads: str, seen: HeadReads) -> None:
     lab = lossy(by_head("h2o", heads=heads), model)
     tree = lab.plant(SLOTS)
@@ -145,9 +125,9 @@ def test_models_whose_heads_keep_their_own(model: str, heads: str, seen: HeadRea
     check_path(lab, model, block, seen)
 
 
-@pytest.mark.parametrize("allocator", [Pooled(), Uniform()])
-@pytest.mark.parametrize("spare", [0, 5])
-@pytest.mark.parametrize("heads", SHARES)
+@pytest.mark.parametrize(
+    ("allocator", "spare", "heads"), drawn([Pooled(), Uniform()], [0, 5], SHARES, count=4)
+)
 def test_branches_read_what_is_left_of_mixed_blocks(
     allocator: Pooled | Uniform, spare: int, heads: str, seen: HeadReads
 ) -> None:
@@ -163,8 +143,7 @@ def test_branches_read_what_is_left_of_mixed_blocks(
     assert any(isinstance(event, Evicted) for event in lab.events)
 
 
-@pytest.mark.parametrize("allocator", SEGMENTING, ids=repr)
-@pytest.mark.parametrize("spare", [0, 5])
+@pytest.mark.parametrize(("allocator", "spare"), drawn(SEGMENTING, [0, 5]))
 def test_heads_keep_their_own_tokens_of_segments(
     allocator: Segmented, spare: int, seen: HeadReads
 ) -> None:
@@ -209,23 +188,6 @@ def test_the_figures_of_a_head_are_those_of_its_own_attention(heads: str, seen: 
     new = positions >= len(PROMPT)
     lately = faded[holders, positions]
     assert view["lately"](None).reshape(shape)[new] == pytest.approx(lately[new], abs=1e-4)
-
-
-def test_heads_that_agree_keep_what_all_would_keep() -> None:
-    def events(policy: Policy) -> tuple[list[int], list[object]]:
-        lab = lossy(policy)
-        tree = lab.plant(2 * SLOTS)
-        first, second = lab.sprout([(tree.root, 2)], length=LONG // 2)
-        lab.sprout([(first, 2), (second, 1)], length=LONG // 2)
-        assert not lab.memory.table.mixed.any()
-        left = [event for event in lab.events if isinstance(event, Evicted)]
-        held = [node.span.slot.tolist() for node in tree]
-        return [token for node in tree for token in node.tokens], [left, held]
-
-    for name in ("random", "streaming"):
-        alone = events(by_head(name, granularity="token"))
-        assert events(by_head(name)) == alone
-        assert events(by_head(name, heads="adaptive")) == alone
 
 
 def test_searches_that_divide_the_room_keep_their_own_heads_tokens() -> None:
@@ -277,24 +239,6 @@ def test_each_head_gives_up_its_lowest_unprotected_tokens(
             )
 
 
-@given(offers())
-def test_moves_bring_what_heads_keep_to_later_slots_that_stay(
-    offer: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-) -> None:
-    scores, protected, sizes, lose = offer
-    gone = given_up(scores, protected, sizes, lose)
-    block = np.repeat(np.arange(len(sizes)), sizes)
-    head, source, target, leaving = moves_of(gone)
-
-    assert np.bincount(block[leaving], minlength=len(sizes)).tolist() == lose.tolist()
-    assert (block[source] == block[target]).all() and (source < target).all()
-    assert leaving[source].all() and not leaving[target].any()
-    slots = np.tile(np.arange(len(block)), (len(gone), 1))
-    slots[head, target] = source
-    for each, kept in zip(slots, ~gone, strict=True):
-        assert sorted(each[~leaving]) == np.flatnonzero(kept).tolist()
-
-
 def same_moves(offer: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]) -> bool:
     """Whether the native kernel moves the same as numpy, where it can."""
     moved = head_moves(*offer)
@@ -306,18 +250,14 @@ def same_moves(offer: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]) -> 
     return True
 
 
-@given(offers())
-def test_the_native_kernel_moves_what_numpy_moves(
-    offer: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-) -> None:
-    computed = same_moves(offer)
-    assert computed == (native_library() is not None and offer[0].dtype == np.float32)
-
-
 @pytest.mark.parametrize(
-    "sizes", [[1000], [64], [63, 65], [2, 700, 1, 128, 3]], ids=lambda sizes: str(len(sizes))
+    ("sizes", "kind"),
+    drawn(
+        [[1000], [64], [63, 65], [2, 700, 1, 128, 3]],
+        ["uniform", "both signs", "few", "huge", "zeros"],
+        count=8,
+    ),
 )
-@pytest.mark.parametrize("kind", ["uniform", "both signs", "few", "huge", "zeros"])
 def test_the_native_kernel_moves_what_numpy_moves_of_long_blocks(
     sizes: list[int], kind: str
 ) -> None:
@@ -338,74 +278,6 @@ def test_the_native_kernel_moves_what_numpy_moves_of_long_blocks(
         assert same_moves(offer) == (native_library() is not None)
         wide = np.concatenate([scores, scores], axis=1)[:, : shape[1]]  # rows further apart
         assert same_moves((wide, *offer[1:])) == (native_library() is not None)
-
-
-def test_without_the_library_numpy_moves() -> None:
-    offer = np.ones((2, 4), np.float32), np.zeros(4, np.bool_), np.array([4]), np.array([2])
-    with without_native():
-        assert head_moves(*offer) is None
-
-
-class KnownScores(HeadScorer):
-    """Scores of heads that are given."""
-
-    def __init__(self, table: np.ndarray) -> None:
-        super().__init__(HeavyHitters(), lambda tokens: tokens)
-        self._table = table
-
-    def of_heads(self, tokens: Tokens) -> np.ndarray:
-        return self._table
-
-
-@pytest.mark.parametrize("allocator", SEGMENTING, ids=repr)
-@given(seed=SEEDS, share=st.floats(0, 1))
-def test_each_head_keeps_the_best_of_each_segment_and_all_heads_as_many(
-    allocator: Segmented, seed: int, share: float
-) -> None:
-    blocks = offer(seed)
-    room = room_for(blocks, share)
-    tokens, heads = blocks.tokens, 3
-    count = len(tokens.block)
-    scores = np.random.default_rng(seed).integers(0, 9, (heads, count)).astype(np.float64)
-
-    counts, chosen = select_by_head(blocks, room, allocator, KnownScores(scores))
-
-    index, offsets = chosen.leaving()
-    left = set(zip(index.tolist(), offsets.tolist(), strict=True))
-    places = zip(tokens.block.tolist(), tokens.offset.tolist(), strict=True)
-    leaving = np.array([place in left for place in places], bool)
-    assert int(leaving.sum()) == len(index) == int(blocks.resident.sum()) - int(counts.sum())
-    assert int(counts.sum()) == room
-    kept = np.tile(~leaving, (heads, 1))  # of each head its tokens, by what lies in slots that stay
-    if isinstance(chosen, HeadSelection):
-        moved = chosen.moved
-        kept[moved.cell, moved.source], kept[moved.into, moved.target] = True, False
-    segment = allocator.segment_of(blocks, room, KnownScores(scores))
-    gone = np.zeros(count, bool)
-    gone[allocator.leaving(blocks, room, KnownScores(scores))] = True
-    for run in {*zip(tokens.block.tolist(), segment.tolist(), strict=True)}:
-        mine = np.flatnonzero((tokens.block == run[0]) & (segment == run[1]))
-        lost = int(gone[mine].sum())
-        for head in range(heads):
-            order = sorted(mine, key=lambda at: (scores[head, at], at))
-            assert np.flatnonzero(kept[head, mine]).tolist() == sorted(
-                np.searchsorted(mine, order[lost:]).tolist()
-            )
-
-
-@given(offers())
-def test_the_places_of_a_block_are_worth_what_heads_would_keep_there(
-    offer: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-) -> None:
-    scores, _, sizes, _ = offer
-    means = scores.mean(0, dtype=np.float64)
-    found = ranked_means(scores, means, sizes)
-    for end, size in zip(np.cumsum(sizes), sizes, strict=True):
-        mine = slice(end - size, end)
-        best = np.sort(scores[:, mine], 1).mean(0, dtype=np.float64)
-        assert sorted(found[mine]) == pytest.approx(best.tolist())
-        order = np.lexsort((np.arange(size), means[mine]))
-        assert (np.diff(found[mine][order]) >= 0).all()
 
 
 def test_no_other_counts_let_heads_keep_more() -> None:
@@ -434,35 +306,6 @@ def test_no_other_counts_let_heads_keep_more() -> None:
 
 
 # Slots
-
-
-@pytest.mark.parametrize("heads", SHARES)
-def test_what_is_freed_is_free(heads: str) -> None:
-    lab = lossy(by_head("h2o", heads=heads))
-    tree = lab.plant(SLOTS)
-    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
-
-    memory = lab.memory
-    peaks = [event.peak for event in lab.events if isinstance(event, Forwarded)]
-    assert max(peaks) <= SLOTS
-    assert memory.used == sum(int(node.span.resident.sum()) for node in tree) <= SLOTS
-    reported = sum(sum(dict(e.nodes).values()) for e in lab.events if isinstance(e, Evicted))
-    assert reported == tree.tokens - memory.used
-    assert not block.span.exact[memory.mixed(block)].any()
-    lab.close(tree)
-    assert memory.used == 0 and not memory.table.mixed.any() and not memory.table.lent.any()
-
-
-@pytest.mark.parametrize("heads", SHARES)
-def test_tokens_that_are_protected_stay_in_every_head(heads: str) -> None:
-    lab = lossy(by_head("h2o", heads=heads))
-    tree = lab.plant(SLOTS)
-    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
-
-    positions, holders = held(lab.memory, block.path)
-    for head in range(len(holders)):
-        kept = set(positions[holders == head].tolist())
-        assert {0, 1, block.end - 1, block.end - 2, block.end - 3} <= kept
 
 
 def moves(
@@ -530,9 +373,9 @@ def test_a_copy_that_fails_leaves_nothing_wrong(
 # What comes back
 
 
-@pytest.mark.parametrize("rehydrate", ["selective", "span"])
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("heads", SHARES)
+@pytest.mark.parametrize(
+    ("rehydrate", "stored", "heads"), drawn(["selective", "span"], [False, True], SHARES, count=4)
+)
 def test_a_mixed_block_comes_back_whole(rehydrate: Rehydrate, stored: bool, heads: str) -> None:
     lower = LowerRoom(host=200) if stored else LowerRoom()
     lab = lossy(by_head("h2o", heads=heads), rehydrate=rehydrate, lower=lower)
@@ -552,8 +395,7 @@ def test_a_mixed_block_comes_back_whole(rehydrate: Rehydrate, stored: bool, head
     assert not second.span.resident.all()
 
 
-@pytest.mark.parametrize("rehydrate", ["selective", "span"])
-@pytest.mark.parametrize("heads", SHARES)
+@pytest.mark.parametrize(("rehydrate", "heads"), drawn(["selective", "span"], SHARES))
 def test_reversible_searches_below_a_path_s_length(rehydrate: Rehydrate, heads: str) -> None:
     lab = lossy(by_head("snapkv", heads=heads), rehydrate=rehydrate)
     tree = lab.plant(2 * SLOTS)
@@ -614,16 +456,3 @@ def test_lossless_and_streamed_searches_are_refused() -> None:
             host="1MiB",
             staging="32tok",
         )
-
-
-def test_models_with_windows_are_refused() -> None:
-    with pytest.raises(ModelError, match="layer 0 has a window"):
-        lossy(by_head("h2o"), "mistral_window")
-
-
-def test_settings_of_a_trace_hold_the_granularity() -> None:
-    from arbor import components
-
-    policy = components.build("policy", "h2o,granularity=head")
-    assert policy.by_head and policy.scorer == HeavyHitters()
-    assert components.build("policy", components.spec_of(policy)) == policy

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,45 +56,3 @@ def test_every_large_page_that_holds_a_part_is_joined(
     covered = {page for page, *_ in joined}
     assert covered == {byte // HUGE * HUGE for byte in range(begin, begin + size, 64)}
     assert gained == len(joined) * HUGE
-
-
-@offered
-def test_untouched_memory_comes_on_large_pages_when_it_is_written_to() -> None:
-    tensor = torch.empty(8 * HUGE, dtype=torch.uint8)
-    assert on_huge_pages(tensor.data_ptr(), tensor.nbytes, filled=False) == tensor.nbytes
-    tensor.fill_(7)
-    assert bool((tensor == 7).all())
-
-
-@pytest.mark.parametrize("filled", [True, False])
-def test_a_little_memory_is_left_alone(filled: bool) -> None:
-    tensor = torch.arange(1000)
-    assert on_huge_pages(tensor.data_ptr(), tensor.nbytes, filled=filled) == 0
-
-
-def test_where_nothing_is_offered_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def refuse(address: int, size: int, advice: int) -> int:
-        asked.append(advice)
-        return -1
-
-    monkeypatch.setattr(hugepages, "_madvise", lambda: refuse)
-    assert on_huge_pages(1 << 30, 8 * HUGE, filled=True) == 0
-    assert asked == [hugepages.MADV_HUGEPAGE]  # and the pages are not joined one by one
-    monkeypatch.setattr(hugepages, "_madvise", lambda: None)
-    assert on_huge_pages(1 << 30, 8 * HUGE, filled=True) == 0
-
-
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_systems_are_not_asked(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
-    def fail(name: object) -> object:
-        raise AssertionError(f"loaded {name}")
-
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(ctypes, "CDLL", fail)
-    hugepages._madvise.cache_clear()
-    try:
-        assert on_huge_pages(1 << 30, 8 * HUGE, filled=True) == 0
-    finally:
-        hugepages._madvise.cache_clear()

@@ -14,12 +14,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.slow_cases import only
 from test_kernels import TOLERANCE, Case, cases, make_case, make_level, make_shape, random_layout
 
 from arbor.kernels import native
 from arbor.kernels.attention.base import AttentionBackend
-from arbor.kernels.attention.decoded_cascade import DecodedCascade
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.rowwise import RowwiseAttention
@@ -70,42 +68,6 @@ def test_a_number_changes_by_at_most_half_the_scale_of_its_group(
         assert ((back[..., part] - x[..., part]).abs() <= scale / 2 * (1 + 1e-6)).all()
 
 
-def test_every_group_uses_all_codes() -> None:
-    """A scale is rounded up by less than half a code."""
-    x = torch.randn(50, 3, 96, generator=torch.Generator().manual_seed(0))
-
-    codes = encode(x)[..., :96].int().abs().unflatten(-1, (3, GROUP))
-
-    assert (codes.amax(-1) == MOST_CODE).all()
-
-
-def test_zeros_stay_zeros_and_signs_stay_signs() -> None:
-    x = torch.zeros(2, 64)
-    x[1] = torch.linspace(-1, 1, 64)
-
-    back = decode(encode(x), 64)
-
-    assert (back[0] == 0).all()
-    assert torch.equal(back[1].sign()[:30], x[1].sign()[:30])
-
-
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 1e30])
-def test_a_group_that_cannot_be_stored_is_nan_and_no_other(wrong: float) -> None:
-    x = torch.ones(64)
-    x[40] = wrong
-
-    back = decode(encode(x), 64)
-
-    assert back[40].isnan()
-    assert torch.equal(back[:32], decode(encode(torch.ones(32)), 32))
-
-
-def test_all_bits_set_read_as_nan() -> None:
-    """What freed slots are overwritten with in debug mode."""
-    for dim in (24, 64):
-        assert decode(torch.full((2, stored_width(dim)), -1, dtype=torch.int8), dim).isnan().all()
-
-
 # Backends
 
 
@@ -147,44 +109,6 @@ def assert_reads_what_is_stored(case: Case, backend: AttentionBackend) -> None:
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=SLOW)
 def test_every_backend_reads_what_is_stored(backend: Make, case: Case) -> None:
     assert_reads_what_is_stored(case, backend())
-
-
-class Watched(TorchCascade):
-    """The torch backend; `most` is the largest number of keys that it was given."""
-
-    most = 0
-
-    def run(self, plan, q, k_pool, v_pool, sinks=None):  # type: ignore[no-untyped-def]
-        if k_pool.dtype != torch.int8:
-            self.most = max(self.most, len(k_pool))
-        return super().run(plan, q, k_pool, v_pool, sinks)
-
-
-@pytest.mark.parametrize("keys", only([20], [2, 20, 64]))
-@given(cases())
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=SLOW)
-def test_pieces_of_any_size_give_the_same(keys: int, case: Case) -> None:
-    """However few keys are decoded at once, and no piece has more."""
-    shape = case.shape
-    width = 4 * shape.num_kv_heads * (shape.head_dim_qk + shape.head_dim_vo)
-    inner = Watched()
-
-    assert_reads_what_is_stored(case, DecodedCascade(inner, keys * width))
-
-    assert 0 < inner.most <= keys
-
-
-def test_a_prompt_longer_than_a_piece_is_causal() -> None:
-    """One request of 70 rows after 30 keys, in pieces of 16."""
-    shape = make_shape()
-    path = list(range(100, 200))
-    case = make_case([make_level([(70, path)], causal=True)], shape)
-    width = 4 * shape.num_kv_heads * (shape.head_dim_qk + shape.head_dim_vo)
-
-    assert_reads_what_is_stored(case, DecodedCascade(TorchCascade(), 16 * width))
-    for window in (5, 16, 40):
-        windowed = replace(case, shape=make_shape(window=window))
-        assert_reads_what_is_stored(windowed, DecodedCascade(TorchCascade(), 16 * width))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -58,16 +58,6 @@ def test_kernels_compile_for_hopper() -> None:
     run_check("hopper", interpreted=False)
 
 
-def test_triton_is_imported_where_it_is_needed_alone() -> None:
-    code = (
-        "import sys, arbor, arbor.solver, arbor.kernels.attention.invariant_cascade, arbor.kernels.linear.layers\n"
-        "from arbor.kernels import invariant\n"
-        "invariant._handlers('cuda')\n"
-        "assert 'arbor.kernels.invariant_triton' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
-
-
 # Tiles
 
 
@@ -91,21 +81,6 @@ def test_a_run_ends_where_slots_differ_lists_get_shorter_or_the_tile_is_full() -
     ]
 
 
-def test_every_chunk_of_every_row_is_in_one_item() -> None:
-    random = np.random.default_rng(0)
-    lengths = random.integers(1, 20, 40).astype(np.int32)
-    table = np.where(np.arange(20) < lengths[:, None], random.integers(0, 2, (40, 20)), -1)
-
-    items = tile_items(table.astype(np.int32), lengths, most_rows=4, chunk=5)
-
-    covered = [(row, c) for first, n, c in items.tolist() for row in range(first, first + n)]
-    wanted = [(row, c) for row in range(40) for c in range(-(-lengths[row] // 5))]
-    assert sorted(covered) == sorted(wanted)
-    for first, rows, chunk in items.tolist():
-        parts = table[first : first + rows, 5 * chunk : 5 * chunk + 5]
-        assert rows <= 4 and ((parts == parts[-1]) | (parts < 0)).all()
-
-
 # What is refused
 
 
@@ -124,13 +99,6 @@ def test_deterministic_on_cuda_is_accepted_with_its_own_attention(
         resolve_backend("auto", torch.device("mps"), deterministic=True)
     with pytest.raises(UsageError, match="needs a GPU"):
         resolve_backend("invariant", CPU, deterministic=False)
-
-
-def test_without_triton_deterministic_on_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "find_spec", lambda name: None)
-
-    with pytest.raises(UsageError, match="needs the package triton"):
-        resolve_backend("auto", CUDA, deterministic=True)
 
 
 def test_a_dtype_without_kernels_is_named() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ from arbor.kernels.attention.base import (
     AttentionShape,
     CascadeLayout,
     CascadeLevel,
-    apply_sinks,
 )
 from arbor.kernels.attention.logits import attention_logits, matmul_float32
 from arbor.kernels.attention.native_cascade import NativeCascade
@@ -306,45 +303,6 @@ def decode_level(lengths: list[int], stride: int, base: int = 1000) -> CascadeLe
     return make_level([(1, list(run)) for run in runs], causal=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 48, 49, 100])
-@pytest.mark.parametrize("group,dim", [(2, 32), (3, 64), (1, 128)])
-def test_uniform_leaves_are_one_call_without_a_copy(tokens: int, group: int, dim: int) -> None:
-    shape = make_shape(num_qo_heads=2 * group, head_dim_qk=dim, head_dim_vo=dim)
-    shared = make_level([(12, list(range(100)))], causal=False)
-    case = make_case([shared, decode_level([tokens] * 12, 130)], shape)
-    plan = TorchCascade().plan(case.layout, shape)
-    assert [(task.batch, task.index) for task in plan.tasks] == [(1, None), (12, None)]
-    assert_agrees(case)
-
-
-def test_ragged_leaves_are_one_padded_gather() -> None:
-    case = make_case([decode_level([7, 3, 40, 40, 41, 1], 64)], make_shape())
-    (task,) = TorchCascade().plan(case.layout, case.shape).tasks
-    assert task.index is not None and task.batch == 6
-    assert_agrees(case)
-
-
-def test_a_uniform_rest_of_a_round_stays_a_view() -> None:
-    runs = [range(1000 + 64 * i, 1020 + 64 * i) for i in (0, 1, 2, 3, 7, 8, 9, 10, 11)]
-    case = make_case([make_level([(1, list(run)) for run in runs], causal=True)], make_shape())
-    tasks = TorchCascade().plan(case.layout, case.shape).tasks
-    assert [(task.batch, task.index) for task in tasks] == [(4, None), (5, None)]
-    assert_agrees(case)
-
-
-def test_a_long_shared_span_in_few_runs_is_never_gathered() -> None:
-    slots = [*range(100, 400), *range(20, 90), *range(500, 800)]
-    case = make_case([make_level([(3, slots)], False), decode_level([4, 4, 4], 10)], make_shape())
-    tasks = TorchCascade().plan(case.layout, case.shape).tasks
-    assert [(task.start, task.keys) for task in tasks if task.rows == 3] == [
-        (100, 300),
-        (20, 70),
-        (500, 300),
-    ]
-    assert all(task.index is None for task in tasks)
-    assert_agrees(case)
-
-
 @pytest.mark.parametrize("backend", CASCADES)
 @pytest.mark.parametrize("context", only([3], [0, 3, 200]))
 @pytest.mark.parametrize("changes", [{}, {"softcap": 2.0}, {"head_dim_vo": 24}, {"window": 20}])
@@ -355,13 +313,6 @@ def test_prefill_longer_than_a_chunk(
         [make_level([(300, list(range(7, 307 + context)))], True)], make_shape(**changes)
     )
     assert_agrees(case, backend())
-
-
-@pytest.mark.parametrize("backend", CASCADES)
-def test_rehydration_and_decode_share_slots_in_one_batch(backend: Backend) -> None:
-    path = list(range(100, 190))
-    requests = [(1, path[:31]), (4, path[:50]), (20, path[:80]), (1, path), (1, [*path[:60], 300])]
-    assert_agrees(make_case([make_level(requests, causal=True)], make_shape()), backend())
 
 
 @pytest.mark.parametrize("cascade", CASCADES)
@@ -377,21 +328,6 @@ def test_rows_without_keys_give_nothing(cascade: Backend) -> None:
     assert_agrees(case, cascade())
 
 
-@pytest.mark.parametrize("kind", [*CASCADES, pytest.param(ReferenceAttention, id="reference")])
-def test_mass_of_all_heads_sums_to_rows_times_heads(kind: Backend) -> None:
-    backend = kind()
-    shared = make_level([(3, list(range(50))), (2, [])], False)
-    last = make_level([(1, [60, 61]), (1, [70, 71]), (1, [80, 90, 81]), (2, [95, 96, 97])], True)
-    case = make_case([shared, last], make_shape())
-    plan = backend.plan(case.layout, case.shape)
-    lse = backend.run(plan, case.q, case.k_pool, case.v_pool)[1]
-    mass = backend.mass(plan, case.q, case.k_pool, lse)
-    assert mass.sum().item() == pytest.approx(5 * 4, rel=1e-5)
-    assert mass[torch.isin(torch.arange(POOL_SLOTS), case.owned, invert=True)].abs().max() == 0
-    one_head = backend.mass(plan, case.q, case.k_pool, lse, torch.tensor([1]))
-    assert one_head.sum().item() == pytest.approx(5 * 2, rel=1e-5)
-
-
 def test_reference_equals_the_textbook_formula() -> None:
     shape = make_shape(softcap=3.0, window=5)
     case = make_case([make_level([(6, list(range(10, 22)))], True)], shape)
@@ -405,44 +341,6 @@ def test_reference_equals_the_textbook_formula() -> None:
     )
     torch.testing.assert_close(out, torch.einsum("hqk,khd->qhd", logits.softmax(-1), values))
     torch.testing.assert_close(lse, logits.logsumexp(-1).T)
-
-
-def test_a_sink_is_one_more_key_of_value_zero() -> None:
-    case = make_case([decode_level([5, 5], 10)], make_shape(), sinks=True)
-    backend = ReferenceAttention()
-    plan = backend.plan(case.layout, case.shape)
-    out, lse = backend.run(plan, case.q, case.k_pool, case.v_pool)
-    assert case.sinks is not None
-    with_sink, sink_lse = backend.run(plan, case.q, case.k_pool, case.v_pool, case.sinks)
-    share = torch.exp(lse) / (torch.exp(lse) + torch.exp(case.sinks))
-    torch.testing.assert_close(with_sink, out * share[..., None])
-    torch.testing.assert_close(sink_lse, torch.log(torch.exp(lse) + torch.exp(case.sinks)))
-    again = apply_sinks(out, lse, case.sinks)
-    torch.testing.assert_close(with_sink, again[0])
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *CASCADES,
-        pytest.param(ReferenceAttention, id="reference"),
-        pytest.param(RowwiseAttention, id="rowwise"),
-    ],
-)
-def test_keys_may_be_split_into_levels_at_will(kind: Backend) -> None:
-    backend = kind()
-    shape, slots = make_shape(), list(range(100, 140))
-    last = make_level([(1, slots[:9]), (1, slots[:9])], True)
-    case = make_case([make_level([(2, slots)], False)], shape)
-
-    def attend(*levels: CascadeLevel) -> tuple[Tensor, Tensor]:
-        plan = backend.plan(CascadeLayout(2, levels), shape)
-        return backend.run(plan, case.q, case.k_pool, case.v_pool)
-
-    whole = attend(make_level([(1, slots), (1, slots)], True))
-    for parts in ([slots[9:]], [slots[9:20], slots[20:]], [slots[30:], slots[9:11], slots[11:30]]):
-        shared = [make_level([(2, part)], False) for part in parts]
-        torch.testing.assert_close(attend(*shared, last), whole, atol=1e-5, rtol=1e-5)
 
 
 class Operations(TorchDispatchMode):
@@ -550,16 +448,6 @@ def test_long_prompts_make_few_logits_at_once(
     assert largest.bytes <= max(LOGIT_BYTES, outputs, keys)
 
 
-def test_no_mask_is_copied_from_the_host() -> None:
-    prompt = make_level([(600, ONE_RUN[:700]), (3, SCATTERED[:9])], True)
-    ragged = decode_level([7, 3, 40, 40, 41, 1], 64)
-    for shape in (make_shape(), make_shape(window=50)):
-        assert not attend_elsewhere(shape, [make_level([(300, ONE_RUN[:900])], True)]).copied
-        for level, listed in ((prompt, 9), (ragged, 6 * 41)):
-            copied = attend_elsewhere(shape, [level]).copied
-            assert all(x.dtype == torch.int64 and x.numel() <= listed for x in copied)
-
-
 @pytest.mark.parametrize("logit_bytes", [1, 2_000, 20_000, LOGIT_BYTES])
 @pytest.mark.parametrize(
     "changes",
@@ -588,67 +476,3 @@ def test_pieces_agree_with_float64(
 
     plan = backend.plan(case.layout, case.shape)
     assert len(list(plan.tasks[0].pieces(1, 1))) == 37
-
-
-@given(cases(), st.sampled_from([1, 3_000, 100_000]))
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-def test_matmuls_of_any_piece_agree_with_the_reference(case: Case, logit_bytes: int) -> None:
-    assert_agrees(case, TorchCascade(fused=False, logit_bytes=logit_bytes))
-
-
-def test_mass_of_few_heads_in_one_piece_leaves_the_masks_of_smaller_pieces_right() -> None:
-    case = make_case([make_level([(6, list(range(20, 30)))], True)], make_shape(num_kv_heads=4))
-    backend = TorchCascade(fused=False, logit_bytes=6 * 10 * 4)
-    plan = backend.plan(case.layout, case.shape)
-    expected = backend.run(plan, case.q, case.k_pool, case.v_pool)
-    fresh = backend.plan(case.layout, case.shape)
-
-    backend.mass(fresh, case.q, case.k_pool, expected[1], torch.tensor([0]))
-
-    found = backend.run(fresh, case.q, case.k_pool, case.v_pool)
-    assert len(fresh.piece_masks) == 1
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_products_of_full_precision_keep_their_bits(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    left, right = torch.randn(2, 3, 5, 64, dtype=dtype), torch.randn(2, 3, 64, 9, dtype=dtype)
-
-    assert torch.equal(matmul_float32(left, right), torch.matmul(left, right))
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "attention.base",
-        "hugepages",
-        "linear.layers",
-        "attention.logits",
-        "attention.mass_work",
-        "native",
-        pytest.param("attention.native_cascade", marks=needs_native),
-        pytest.param("fused.parts", marks=needs_native),
-        "attention.reference",
-        "attention.rowwise",
-        "attention.torch_cascade",
-        "attention.torch_tasks",
-    ],
-)
-def test_the_examples_of_the_documentation_run(module: str) -> None:
-    done = doctest.testmod(importlib.import_module(f"arbor.kernels.{module}"))
-
-    assert done.attempted > 0
-    assert done.failed == 0
-
-
-def test_all_satisfy_the_protocol() -> None:
-    assert isinstance(ReferenceAttention(), AttentionBackend)
-    assert isinstance(RowwiseAttention(), AttentionBackend)
-    assert isinstance(TorchCascade(), AttentionBackend)
-    assert native_library() is None or isinstance(NativeCascade(), AttentionBackend)

@@ -20,15 +20,6 @@ def test_rows_are_copies_that_hold_no_memory_but_their_own() -> None:
     assert all(row.untyped_storage().nbytes() == 30 * 4 for row in kept.values())
 
 
-def test_remembering_no_block_changes_nothing() -> None:
-    kept = LastLogits()
-    kept.remember([1], torch.zeros(1, 30))
-
-    kept.remember([], torch.empty(0, 30))
-
-    assert list(kept) == [1]
-
-
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 3), (torch.bfloat16, 6)])
 def test_the_oldest_rows_are_dropped_beyond_the_bytes_allowed(
     dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -40,24 +31,3 @@ def test_the_oldest_rows_are_dropped_beyond_the_bytes_allowed(
     kept.remember([50, 51], torch.zeros(2, 30, dtype=dtype))
 
     assert list(kept) == [*range(2, rows), 50, 51]
-
-
-def test_rows_of_one_call_are_kept_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arbor.engine.forest_state.MOST_LOGITS", 0)
-    kept = LastLogits()
-    kept.remember([7, 8], torch.zeros(2, 30))
-
-    kept.remember([5, 6, 7], torch.ones(3, 30))
-
-    assert set(kept) == {5, 6, 7} and all(row.all() for row in kept.values())
-
-
-def test_a_row_that_is_remembered_again_counts_as_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arbor.engine.forest_state.MOST_LOGITS", 2 * 30 * 4)
-    kept = LastLogits()
-    kept.remember([7, 8], torch.zeros(2, 30))
-    kept.remember([7], torch.zeros(1, 30))
-
-    kept.remember([9], torch.zeros(1, 30))
-
-    assert list(kept) == [7, 9]

@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import VOCABULARY, build
+from support.models import build
 
-import arbor.engine.likelihood as likelihood
 from arbor.engine.likelihood import GivenTokens, TokenScores, score_tokens
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.model.runner import ModelRunner
@@ -83,17 +82,3 @@ def test_choices_after_one_question_share_it(name: str, monkeypatch: pytest.Monk
     check(PAIRS[name], texts)
 
     assert rows == [40 + 2]  # the question, 10 once, and 12
-
-
-def test_long_texts_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tuple(3 + i * 11 % 90 for i in range(90))
-    texts = [GivenTokens(text[:1], text[1:]), GivenTokens(text[:70], (5, 6))]
-
-    for most_new, most_logits in ((16, 2**26), (64, 5 * VOCABULARY), (1000, 1)):
-        monkeypatch.setattr(likelihood, "MOST_NEW", most_new)
-        monkeypatch.setattr(likelihood, "MOST_LOGITS", most_logits)
-        check(PAIRS["llama"], texts)
-
-
-def test_nothing_to_score_is_nothing() -> None:
-    assert PAIRS["llama"].found([]) == []

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.slow_cases import only
 
 from arbor import Solver
-from arbor.aggregate.argmax import Argmax
 from arbor.aggregate.base import AnswerVotes
 from arbor.aggregate.confidence import lead_probability
-from arbor.aggregate.majority import Majority
-from arbor.errors import UsageError
-from arbor.events import Boundary, Ended, Event, Terminal, Verified
-from arbor.run.answers import confidence
-from arbor.run.config import config_text
-from arbor.run.limits import Limits, check_confidence, check_first
+from arbor.events import Boundary, Ended, Event, Terminal
 from arbor.run.solution import Solution
-from arbor.trace import read_trace
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -64,118 +55,7 @@ def test_the_lead_of_a_vote_is_the_tail_of_its_posterior() -> None:
     assert lead_probability(votes(3, 1, 2)) == lead_probability(votes(3, 2))
 
 
-def test_the_confidence_is_the_score_unless_the_aggregate_has_its_own() -> None:
-    ranked = votes(4, 1, scores=(0.3, 0.9))
-
-    assert confidence(Argmax(), ranked) == 0.3
-    assert confidence(Majority(), ranked) == lead_probability(ranked)
-
-
-@dataclass(frozen=True)
-class Doubtful:
-    """An aggregate whose confidence is not a number."""
-
-    answer: Any = "high"
-
-    def rank(self, paths: Any) -> list[AnswerVotes]:
-        return []
-
-    def confidence(self, ranked: Any) -> Any:
-        return self.answer
-
-
-@pytest.mark.parametrize("answer", ["high", None, float("nan")])
-def test_a_plug_ins_confidence_is_checked(answer: Any) -> None:
-    with pytest.raises(UsageError, match="a finite number"):
-        confidence(Doubtful(answer), votes(1))
-
-
-# Checks
-
-
-@pytest.mark.parametrize("wrong", ["path", "", 1, True])
-def test_first_is_one_of_two_words(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="answer or verified") as caught:
-        check_first(wrong)
-    assert caught.value.code == "limit"
-
-
-@pytest.mark.parametrize("wrong", [0, -0.1, 1.01, "0.5", True, float("nan"), 10**400])
-def test_a_confidence_is_above_zero_and_at_most_one(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="at most 1") as caught:
-        check_confidence(wrong)
-    assert caught.value.code == "limit"
-
-
-def test_what_a_value_ends() -> None:
-    assert Limits(3, first="answer").reached_by(0.0)
-    assert Limits(3, first="verified").reached_by(0.5)
-    assert not Limits(3, first="verified").reached_by(0.49)
-    assert not Limits(3).reached_by(1.0)
-
-
 # Searches
-
-
-def test_the_first_answer_ends_the_search() -> None:
-    events: list[Event] = []
-    whole = solved()
-    first = solved(events, limits={"first": "answer"})
-
-    assert whole.limit is None and len(whole.candidates) == 12
-    assert (first.finish_reason, first.limit) == ("limit", "first")
-    assert first.answer is not None
-    assert events[-1].status == "limit" and events[-1].limit == "first"  # type: ignore[union-attr]
-    verified = [place for place, event in enumerate(events) if isinstance(event, Verified)]
-    answers = [
-        place
-        for place, event in enumerate(events)
-        if isinstance(event, Terminal) and event.answer is not None
-    ]
-    assert sum(place > answers[0] for place in verified) == 1, "nothing grows after it"
-
-
-def test_a_verified_answer_is_one_that_the_verifier_accepts() -> None:
-    answer = solved(controller="tot", limits={"first": "answer"})
-    verified = solved(controller="tot", limits={"first": "verified"})
-    never = solved(problem="1 1 1 1", limits={"first": "verified"})  # unsolvable
-
-    assert verified.limit == "first" and verified.score >= 0.5 and verified.correct
-    assert answer.limit == "first"
-    assert answer.metrics.tokens_generated <= verified.metrics.tokens_generated
-    assert all(candidate.value < 0.5 for candidate in never.candidates)
-    assert never.limit is None
-
-
-@pytest.mark.parametrize("controller", only(["dpts"], ["dpts", "tot,strategy=dfs", "mcts"]))
-def test_searches_with_and_without_rounds_end_at_the_first_solution(controller: str) -> None:
-    events: list[Event] = []
-
-    solution = solved(events, controller, {"first": "answer"}, verifier="self", seed=0)
-
-    assert solution.limit == "first" and solution.answer is not None
-    ended = events[-1]
-    assert isinstance(ended, Ended) and ended.limit == "first"
-    whole = solved(None, controller, verifier="self", seed=0)
-    assert whole.limit is None
-    assert solution.metrics.tokens_generated < whole.metrics.tokens_generated
-
-
-def test_a_vote_ends_once_its_lead_is_safe_enough() -> None:
-    search: Any = {"controller": "tot,strategy=dfs", "aggregate": "majority", "verifier": "self"}
-
-    sure = solved(limits={"confidence": 0.9}, **search)
-    whole = solved(limits={"confidence": 0.9999}, **search)
-
-    assert (sure.limit, whole.limit) == ("confidence", None)
-    assert lead_probability(sure.votes) >= 0.9
-    assert sure.metrics.tokens_generated < whole.metrics.tokens_generated
-
-
-def test_the_score_ends_a_search_without_a_vote() -> None:
-    solution = solved(controller="tot", limits={"confidence": 1.0})
-
-    assert (solution.limit, solution.score) == ("confidence", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -200,25 +80,6 @@ def test_every_limit_is_named(
     assert Solution.from_dict(solution.to_dict()) == solution
 
 
-def test_a_trace_names_the_limit_only_where_there_is_one(tmp_path: Path) -> None:
-    for name, limits in (("cut", {"max_tokens": 5}), ("whole", {})):
-        path = tmp_path / f"{name}.arbor.jsonl"
-        solved(limits={"trace": path, **limits}, controller="chain")
-        last = path.read_text("utf-8").splitlines()[-1]
-        assert ('"limit":"max_tokens"' in last) == (name == "cut")
-        end = read_trace(path).events[-1]
-        assert isinstance(end, Ended) and end.limit == ("max_tokens" if limits else None)
-
-
-def test_limits_stand_in_a_configuration(tmp_path: Path) -> None:
-    solution = solved(limits={"first": "answer", "confidence": 0.9})
-
-    assert {"first": "answer", "confidence": 0.9}.items() <= solution.config.items()
-    file = tmp_path / "run.toml"
-    file.write_text(config_text(solution.config), encoding="utf-8")
-    assert Solver.from_config(file).config.items() <= solution.config.items()
-
-
 @pytest.mark.parametrize("controller", ["tot", "dpts", "best-first", "mcts"])
 @pytest.mark.parametrize("most", [250, 400])
 def test_a_round_gets_as_many_blocks_as_fit_the_tokens(controller: str, most: int) -> None:
@@ -230,13 +91,6 @@ def test_a_round_gets_as_many_blocks_as_fit_the_tokens(controller: str, most: in
     longest = max(len(event.ids) for event in events if isinstance(event, Boundary))
     assert solution.limit == "max_tokens"
     assert abs(solution.metrics.tokens_generated - most) <= 2 * longest
-
-
-def test_the_first_round_is_not_cut() -> None:
-    solution = solved(limits={"max_tokens": 30})
-
-    assert solution.limit == "max_tokens"
-    assert solution.metrics.rounds == 1 and solution.metrics.nodes == 13
 
 
 # The longest path

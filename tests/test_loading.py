@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,16 +9,14 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-import torch
 from support.run_cli import Arbor, in_process
-from support.slow_cases import only
 
 from arbor import Solver
 from arbor.errors import UsageError
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
-from arbor.kernels.native import native_library, without_native
+from arbor.kernels.native import native_library
 from arbor.model.describe import describe
 from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
@@ -96,29 +93,6 @@ def test_a_revision_is_the_version_that_is_loaded(hub: Path) -> None:
         assert solver.engine.runner.config.max_position_embeddings == 512
 
 
-def test_a_run_of_a_revision_is_repeated_with_it(command: Arbor, hub: Path) -> None:
-    asked = ("--model", "Some/Model", "--revision", "v1")
-    text = command("solve", "4 5 6 10", *asked, "--print-config").out
-    Path("run.toml").write_text(text, encoding="utf-8")
-
-    assert command("solve", "--config", "run.toml", "--print-config").out == text
-    assert 'revision = "v1"' in text
-    document = command("info", "Some/Model", "--revision", "v1", "--json").document["model"]
-    assert document["revision"] == OLD
-
-
-def test_a_revision_that_is_not_cached_is_named(command: Arbor, hub: Path) -> None:
-    ran = command("solve", "4 5 6 10", "--model", "Some/Model", "--revision", "v9")
-
-    assert (ran.code, ran.out) == (5, "")
-    assert "[offline] Some/Model@v9 is not in HF_HOME=" in ran.err
-
-
-def test_a_ready_model_has_no_revision() -> None:
-    with pytest.raises(UsageError, match="the model is loaded already"):
-        Solver(torch.nn.Linear(1, 1), tokenizer=object(), revision="v1")
-
-
 # Code of a model's own
 
 
@@ -134,35 +108,6 @@ def test_code_next_to_the_weights_runs_only_if_it_is_trusted(command: Arbor, own
 
     assert command(*asked, "--trust-remote-code").code in (0, 3)
     assert Path("it_ran").exists()
-
-
-def test_trust_is_in_no_configuration(command: Arbor, own: Path) -> None:
-    printed = command("solve", "--model", str(own), "--trust-remote-code", "--print-config").out
-    assert "controller" in printed and "trust_remote" not in printed
-    Path("run.toml").write_text("trust_remote_code = true\n", encoding="utf-8")
-
-    ran = command("solve", "4 5 6 10", "--model", str(own), "--config", "run.toml")
-
-    assert (ran.code, ran.out) == (2, "")
-    assert "[trust] run.toml sets trust_remote_code" in ran.err
-    with pytest.raises(UsageError, match="trust"):
-        Solver.from_config("run.toml")
-
-
-def test_a_replay_trusts_code_only_on_request(command: Arbor, own: Path) -> None:
-    asked = ("--model", str(own), "--max-expansions", "1", "--trust-remote-code")
-    command("solve", "4 5 6 10", *asked, "--trace", "run.jsonl")
-    settings = json.loads((own / "tokenizer_config.json").read_text("utf-8"))
-    settings |= {
-        "tokenizer_class": "OwnTokenizer",
-        "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
-    }
-    (own / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-
-    refused = command("replay", "run.jsonl", "--policy", "lru")
-    assert (refused.code, refused.out) == (5, "") and "[remote-code]" in refused.err
-    trusted = command("replay", "run.jsonl", "--policy", "lru", "--trust-remote-code")
-    assert trusted.code == 0 and "lru" in trusted.out
 
 
 # Block values
@@ -213,39 +158,6 @@ def test_values_fitted_to_a_model_of_the_hub_are_found_for_that_revision(
     assert again.code == 0 and Solver("Some/Model", revision="v1").msve == MSVE.load(out)
 
 
-def test_values_fitted_to_a_directory_go_where_one_is(
-    command: Arbor, fitted: list[Solver], tmp_path: Path
-) -> None:
-    assert command("calibrate", "msve", "--n", "8").out == "msve.json\n"
-
-    assert MSVE.load(Path("msve.json")) != MSVE()
-    assert not (tmp_path / "kept").exists()
-
-
-def test_an_unwritable_folder_is_refused_before_anything_is_solved(
-    command: Arbor, hub: Path, fitted: list[Solver], tmp_path: Path
-) -> None:
-    (tmp_path / "kept").write_text("a file", encoding="utf-8")
-
-    ran = command("calibrate", "msve", "--model", "Some/Model")
-
-    assert (ran.code, ran.out, fitted) == (2, "", [])
-    assert "[output-unwritable]" in ran.err and "ARBOR_CACHE" in ran.err
-
-
-def test_calibration_trusts_code_only_on_request(
-    command: Arbor, own: Path, fitted: list[Solver]
-) -> None:
-    asked = ("calibrate", "msve", "--model", str(own), "--n", "8")
-
-    refused = command(*asked)
-    assert (refused.code, refused.out) == (5, "") and "[remote-code]" in refused.err
-    assert not Path("it_ran").exists()
-
-    assert command(*asked, "--trust-remote-code").code == 0
-    assert Path("it_ran").exists()
-
-
 # Attention backends
 
 
@@ -265,80 +177,3 @@ def test_the_backend_is_the_one_that_was_asked_for(
     with Solver(device="cpu", max_expansions=1, **settings) as solver:
         assert isinstance(solver.engine.runner.backend, kind)
         assert Solver.from_config(solver.config).config == solver.config
-
-
-def test_without_the_native_kernels_torch_attends() -> None:
-    with without_native():
-        for settings, kind in (({}, TorchCascade), ({"deterministic": True}, RowwiseAttention)):
-            with Solver(device="cpu", max_expansions=1, **settings) as solver:  # type: ignore[arg-type]
-                assert type(solver.engine.runner.backend) is kind
-        with pytest.raises(UsageError, match="needs the native kernels on a CPU"):
-            Solver(device="cpu", backend="native")
-
-
-@pytest.mark.skipif(native_library() is None, reason="the library is not built")
-def test_the_native_backend_is_refused_where_it_would_not_be_deterministic() -> None:
-    solver = Solver(device="cpu", backend="native", deterministic=True)
-    odd = dataclasses.replace(solver.describe(), head_dims=(20, 64))
-
-    assert solver.checkpoint.backend_name(solver.describe()) == "native"
-    with pytest.raises(UsageError, match="no kernels for float32 and heads of 20 and 64"):
-        solver.checkpoint.backend_name(odd)
-    assert Solver(device="cpu", deterministic=True).checkpoint.backend_name(odd) == "rowwise"
-    assert Solver(device="cpu").checkpoint.backend_name(odd) == "torch"
-
-
-@pytest.mark.parametrize("backend", only(["torch"], ["torch", "rowwise", "reference"]))
-def test_a_backend_changes_no_thought(backend: str) -> None:
-    texts = []
-    for chosen in ("auto", backend):
-        with Solver(device="cpu", max_expansions=2, backend=chosen) as solver:
-            texts.append([step.text for step in solver.solve("4 5 6 10", seed=3).steps])
-
-    assert texts[0] == texts[1]
-
-
-def test_flashinfer_without_a_kernel_for_the_model_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("arbor.model.placement.find_spec", lambda name: object())
-    monkeypatch.setattr("arbor.model.checkpoint.find_spec", lambda name: object())
-    monkeypatch.setattr(
-        "arbor.model.checkpoint.resolve_device", lambda device: torch.device("cuda")
-    )
-
-    solver = Solver(backend="flashinfer")
-
-    with pytest.raises(UsageError, match="no kernels for float32 and heads of 64"):
-        solver.checkpoint.backend_name(solver.describe())
-    half = dataclasses.replace(solver.describe(), dtype="bfloat16")
-    assert solver.checkpoint.backend_name(half) == "flashinfer"
-    with pytest.raises(UsageError, match="bfloat16 and heads of 64 and 512"):
-        solver.checkpoint.backend_name(dataclasses.replace(half, head_dims=(64, 512)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--backend", "rowise"], "unknown-backend", "Did you mean 'rowwise'? Known: auto, flash"),
-        (["--backend", "torch", "--deterministic"], "backend", "or use --backend rowwise"),
-        (["--backend", "flashinfer", "--device", "cpu"], "backend", "Use --backend torch"),
-        (["--revision", "v1"], "revision", "Leave --revision out, or name a Hub id"),
-    ],
-)
-def test_invalid_settings_are_refused_before_anything_loads(
-    command: Arbor,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    code: str,
-    words: str,
-) -> None:
-    def load(*arguments: object) -> None:
-        raise AssertionError("something was loaded")
-
-    monkeypatch.setattr("arbor.model.weights.load_config", load)
-
-    ran = command("solve", "4 5 6 10", *arguments)
-
-    assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith(f"arbor: error: [{code}] ") and words in ran.err

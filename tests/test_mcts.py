@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
+from support.fakes import Key, Script, Thought, hashed, run, scripted
 
-from arbor.controllers.mcts import MCTS, VARIANTS, MCTSSearch
+from arbor.controllers.mcts import MCTS
 from arbor.errors import UsageError
-from arbor.tree import NodeState, ThoughtTree
+from arbor.tree import NodeState
 
 CLOSED, PRUNED, TERMINAL = NodeState.CLOSED, NodeState.PRUNED, NodeState.TERMINAL
 
@@ -43,33 +43,6 @@ def test_uct_on_a_tree_computed_by_hand() -> None:
     assert done.state(1, 1) is CLOSED
 
 
-def test_simulations_in_progress_repel_each_other() -> None:
-    """Both simulations of round 3 prefer (0,), where Q = 0.9; only virtual losses part them.
-
-    With 9 virtual visits on its path, (0,) has 0.9 x 2 / 11 = 0.16 for the second simulation, and
-    (1,) has 0.3.
-    """
-    script = scripted(
-        {
-            (0,): Thought("a", 0.9),
-            (1,): Thought("b", 0.3),
-            (0, 0): Thought("c", 0.9),
-            (0, 1): Thought("d", 0.8),
-            (1, 0): Thought("e", 0.3),
-            (1, 1): Thought("f", 0.2),
-        }
-    )
-
-    def asked(virtual_loss: int) -> list[list[Key]]:
-        settings = MCTS(
-            width=2, simulations=5, leaves=2, exploration=0.0, virtual_loss=virtual_loss
-        )
-        return [[key for key, _ in level] for level in run(settings, script, 4).asked]
-
-    assert asked(0) == [[()], [(0,), (1,)], [(0, 0), (0, 1)]]
-    assert asked(9) == [[()], [(0,), (1,)], [(0, 0), (1, 0)]]
-
-
 def test_a_rollout_follows_the_best_child_and_is_backed_up_as_the_source_says() -> None:
     script = scripted(
         {
@@ -95,122 +68,6 @@ def test_a_rollout_follows_the_best_child_and_is_backed_up_as_the_source_says() 
     assert rewards["mean"] == pytest.approx({root: 0.3, a: 0.3, c: 0.2, d: 0.1})
     half = search(reward="max", rollout_weight=0.5).search._rewards
     assert half == pytest.approx({root: 0.4, a: 0.4, c: 0.4, d: 0.4})
-
-
-def test_a_block_of_a_rollout_grows_its_missing_children_later() -> None:
-    done = run(MCTS(width=3, simulations=6, leaves=1, rollout=1, exploration=0.0), scripted({}), 3)
-
-    assert done.asked[:2] == [[((), 3)], [((0,), 1)]]
-    assert done.asked[2] == [((0,), 2)]
-    assert len(done.tree.root.children[0].children) == 3
-
-
-def test_a_child_that_repeats_a_sibling_is_given_up() -> None:
-    script = scripted({(1,): Thought(" a\n", 0.8)}, otherwise=Thought("a", 0.5))
-
-    done = run(MCTS(width=3, simulations=2, leaves=1), script, max_depth=3)
-
-    assert done.asked == [[((), 3)], [((0,), 3)]]  # not (1,), though it is worth more
-    assert done.state(1) is done.state(2) is PRUNED
-
-
-def test_a_step_of_a_rollout_grows_at_most_width_children() -> None:
-    done = run(MCTS(width=2, rollout=2, rollout_width=4, simulations=1), scripted({}), max_depth=5)
-
-    assert done.asked == [[((), 2)], [((0,), 2)], [((0, 0), 2)]]
-
-
-def test_progressive_widening_adds_children_with_the_visits() -> None:
-    """With k = 1 and the power 1/2, the root has 1 child at visits 1 to 3, 2 at 4, 3 at 9."""
-    done = run(
-        MCTS(width=9, simulations=9, leaves=1, widening=1.0, exploration=5.0),
-        scripted({}),
-        max_depth=9,
-    )
-
-    at_root = [number for number, level in enumerate(done.asked, 1) if level == [((), 1)]]
-    assert at_root == [1, 4, 9]
-
-
-def test_a_block_with_nothing_below_it_is_widened_out_of_turn() -> None:
-    dead = scripted({}, otherwise=Thought("same", 0.0))
-    other = scripted({(2,): Thought("c", 0.5)}, otherwise=Thought("no", 0.0))
-
-    assert run(MCTS(width=3, widening=0.1, simulations=9), dead, 3).blocks == 3
-    assert run(MCTS(width=3, widening=0.1, simulations=9), other, 3).blocks == 6
-
-
-def test_unvisited_children_come_first_where_the_setting_says_so() -> None:
-    script = scripted({(0,): Thought("a", 0.9), (1,): Thought("b", 0.1)}, Thought("c", 0.8))
-
-    by_value = run(MCTS(width=2, simulations=3, leaves=1, exploration=0.1), script, 5)
-    first = run(
-        MCTS(width=2, simulations=3, leaves=1, exploration=0.1, first_play=math.inf), script, 5
-    )
-
-    assert [level[0][0] for level in by_value.asked] == [(), (0,), (0, 0)]
-    assert [level[0][0] for level in first.asked] == [(), (1,), (0,)]
-
-
-def test_prospects_are_the_leaves_that_may_still_grow() -> None:
-    tree = ThoughtTree([0])
-    search = MCTS(width=2, simulations=3, leaves=1).start(tree, 3)
-    assert search.prospects() == {}
-
-    search.tell(grow(tree, search.ask(1), scripted(SMALL)))
-    ids = [expansion.leaf.id for expansion in search.ask(1)]
-    assert ids == [2]
-    assert search.prospects() == {1: 1.0}  # one simulation is left, and one leaf
-
-    search.tell(grow(tree, search.ask(1), scripted(SMALL)))
-    assert search.prospects() == {}  # no simulation is left
-
-
-def test_the_tree_is_searched_for_prospects_only_where_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    counted = []
-    right = MCTSSearch._foresee
-
-    def foresee(self: MCTSSearch) -> dict[int, float]:
-        counted.append(self)
-        return right(self)
-
-    monkeypatch.setattr(MCTSSearch, "_foresee", foresee)
-    tree = ThoughtTree([0])
-    search = MCTS(width=3, simulations=20, leaves=1).start(tree, 6)
-    for _ in range(4):
-        search.tell(grow(tree, search.ask(1), hashed(1, terminal=0)))
-    assert not counted
-
-    assert search.prospects() == search.prospects() != {}
-    assert len(counted) == 1
-    search.tell(grow(tree, search.ask(1), hashed(1, terminal=0)))
-    search.prospects()
-    assert len(counted) == 2
-
-
-@pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_a_variant_has_the_settings_of_its_source(name: str) -> None:
-    published = {
-        "rap": (1.0, None, 4, 10, None, "mean", "max"),
-        "rstar": (2.0, math.inf, 3, 15, None, "last", "mean"),
-        "rest-mcts": (0.99, 1.0, 3, 100, 3, "max", "mean"),
-    }
-    found = VARIANTS[name]
-
-    assert published[name] == (
-        found.exploration,
-        found.first_play,
-        found.width,
-        found.simulations,
-        found.rollout,
-        found.reward,
-        found.backup,
-    )
-    assert found.registered_as == name
-    assert found.summary.startswith("`mcts` as in ")
-    run(found, hashed(3, terminal=0.2), max_depth=5)
 
 
 # Agreement ----------------------------------------------------------------------------------------

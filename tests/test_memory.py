@@ -9,11 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from arbor.kernels import hugepages
-from arbor.kernels.hugepages import HUGE
 from arbor.memory import KVMemory
 from arbor.memory.last_tokens import LastTokens
-from arbor.memory.pool import KVPool, LayerKV, bytes_per_token
+from arbor.memory.pool import LayerKV
 from arbor.memory.slots import NO_OWNER, SlotTable
 from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 
@@ -283,19 +281,6 @@ Oracle.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
 TestAnyHistory = Oracle.TestCase
 
 
-def test_a_slot_is_never_freed_twice() -> None:
-    memory, tree = memory_of()
-    place(memory, tree.root, 0, 1, 2)
-    slots = memory.borrow([1, 2], tree.root)
-    memory.evict(tree.root, np.array([1]))
-    memory.free_borrowed(slots)
-
-    with pytest.raises(AssertionError, match="absent token was evicted"):
-        memory.evict(tree.root, np.array([1]))
-    with pytest.raises(AssertionError, match="released twice"):
-        memory.free_borrowed(slots)
-
-
 def test_a_freed_slot_has_no_token_no_position_and_no_owner() -> None:
     memory, tree = memory_of()
     slots = place(memory, tree.root, 0, 1, 2)
@@ -305,22 +290,6 @@ def test_a_freed_slot_has_no_token_no_position_and_no_owner() -> None:
     assert (table.token[freed], table.position[freed]) == (NO_SLOT, NO_SLOT)
     assert table.owner[freed] == NO_OWNER
     assert table.position[slots].tolist() == [0, NO_SLOT, 2]
-
-
-def test_a_token_has_as_many_layers_as_were_written_last() -> None:
-    memory, tree = memory_of()
-    memory.place(tree.root, np.array([0, 1, 3]), exact=True, depth=2)
-    memory.commit()
-    memory.rewrite(tree.root, np.array([1]), exact=True, depth=1)
-    memory.commit()
-    assert tree.root.span.depth.tolist() == [2, 1, 0, 2]
-
-    memory.evict(tree.root, np.array([0]))
-
-    assert tree.root.span.depth.tolist() == [0, 1, 0, 2]
-    child = blank(tree, tree.root, 2)
-    append(memory, [child], [NO_SLOT], [True])
-    assert child.span.depth.tolist() == [0, 2]
 
 
 def test_a_token_is_exact_once_its_forward_has_run_and_not_before() -> None:
@@ -363,26 +332,6 @@ def test_a_resident_token_is_never_placed_again() -> None:
         place(memory, tree.root, 0)
 
 
-def test_more_than_the_budget_cannot_be_taken() -> None:
-    memory, tree = memory_of(slots=3)
-
-    with pytest.raises(AssertionError, match="room was not made first"):
-        place(memory, tree.root, 0, 1, 2, 3)
-
-    assert memory.used == memory.peak == 0
-    assert not tree.root.span.resident.any()
-
-
-def test_the_peak_counts_temporary_slots_and_stays() -> None:
-    memory, tree = memory_of()
-    place(memory, tree.root, 0, 1, 2)
-
-    memory.free_borrowed(memory.borrow([1] * 5, tree.root))
-    memory.free_blocks([tree.root])
-
-    assert (memory.used, memory.peak) == (0, 8)
-
-
 def test_shared_tokens_cost_nothing_and_stay_until_the_last_branch_leaves() -> None:
     memory, tree = memory_of()
     first, second = blank(tree, tree.root, 3), blank(tree, tree.root, 3)
@@ -397,36 +346,6 @@ def test_shared_tokens_cost_nothing_and_stay_until_the_last_branch_leaves() -> N
     memory.check()
     assert memory.evict(second, np.array([0, 1])) == 2
     assert memory.used == 0
-
-
-def test_blocks_that_leave_together_free_what_they_share_once() -> None:
-    memory, tree = memory_of()
-    first, second = blank(tree, tree.root, 3), blank(tree, tree.root, 3)
-    place(memory, tree.root, 0, 1)
-    place(memory, first, 0, 1, 2)
-    memory.share(first, second, np.arange(2))
-
-    freed = memory.evict_blocks([first, second], np.array([0, 2, 0, 1]), np.array([2, 2]))
-
-    assert freed == 2  # the first token and the last; the second one stays for the first block
-    assert memory.used == 3
-    assert first.span.resident.tolist() == [False, True, False]
-    assert not second.span.resident.any() and tree.root.span.resident[:2].all()
-    memory.check()
-    assert memory.evict_blocks([], np.empty(0, np.int64), np.empty(0, np.int64)) == 0
-
-
-def test_only_siblings_with_equal_tokens_share() -> None:
-    memory, tree = memory_of()
-    first, second = blank(tree, tree.root, 2), blank(tree, tree.root, 2)
-    below = blank(tree, first, 2)
-    place(memory, first, 0, 1)
-    second.tokens[1] = 99
-
-    with pytest.raises(AssertionError, match="siblings"):
-        memory.share(first, below, np.arange(2))
-    with pytest.raises(AssertionError, match="equal"):
-        memory.share(first, second, np.arange(2))
 
 
 def first_fit(free: list[int], length: int) -> int | None:
@@ -509,16 +428,6 @@ def test_a_free_slot_goes_to_the_first_that_hints_at_it(taken: set[int], near: l
     assert table.used == len(taken) + len(near)
 
 
-def test_slots_made_without_gradients_are_freed_with_them() -> None:
-    with torch.inference_mode():
-        memory, tree = memory_of()
-        slots = place(memory, tree.root, 0)
-
-    memory.evict(tree.root, np.array([0]))
-
-    assert memory.pool.k[0][int(slots[0])].isnan().all()
-
-
 def test_freed_slots_are_poisoned_in_every_layer() -> None:
     memory, tree = memory_of()
     slots = place(memory, tree.root, 0, 1)
@@ -575,75 +484,3 @@ def test_blocks_opened_together_lie_back_to_back() -> None:
 
     assert starts.tolist() == [4, 10, 16]
     assert memory.used == 4
-
-
-def test_hints_run_out_where_free_slots_are_scattered() -> None:
-    memory, tree = memory_of(slots=10, prompt=10)
-    place(memory, tree.root, *range(10))
-    memory.evict(tree.root, np.array([0, 1, 2, 5, 6, 8]))
-
-    assert memory.starts(2, 3).tolist() == [0, 5, NO_SLOT]
-    assert memory.starts(4, 1).tolist() == [NO_SLOT]
-
-
-def test_the_last_free_slot_is_named_and_no_slot_once_all_are_taken() -> None:
-    table = SlotTable(4)
-    table.take(3)
-    assert table.runs(1, 2).tolist() == [3]
-    table.take(1)
-    assert table.runs(1, 2).tolist() == []
-
-
-def test_a_run_of_tokens_gets_a_run_of_slots_where_there_is_one() -> None:
-    memory, tree = memory_of(slots=10, prompt=10)
-    place(memory, tree.root, *range(10))
-    memory.evict(tree.root, np.array([0, 2, 5, 6, 7, 9]))
-    child = blank(tree, tree.root, 6)
-
-    run = place(memory, child, 0, 1, 2)
-    rest = place(memory, child, 3, 4, 5)
-
-    assert run.tolist() == [5, 6, 7]
-    assert rest.tolist() == [0, 2, 9]
-
-
-def test_a_preferred_place_is_taken_only_if_it_is_free() -> None:
-    memory, tree = memory_of()
-    child = blank(tree, tree.root, 4)
-    place(memory, tree.root, 0, 1)
-
-    first = memory.place(child, np.array([0, 1]), exact=True, depth=2, first=10)
-    memory.commit()
-    second = memory.place(child, np.array([2, 3]), exact=True, depth=2, first=11)
-
-    assert first.tolist() == [10, 11]
-    assert second.tolist() == [2, 3]
-
-
-def test_a_pool_asks_for_large_pages_and_takes_none_before_it_is_written_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def advise(address: int, size: int, advice: int) -> int:
-        asked.append((size, advice))
-        return 0
-
-    monkeypatch.setattr(hugepages, "_madvise", lambda: advise)
-    layers = [LayerKV(num_kv_heads=1, head_dim_qk=64, head_dim_vo=64)]
-
-    pool = KVPool(layers, 8 * HUGE // 512, torch.float32, torch.device("cpu"))
-
-    ((size, advice),) = asked  # the pages of a large budget come as it is used
-    assert advice == hugepages.MADV_HUGEPAGE
-    assert size >= pool.slots * pool.bytes_per_token == 8 * HUGE
-
-
-def test_a_token_costs_what_its_layers_store() -> None:
-    layers = [LayerKV(2, 8, 4), LayerKV(1, 16, 16)]
-
-    assert bytes_per_token(layers, torch.bfloat16) == 2 * (2 * 12 + 32)
-    memory = KVMemory(layers, 5, torch.float32, torch.device("cpu"))
-    assert memory.bytes_per_token == 4 * (2 * 12 + 32)
-    stored = sum(x.numel() * 4 for x in (*memory.pool.k, *memory.pool.v))
-    assert stored == (5 + 1) * memory.bytes_per_token  # and one trash slot

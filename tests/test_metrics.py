@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.fake_run import fake_run, header
+from support.fake_run import header
 
 from arbor.events import (
     KV,
@@ -87,72 +82,6 @@ def test_each_event_counts_what_it_says() -> None:
         verified=2,
         asked=1,
     )
-
-
-def test_without_sharing_an_open_block_counts_the_path_it_continues() -> None:
-    fold = MetricsFold()
-    for event in (
-        Opened(0, None, 0, 0, 15, ""),
-        Opened(1, 0, 0, 1, 0, ""),
-        Opened(2, 0, 1, 1, 0, ""),
-        Boundary(1, (5, 6, 7), "", "step", 0.0, 0.5, 0.5),
-        Opened(3, 1, 0, 2, 0, ""),  # grows while block 2 does
-        Boundary(2, (5, 6), "", "step", 0.0, 0.5, 0.5),
-        Verified("exact", (2,), (0.5,), 0, 0.0),
-    ):
-        fold(event)
-
-    assert fold.metrics().peak_unshared_tokens == (15 + 2) + (15 + 3)
-
-
-def test_derived_numbers() -> None:
-    metrics = Metrics(
-        wall_s=2.0,
-        tokens_prefilled=15,
-        tokens_generated=25,
-        nodes=6,
-        budget_tokens=40,
-        bytes_per_token=64,
-        peak_tokens=10,
-        read_tokens=200,
-        unique_read_tokens=50,
-    )
-
-    assert (metrics.blocks, metrics.tree_tokens, metrics.peak_bytes) == (5, 40, 640)
-    assert (metrics.tok_per_s, metrics.peak_share, metrics.budget_share) == (12.5, 0.25, 0.25)
-    assert metrics.reads_saved == pytest.approx(0.75)
-
-
-def test_nothing_happened_divides_by_nothing() -> None:
-    metrics = MetricsFold().metrics()
-
-    assert metrics == Metrics()
-    assert metrics.to_dict()["tok_per_s"] == metrics.to_dict()["reads_saved"] == 0.0
-
-
-@given(seed=st.integers(0, 10**6))
-def test_metrics_survive_json(seed: int) -> None:
-    fold = MetricsFold()
-    for event in fake_run(seed):
-        fold(event)
-    metrics = fold.metrics()
-
-    data = json.loads(json.dumps(metrics.to_dict(), allow_nan=False))
-
-    assert Metrics.from_dict(data | {"of_a_later_version": 1}) == metrics
-
-
-def test_mean_occupancy_does_not_depend_on_how_often_steps_are_told() -> None:
-    step = {"kind": "decode", "rows": 1, "read_tokens": 0, "unique_read_tokens": 0}
-    finely, together = MetricsFold(), MetricsFold()
-    for held in (10, 20, 60):
-        finely(Forwarded(**step, steps=1, kv=KV(held), peak=60, elapsed_s=0.0, held=held))
-    together(Forwarded(**step, steps=3, kv=KV(60), peak=60, elapsed_s=0.0, held=90))
-    older = MetricsFold()
-    older(Forwarded(**step, steps=3, kv=KV(60), peak=60, elapsed_s=0.0))
-
-    assert finely.metrics().mean_tokens == together.metrics().mean_tokens == 30
-    assert older.metrics().mean_tokens == 60
 
 
 def test_unshared_leaves_hold_their_whole_paths_until_the_search_gives_them_up() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +14,11 @@ from support.models import (
     build,
     config_of,
     copy_of,
-    path_logits,
     random_model,
 )
 from support.slow_cases import every
 from support.trees import Lab, grown, is_greedy, leaves_of, own_answers, own_logits, relative_error
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from arbor.errors import ModelError
 from arbor.events import Rehydrated
@@ -32,8 +27,6 @@ from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library
-from arbor.memory.pool import KVPool
-from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ModelRunner, check_layer_types
 from arbor.tree import ThoughtTree
 
@@ -168,91 +161,6 @@ def test_layer_types_are_refused_by_name_before_there_are_weights(name: str) -> 
     assert caught.value.data["layers"]
 
 
-PROBED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "bloom": ("bloom", {"n_layer": 3, "n_head": 4}, "layers 0-2 have no attention KV"),
-    "falcon with alibi": ("falcon", {"alibi": True}, "layers 0-2 have no attention KV"),
-    "gptj": ("gptj", {"n_embd": 32, "n_head": 4, "rotary_dim": 4}, "layers 0-2 "),
-    "doge": ("doge", {}, "layers 0-2 mask their attention"),
-    "diffllama": ("diffllama", {}, "layers 0-2 attend several times"),
-    "bert": ("bert", {"is_decoder": False}, "layers 0-2 mask their attention"),
-    "openai-gpt": ("openai-gpt", {"n_embd": 32, "n_head": 4}, "no list of 3 decoder"),
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", PROBED)
-def test_attention_that_is_not_ours_is_refused_by_name(name: str) -> None:
-    model_type, settings, words = PROBED[name]
-    model = AutoModelForCausalLM.from_config(config_of(model_type, **settings))
-
-    with pytest.raises(ModelError) as caught:
-        ModelRunner(model, TorchCascade())
-
-    assert caught.value.code == "arch-unsupported"
-    assert words in caught.value.message
-
-
-def test_a_model_that_takes_no_other_attention_is_refused() -> None:
-    model = build("llama")
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not supported")
-
-    model.set_attn_implementation = refuse
-
-    with pytest.raises(ModelError, match="layers 0-2 take no attention but their own"):
-        ModelRunner(model, TorchCascade())
-
-
-def test_a_model_whose_attention_was_changed_afterwards_is_noticed() -> None:
-    lab = Lab(build("llama"))
-    tree = lab.plant()
-    lab.runner.model.set_attn_implementation("eager")  # type: ignore[operator]
-
-    with pytest.raises(AssertionError, match="changed after arbor took it over"):
-        lab.ask([tree.root], [[1]])
-
-
-def test_a_models_attention_outside_an_engine_says_whose_it_is() -> None:
-    lab = Lab(build("llama"))
-
-    with pytest.raises(AssertionError, match="belongs to arbor"):
-        path_logits(lab.runner.model, [1, 2, 3])
-
-
-def test_a_forward_on_cuda_launches_on_the_runners_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Lab(build("llama")).runner
-    monkeypatch.setattr(runner, "device", torch.device("cuda", 1))
-    current: list[torch.device] = []
-
-    @contextlib.contextmanager
-    def entered(device: torch.device) -> Iterator[None]:
-        current.append(device)
-        yield
-        current.pop()
-
-    def forward(*_: object) -> list[torch.device]:
-        return list(current)
-
-    monkeypatch.setattr(torch.cuda, "device", entered)
-    monkeypatch.setattr(runner, "_forward", forward)
-    plan, pool = cast(ForwardPlan, None), cast(KVPool, SimpleNamespace(holders=None))
-
-    assert runner.forward(plan, pool) == [torch.device("cuda", 1)]  # type: ignore[comparison-overlap]
-    assert not current
-
-
-def test_two_engines_in_one_process_do_not_meet() -> None:
-    first, second = Lab(build("llama")), Lab(build("qwen3"))
-    alone = [grown(Lab(build(name)))[1] for name in ("llama", "qwen3")]
-
-    trees = first.plant(), second.plant()
-    both = [grown(first)[1], grown(second)[1]]
-
-    assert trees[0] is not trees[1]
-    assert all(torch.equal(a, b) for a, b in zip(both, alone, strict=True))
-
-
 @pytest.mark.parametrize(
     ("name", "layer", "shape"),
     [
@@ -272,10 +180,3 @@ def test_what_a_layer_asks_is_probed(name: str, layer: int, shape: dict[str, Any
     assert {key: getattr(runner.specs[layer].shape, key) for key in shape} == pytest.approx(shape)
     assert not runner.specs[layer].sinks
     assert runner.layer_kv[layer].head_dim_vo == runner.specs[layer].shape.head_dim_vo
-
-
-def test_sinks_are_probed() -> None:
-    runner = ModelRunner(build("gpt_oss"), TorchCascade())
-
-    assert [spec.sinks for spec in runner.specs] == [True, True, True]
-    assert [spec.shape.window for spec in runner.specs] == [WINDOW, None, WINDOW]

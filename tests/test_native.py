@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import random
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.slow_cases import only
+from support.slow_cases import drawn, only
 from test_kernels import (
     Case,
     assert_agrees,
@@ -26,7 +25,6 @@ from test_kernels import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arbor.kernels import native
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.fused.parts import (
@@ -38,7 +36,7 @@ from arbor.kernels.fused.parts import (
     fused_ops,
 )
 from arbor.kernels.linear.layers import PackedLinear
-from arbor.kernels.native import SETS, native_library, native_state, without_native
+from arbor.kernels.native import SETS, native_library
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -101,20 +99,6 @@ def test_mass_comes_along_with_the_attention(seed: int) -> None:
             wanted = backend.mass(plan, case.q, case.k_pool, of, chosen, by_head=by_head)
             torch.testing.assert_close(mass, wanted, atol=1e-5, rtol=1e-5)
     assert same(backend.run(plan, *arguments), (out, lse))
-
-
-@needs_native
-def test_shapes_without_kernels_are_observed_by_torch() -> None:
-    case = make_case([decode_level([5, 9, 3], 40)], make_shape(head_dim_vo=24))
-    backend = NativeCascade()
-    plan, counted = backend.plan(case.layout, case.shape), torch.tensor([True, False, True])
-
-    out, lse, mass = backend.run_observed(plan, case.q, case.k_pool, case.v_pool, None, counted)
-
-    expected = backend.run(plan, case.q, case.k_pool, case.v_pool)
-    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-    assert mass.sum().item() == pytest.approx(2 * 4, rel=1e-5)
-    assert mass[1040:1049].abs().max() == 0
 
 
 @needs_native
@@ -311,9 +295,10 @@ def native_ops() -> FusedOps:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("form", NORM_FORMS, ids=lambda form: form.name)
-@pytest.mark.parametrize("width", [1, 15, 64, 250, 768])
+@pytest.mark.parametrize(
+    ("dtype", "form", "width"),
+    drawn([*DTYPES, torch.float16], NORM_FORMS, [1, 15, 64, 250, 768], count=15),
+)
 def test_norms_agree_with_float64(width: int, form: NormForm, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(3, 5, width).to(dtype), torch.randn(width).to(dtype)
@@ -396,49 +381,3 @@ def test_every_instruction_set_agrees(name: str) -> None:
 
     if state != name:
         pytest.skip(state)
-
-
-STATE = "from arbor.kernels.native import native_state; print(native_state())"
-
-
-def test_the_state_says_what_is_in_use_or_why_nothing_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert run_with("off", STATE) == "off (ARBOR_NATIVE)"
-    doctor = "from arbor.cli import main; main(['doctor', '--json'])"
-    assert json.loads(run_with("off", doctor))["native"] == "off (ARBOR_NATIVE)"
-    monkeypatch.delenv("ARBOR_NATIVE", raising=False)
-    if native_library() is not None:
-        assert run_with("", STATE) in SETS
-        assert run_with("sse9", STATE) == "the CPU cannot run sse9"
-    built = native.FILE
-    native._load.cache_clear()
-    try:
-        monkeypatch.setattr(native, "FILE", tmp_path / "absent.so")
-        assert native_library() is None and native_state().startswith("not built")
-        native._load.cache_clear()
-        broken = tmp_path / "broken.so"
-        broken.write_bytes(b"no library")
-        monkeypatch.setattr(native, "FILE", broken)
-        assert native_library() is None and native_state().startswith("cannot be loaded")
-        if run_with("", STATE) in SETS:
-            monkeypatch.setattr(native, "FILE", built)
-            native._load.cache_clear()
-            monkeypatch.setattr(native, "LAYOUT_VERSION", 0)
-            assert native_state().startswith("built from other sources")
-    finally:
-        native._load.cache_clear()
-
-
-def test_without_the_library_nothing_is_native() -> None:
-    with without_native():
-        assert native_library() is None and fused_ops(CPU) is None
-        with pytest.raises(RuntimeError, match="not built"):
-            NativeCascade()
-
-
-@needs_native
-def test_copies_of_a_layer_share_the_library() -> None:
-    layer, x = PackedLinear(nn.Linear(32, 16), "native"), torch.randn(3, 32)
-
-    assert torch.equal(copy.deepcopy(layer)(x), layer(x))

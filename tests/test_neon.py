@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
-import re
 import runpy
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import test_deterministic
 import test_int8
@@ -33,15 +29,13 @@ from support import native_runner
 from support.native_runner import RunnerLibrary, build_runner, in_use
 from test_kernels import decode_level, make_case, make_level, make_shape
 from test_native import DTYPES
-from torch import Tensor, nn
+from torch import nn
 
 from arbor.kernels import native
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.fused.parts import ACTIVATIONS, NORM_FORMS
 from arbor.kernels.fused.rotary import ROTARY_FORMS
 from arbor.kernels.linear.layers import PackedLinear
-from arbor.kernels.native import native_library
-from arbor.kernels.native_heads import head_moves, held_by_head, shared_moves
 
 ROOT = Path(__file__).parents[1]
 BUILD = runpy.run_path(str(ROOT / "kernels/csrc/build.py"))
@@ -49,158 +43,6 @@ CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 LIBRARIES = "/usr/aarch64-linux-gnu"  # of the cross-compiler
 # an emulated CPU per instruction set: the oldest, and one with every extension
 CPUS = {"neon": "cortex-a53", "neon_bf16": "max"}
-
-
-# Which sources a compiler gets
-
-
-def compiler_for(triple: str, folder: Path) -> str:
-    """A compiler of some machine, as far as it is asked for its target."""
-    path = folder / f"{triple}-g++"
-    path.write_text(f"#!/bin/sh\necho {triple}\n", encoding="utf-8")
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("triple", "machine"),
-    [
-        ("x86_64-linux-gnu", "x86_64"),
-        ("x86_64-apple-darwin22.6.0", "x86_64"),
-        ("aarch64-linux-gnu", "aarch64"),
-        ("aarch64-unknown-linux-musl", "aarch64"),
-        ("arm64-apple-darwin23.6.0", "aarch64"),
-    ],
-)
-def test_the_target_of_a_compiler_names_the_sources(
-    triple: str, machine: str, tmp_path: Path
-) -> None:
-    assert BUILD["target"](compiler_for(triple, tmp_path)) == machine
-    sources = BUILD["FLAGS"][machine]
-    assert all((ROOT / f"kernels/csrc/{name}.cpp").exists() for name in sources)
-
-
-@pytest.mark.parametrize("triple", ["riscv64-linux-gnu", "i686-linux-gnu", "aarch64_be-linux-gnu"])
-def test_other_machines_have_no_kernels(triple: str, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=f"{triple}; there are kernels for x86_64, aarch64"):
-        BUILD["build"](tmp_path / "out.so", command=compiler_for(triple, tmp_path))
-
-
-def test_an_installation_does_not_take_a_compiler_for_another_machine(tmp_path: Path) -> None:
-    here = BUILD["SAME"].get(os.uname().machine, os.uname().machine)
-    other = "aarch64" if here == "x86_64" else "x86_64"
-    settings = {**os.environ, "CXX": compiler_for(f"{other}-linux-gnu", tmp_path)}
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)]
-
-    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
-
-    assert done.returncode == 0, done.stderr
-    assert f"compiles for {other}, and this is {here}" in done.stderr
-    assert not list(tmp_path.rglob("*.so"))
-
-
-def test_every_instruction_set_has_a_source_and_a_name() -> None:
-    sources = {name for flags in BUILD["FLAGS"].values() for name in flags}
-
-    assert sources == {"library", *native.SETS}
-
-
-def vector_functions(header: str) -> set[tuple[str, ...]]:
-    """Result, name and types of the arguments of what the kernels call, not of helpers."""
-    text = (ROOT / f"kernels/csrc/{header}.h").read_text(encoding="utf-8")
-    found = set()
-    for result, name, given in re.findall(r"^inline (\w+) (operator.|\w+)\(([^)]*)\)", text, re.M):
-        types = [re.sub(r"\s*\w+$", "", each.strip()) for each in given.split(",")]
-        own = any(re.search(r"__m|x\d_t", each) for each in (result, *types))
-        if not own and not re.search(r"transpose\d", name):
-            found.add((result, name, *types))
-    return found
-
-
-def test_both_machines_define_the_same_functions() -> None:
-    functions = vector_functions("vector_x86")
-    common = vector_functions("vector")  # with loops, for machines that have no instruction
-
-    assert vector_functions("vector_neon") - common == functions - common
-    assert len(functions) > 25
-
-
-# The runner, on this machine
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunnerLibrary]:
-    """The library of this machine in a process of its own."""
-    library, compiler = native_library(), BUILD["compiler"]()
-    if library is None or compiler is None:
-        pytest.skip("the library is not built, or there is no compiler")
-    runner = tmp_path_factory.mktemp("runner") / "runner"
-    build_runner(compiler, runner)
-    there = RunnerLibrary([str(runner)], native.FILE, library.name)
-    yield there
-    there.close()
-
-
-def results(seed: int) -> list[Tensor]:
-    """What every function of the library gives for some numbers."""
-    case = test_native.random_case(seed)
-    coded, _ = test_int8.stored_case(case)
-    backend, found = NativeCascade(), []
-    for each in (case, coded):
-        plan = backend.plan(each.layout, each.shape)
-        found += backend.run_observed(plan, each.q, each.k_pool, each.v_pool, each.sinks)
-    torch.manual_seed(seed)
-    dtype = DTYPES[seed % 2]
-    x, layer = torch.randn(9, 100).to(dtype), nn.Linear(100, 77).to(dtype)
-    ops = test_native.native_ops()
-    found += [PackedLinear(layer, kind)(x) for kind in ("native", "int8")]
-    found += [ops.rms_norm(x, x[0], 1e-6, NORM_FORMS[seed % 3])]
-    found.append(ops.gated(x[:, :50], x[:, 50:], ACTIVATIONS[seed % 2]))
-    form, kv = ROTARY_FORMS[seed % len(ROTARY_FORMS)], torch.randn(2, 4, 2, 32).to(dtype)
-    cos, sin = test_rotary.tables(4, 32, form, dtype)
-    pools, slots = torch.zeros(2, 12, 2, 40).to(dtype), torch.tensor([7, 9, 2, 9])
-    k_pool, v_pool = pools[0][..., :32], pools[1][..., 4:36]
-    found.append(
-        test_rotary.native_rotary().rotate_and_write(
-            kv[0], kv[0], kv[1], cos, sin, form, (k_pool, v_pool), slots
-        )
-    )
-    codes = torch.zeros(10, 2, 34, dtype=torch.int8)
-    test_int8.store(codes, slots, kv[1])
-    scores = torch.rand(3, 150).round(decimals=1).numpy()  # many are equal
-    protected, sizes, lose = np.arange(150) % 7 == seed, np.array([90, 60]), np.array([50, 20])
-    moves = head_moves(scores, protected, sizes, lose)
-    assert moves is not None
-    found += map(torch.from_numpy, moves)
-    own = np.arange(4, dtype=(np.int16, np.int32)[seed % 2])[:, None]
-    holder = np.where(np.arange(150) % 5 == 0, own[::-1], own)
-    scores, keep = np.concatenate([scores, scores[:1]]), sizes - lose
-    held = held_by_head(holder, sizes)
-    assert held is not None
-    for of, competes, pools_of in ((holder, False, 1), (holder, True, 1), (None, True, 2)):
-        has = held if of is not None else np.tile(sizes, (4, 1))
-        given = (of, protected, sizes, keep, np.minimum(keep // 4, has), has)
-        if not competes:
-            given = (of, protected, sizes, keep, np.tile(keep, (4, 1)), has)
-        shared = shared_moves(scores, *given, pools_of, pools_of, competes)
-        assert shared is not None
-        found += map(torch.from_numpy, shared)
-    return [*found, torch.from_numpy(held), pools, codes]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_runner_gives_the_bits_of_the_library(here: RunnerLibrary, seed: int) -> None:
-    expected, calls = results(seed), here.calls
-
-    with in_use(here):
-        found = results(seed)
-
-    assert here.calls == calls + 17, "of its own"
-    assert all(map(torch.equal, found, expected))
-
-
-def test_the_runner_has_the_layout_of_this_python(here: RunnerLibrary) -> None:
-    assert here.layout == native._layout()
 
 
 # NEON, emulated

@@ -20,7 +20,7 @@ from arbor.controllers.ranking import finished, give_up
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import BudgetInfeasible, UsageError
-from arbor.events import Answered, Event, Pruned, Selected, Transition, Verified
+from arbor.events import Answered, Event, Selected, Verified
 from arbor.model.sampling_params import Sampling
 from arbor.run.session import Limits, Outcome, Session
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -383,37 +383,6 @@ def test_expansions_are_reported_in_order_of_the_logical_clock(
     assert len(times) == len(run.search.heard)
 
 
-@given(scripts, verifiers)
-def test_with_room_for_everything_nothing_waits_for_its_turn(script: Script, verifier: str) -> None:
-    run = Run(FakeEngine(script, everything=True), verifier).go()
-    if verifier == "two-phase":
-
-        def ticks(children: list[Node]) -> int:
-            return int(any(script(child.key).value > 0.2 for child in children))
-
-        *_, (last, _) = run.ends(ticks)
-
-        assert run.engine.steps == last
-    elif verifier == "exact":
-        *_, (last, _) = run.ends(lambda children: 0)
-
-        assert run.engine.steps == last
-
-
-def test_leaves_at_different_depths_grow_at_the_same_time() -> None:
-    script = hashed(3, terminal=0.0)
-    run = Run(FakeEngine(script, everything=True), controller=Greedy(threshold=-1)).go()
-    assert run.outcome is not None
-    depths = [
-        {run.outcome.tree[leaf].depth for leaf in event.leaves}
-        for event in run.events
-        if isinstance(event, Transition)
-    ]
-
-    assert max(map(len, depths)) > 1
-    assert max(len(e.leaves) for e in run.events if isinstance(e, Transition)) == 3
-
-
 @given(scripts, verifiers, st.integers(0, 99), st.integers(0, 8))
 def test_a_limit_on_expansions_cuts_the_same_search(
     script: Script, verifier: str, seed: int, most: int
@@ -459,24 +428,6 @@ def test_an_interruption_reports_what_has_ended_and_asks_no_more(
     assert isinstance(run.events[-1], Answered)
 
 
-def test_an_expansion_that_does_not_fit_ends_the_search_with_its_best_answer() -> None:
-    script = hashed(11, terminal=0.2)
-    whole = Run(FakeEngine(script, everything=True)).go()
-    assert whole.outcome is not None and whole.outcome.answer is not None
-    last = len(whole.engine.begun) - 1
-    run = Run(FakeEngine(script, everything=True, infeasible=last))
-
-    with pytest.raises(BudgetInfeasible) as caught:
-        run.go()
-
-    answered = run.events[-1]
-    assert isinstance(answered, Answered) and answered.text is not None
-    assert caught.value.data["answer"] == answered.text
-    assert all(node.state is not NodeState.OPEN for node in run.search.tree)
-    gone = {node for event in run.events if isinstance(event, Pruned) for node in event.nodes}
-    assert {n.id for n in run.search.tree if n.state is NodeState.PRUNED} == gone
-
-
 @dataclass(frozen=True)
 class Peeking(Greedy):
     """Asks for a block that was not reported to it."""
@@ -503,30 +454,6 @@ def test_a_search_that_looks_ahead_of_the_clock_is_refused() -> None:
         run.go()
 
     assert caught.value.code == "controller-answer"
-
-
-@dataclass(frozen=True)
-class Hasty(Greedy):
-    """Prunes leaves while they grow."""
-
-    def start(self, tree: ThoughtTree, max_depth: int) -> GreedySearch:
-        return HastySearch(self, tree, max_depth)
-
-
-class HastySearch(GreedySearch):
-    def tell(self, children: Sequence[Node]) -> None:
-        super().tell(children)
-        for leaf in self.growing:
-            if leaf.parent is not None:
-                leaf.state = NodeState.PRUNED
-
-
-def test_what_is_pruned_while_it_grows_is_freed_after_that() -> None:
-    run = Run(FakeEngine(hashed(5, terminal=0.0), 1), controller=Hasty()).go()
-    assert run.outcome is not None
-    freed = {node for event in run.events if isinstance(event, Pruned) for node in event.nodes}
-
-    assert freed == {n.id for n in run.outcome.tree if n.state is NodeState.PRUNED} != set()
 
 
 @pytest.mark.parametrize("verifier", ["one-phase", "two-phase"])

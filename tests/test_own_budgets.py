@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.models import build
 from support.policies import POLICIES
@@ -19,7 +18,7 @@ from test_deterministic import deterministic_runner
 
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.errors import BudgetInfeasible, UsageError
+from arbor.errors import UsageError
 from arbor.events import Allocated, Event, Evicted, Pressure, Rehydrated
 from arbor.model.checkpoint import Checkpoint
 from arbor.retention.base import Blocks, Scorer
@@ -28,10 +27,6 @@ from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree
 
-NAMES = (
-    *("lru", "h2o", "snapkv", "random", "uniform", "ends", "keydiff", "ams"),
-    *("expected", "rkv", "pyramidkv", "arborkv"),
-)
 PROMPTS = (PROMPT, (9, 3, 3, 41, 6, 6, 7), (*PROMPT[:6], 60, 2, 71, 8))
 
 
@@ -135,32 +130,10 @@ def check_together(cases: list[Case], name: str, rehydrate: Any, trigger: Trigge
         assert one == other
 
 
-SETTINGS: dict[str, Any] = {
-    "name": st.sampled_from(NAMES),
-    "rehydrate": st.sampled_from(("off", "selective", "span")),
-    "trigger": st.sampled_from((Trigger(), Trigger(every=2, above=0.7), Trigger(spare=3))),
-}
-# a case takes seconds: what fails is shown as it was drawn
-PHASES = (Phase.explicit, Phase.generate)
-
-
 @pytest.mark.parametrize("name", ["rkv", "lru", "pyramidkv"])
 def test_two_searches_are_those_of_each_alone(name: str) -> None:
     cases = [Case(PROMPTS[1], 20, 2, 4, 1), Case(PROMPTS[0], 24, 1, 6, 0)]
     check_together(cases, name, "off", Trigger())
-
-
-@settings(max_examples=5, phases=PHASES)
-@given(cases=cases, **SETTINGS)
-def test_several_searches_are_those_of_each_alone(cases: list[Case], **given: Any) -> None:
-    check_together(cases, **given)
-
-
-@pytest.mark.slow
-@settings(max_examples=100, phases=PHASES)
-@given(cases=cases, **SETTINGS)
-def test_many_searches_are_those_of_each_alone(cases: list[Case], **given: Any) -> None:
-    check_together(cases, **given)
 
 
 # One search must not pay for another
@@ -209,13 +182,6 @@ def test_a_policy_that_fails_for_one_search_ends_that_one_only(
     lab.memory.check()
 
 
-def test_budgets_of_more_slots_than_the_pool_are_refused() -> None:
-    lab = Lab(build("llama"), mode="lossy", rehydrate="off")
-    lab.open(ThoughtTree(PROMPT), 30, pool=50)
-    with pytest.raises(AssertionError, match="more slots than the pool"):
-        lab.open(ThoughtTree(PROMPT), 30, alone=False)
-
-
 # What is searched at a time
 
 
@@ -255,27 +221,3 @@ def test_each_search_is_held_to_its_own_budget(
         assert found(one)[:6] == found(other)[:6]
         assert one.metrics.budget_tokens == other.metrics.budget_tokens
         assert one.metrics.peak_tokens <= one.metrics.budget_tokens
-
-
-def test_a_budget_that_is_too_small_is_that_search_s_own_error(checkpoint: Checkpoint) -> None:
-    solver = solver_of(checkpoint, mode="lossy")
-
-    results, _ = solved(solver, ["60tok", "3tok", "70tok"], concurrency=3)
-
-    assert isinstance(results[1], BudgetInfeasible)
-    assert [each.finish_reason for each in (results[0], results[2])] == ["cut", "cut"]
-
-
-def test_each_search_keeps_its_own_part(checkpoint: Checkpoint) -> None:
-    solver = solver_of(checkpoint, mode="lossy", debug=True)
-    for budgets in (["full", 0.3, 0.6, "60tok"], ["60tok", 0.3, "full", 0.6]):
-        alone = [
-            solver.solve(problem, budget=each)
-            for problem, each in zip(PROBLEMS, budgets, strict=False)
-        ]
-
-        results, _ = solved(solver, budgets, concurrency=4)
-
-        for one, other in zip(results, alone, strict=True):
-            assert found(one)[:6] == found(other)[:6]
-            assert one.metrics.peak_tokens == other.metrics.peak_tokens

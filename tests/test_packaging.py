@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import venv
 import zipfile
@@ -64,13 +62,6 @@ def wheel(wheel_file: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_one_top_level_package(wheel: list[str]) -> None:
-    tops = {name.split("/")[0] for name in wheel}
-
-    assert tops == {"arbor", f"arbor_search-{arbor.__version__}.dist-info"}
-
-
-@pytest.mark.slow
 def test_the_wheel_has_every_source_file_as_a_plain_file(wheel: list[str]) -> None:
     sources = {
         f"arbor/{path.relative_to(ROOT / 'arbor')}"
@@ -82,70 +73,6 @@ def test_the_wheel_has_every_source_file_as_a_plain_file(wheel: list[str]) -> No
     assert sources <= set(wheel)
     for folder in LINKED:
         assert f"arbor/{folder}/base.py" in wheel
-
-
-@pytest.mark.slow
-def test_the_wheel_has_types_model_and_licence(wheel: list[str]) -> None:
-    info = f"arbor_search-{arbor.__version__}.dist-info"
-    model = {f"arbor/sapling/{path.name}" for path in (ROOT / "arbor/sapling").glob("*.*")}
-
-    assert "arbor/py.typed" in wheel
-    assert "arbor/sapling/model.safetensors" in model <= set(wheel)
-    assert f"{info}/licenses/LICENSE" in wheel
-
-
-@pytest.mark.slow
-def test_the_wheel_has_the_templates_of_prompts(wheel: list[str]) -> None:
-    folder = ROOT / "arbor/tasks/prompts"
-    templates = {f"arbor/tasks/prompts/{path.name}" for path in folder.iterdir()}
-
-    assert "arbor/tasks/prompts/math.toml" in templates <= set(wheel)
-
-
-@pytest.mark.slow
-def test_the_wheel_has_the_assets_of_the_page(wheel: list[str]) -> None:
-    folder = ROOT / "arbor/view/assets"
-    assets = {f"arbor/view/assets/{path.name}" for path in folder.glob("viewer.*")}
-    assets |= {f"arbor/view/assets/{path.name}" for path in folder.glob("*.js")}
-
-    assert len(assets) > 5 and assets <= set(wheel)
-
-
-BUILD = runpy.run_path(str(ROOT / "kernels/csrc/build.py"))
-
-
-@pytest.mark.slow
-def test_the_wheel_has_the_native_kernels_and_their_sources(
-    wheel: list[str], wheel_file: Path
-) -> None:
-    sources = {f"arbor/kernels/csrc/{path.name}" for path in (ROOT / "kernels/csrc").glob("*.*")}
-    compiles = BUILD["compiler"]() is not None
-
-    assert "arbor/kernels/csrc/attention.h" in sources <= set(wheel)
-    assert ("arbor/kernels/libarbor_native.so" in wheel) == compiles
-    assert wheel_file.stem.split("-")[2:4] == ["py3", "none"], "it depends on no Python version"
-    assert wheel_file.stem.endswith("-any") == (not compiles)
-
-
-SDIST = "import setuptools.build_meta as meta; print(meta.build_sdist('{}'))"
-
-
-@pytest.mark.slow
-def test_the_source_distribution_builds_the_same_wheel(wheel: list[str], tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_PACKAGED))
-    built = python(SDIST.format(tmp_path), source)
-    assert built.returncode == 0, built.stderr
-    with tarfile.open(tmp_path / built.stdout.split()[-1]) as archive:
-        archive.extractall(tmp_path / "sdist", filter="data")
-    (unpacked,) = (tmp_path / "sdist").iterdir()
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    command += ["--wheel-dir", str(tmp_path), str(unpacked)]
-    done = subprocess.run(command, capture_output=True, text=True)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
-        assert sorted(archive.namelist()) == sorted(wheel)
 
 
 @pytest.mark.slow
@@ -267,20 +194,6 @@ def test_importing_arbor_imports_neither_torch_nor_transformers() -> None:
     )
 
     assert done.returncode == 0, done.stderr
-
-
-def test_transformers_imports_in_the_repository() -> None:
-    done = python("import transformers; transformers.AutoConfig")
-
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_module_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "arbor", "--version"], cwd=ROOT, capture_output=True, text=True
-    )
-
-    assert (done.returncode, done.stdout) == (0, f"arbor {arbor.__version__}\n")
 
 
 def test_the_check_is_the_same_everywhere() -> None:

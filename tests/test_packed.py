@@ -10,24 +10,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import build
-from support.run_cli import in_process
-from support.trees import Lab, grown, planted_again, relative_error
 
 from arbor import Solver
 from arbor.controllers.tot import ToT
-from arbor.errors import UsageError
-from arbor.events import Event, Evicted, Header
+from arbor.events import Event, Header
 from arbor.memory import KVMemory
-from arbor.memory.packed_store import PackedStore, Scales, pack, packed_width, unpack
+from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import LayerKV
 from arbor.memory.records import GroupedRecords, Tokens
 from arbor.memory.stores import LowerRoom
-from arbor.run.tier_sizes import TierSizes
-from arbor.support.packed_size import GROUP, group_bytes, packed_bytes, packed_tokens
+from arbor.support.packed_size import GROUP, packed_tokens
 from arbor.trace import read_trace
 from arbor.trace.fold import Replay
-from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier
+from arbor.tree import NO_RECORD, Node, ThoughtTree, Tier
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -62,33 +57,6 @@ def numbers(first: int, end: int) -> Any:
     return np.arange(first, end, dtype=np.int32)
 
 
-# Codes
-
-
-@given(st.integers(1, 40), st.sampled_from(BITS), st.integers(0, 99))
-def test_codes_come_back_from_their_bytes(count: int, bits: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(2**bits, (3, count), generator=generator).to(torch.uint8)
-    packed = pack(codes, bits)
-    assert packed.shape == (3, packed_width(count, bits))
-    assert torch.equal(unpack(packed, count, bits), codes)
-
-
-@given(
-    st.lists(st.floats(-6e4, 6e4, width=16), min_size=1, max_size=12),
-    st.sampled_from(BITS),
-)
-def test_a_number_changes_by_at_most_half_a_step(values: list[float], bits: int) -> None:
-    x = torch.tensor(values).unsqueeze(1)
-    if float(x.max() - x.min()) > 6e4:
-        x = x / 4
-    scales = Scales.of(x, 0, bits)
-    codes = scales.encode(x)
-    assert int(codes.max()) < 2**bits
-    error = (scales.decode(codes) - x).abs()
-    assert float(error.max()) <= 0.5001 * float(scales.step.max()) + 1e-30
-
-
 # The store
 
 
@@ -113,15 +81,6 @@ def test_k_is_rounded_by_channel_and_v_by_token(bits: int, dtype: torch.dtype) -
     assert off.max() > 0
 
 
-def test_the_large_channel_of_k_costs_the_others_nothing() -> None:
-    rows = random_rows(GROUP)
-    store = store_of(GROUP, 4)
-    store.write(numbers(0, GROUP), rows)
-    got, _ = store.read(numbers(0, GROUP), CPU)
-    off = (got - rows).abs()[:, :KEYS].amax(0)
-    assert off[17] > 1 > 0.3 > off[torch.arange(KEYS) != 17].max()
-
-
 def test_tokens_wait_in_full_precision_until_their_group_is_there() -> None:
     rows = random_rows(GROUP + 3)
     store = store_of(3 * GROUP, 2)
@@ -138,21 +97,6 @@ def test_tokens_wait_in_full_precision_until_their_group_is_there() -> None:
     again = store_of(GROUP, 2)
     again.write(numbers(0, GROUP), rows[:GROUP])
     assert torch.equal(again.read(numbers(0, GROUP), CPU)[0], got[:GROUP]), "in one write or many"
-
-
-def test_what_was_read_before_is_read_again_bit_for_bit() -> None:
-    store = store_of(2 * GROUP, 4)
-    store.write(numbers(0, 2 * GROUP), random_rows(2 * GROUP))
-    first, _ = store.read(numbers(5, 40), CPU)
-    assert torch.equal(store.read(numbers(5, 40), CPU)[0], first)
-
-
-def test_a_last_group_may_have_fewer_tokens() -> None:
-    rows = random_rows(GROUP + 5)
-    store = store_of(GROUP + 5)
-    store.write(numbers(0, GROUP + 5), rows)
-    got, intact = store.read(numbers(GROUP, GROUP + 5), CPU)
-    assert intact.all() and 0 < float((got - rows[GROUP:]).abs().max()) < 0.5
 
 
 def test_a_group_that_could_not_be_quantised_is_not_stored_and_then_lost(
@@ -173,64 +117,6 @@ def test_a_group_that_could_not_be_quantised_is_not_stored_and_then_lost(
     assert store.write(numbers(GROUP, 2 * GROUP), rows[GROUP : 2 * GROUP]).all()
     assert not store.read(numbers(0, 4), CPU)[1].any()
     assert store.read(numbers(GROUP, 2 * GROUP), CPU)[1].all()
-
-
-def test_another_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = store_of(GROUP)
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(store, "_quantise", fail)
-    with pytest.raises(RuntimeError, match="something else"):
-        store.write(numbers(0, GROUP), random_rows(GROUP))
-
-
-def test_a_host_without_so_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(OUT_OF_MEMORY)
-
-    monkeypatch.setattr(torch, "empty", fail)
-    with pytest.raises(UsageError, match=r"host-memory.*Lower --host"):
-        store_of(1 << 20)
-
-
-# Sizes
-
-
-@given(
-    st.integers(0, 1 << 22),
-    st.integers(1, 9),
-    st.integers(1, 70),
-    st.integers(1, 70),
-    st.sampled_from(BITS),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_a_store_holds_no_more_bytes_than_its_size(
-    size: int, heads: int, keys: int, values: int, bits: int, dtype: torch.dtype
-) -> None:
-    count = heads * (keys + values)
-    tokens = packed_tokens(size, count, dtype.itemsize, bits)
-    assert packed_tokens(size + group_bytes(count, bits), count, dtype.itemsize, bits) in (
-        tokens,
-        tokens + GROUP,
-    )
-    if tokens:
-        store = PackedStore(min(tokens, 999), heads * keys, count, dtype, bits)
-        assert store.nbytes <= packed_bytes(min(tokens, 999), count, dtype.itemsize, bits)
-        assert packed_bytes(tokens, count, dtype.itemsize, bits) <= size
-
-
-def test_sizes_in_bytes_count_codes_scales_and_what_waits() -> None:
-    sizes = TierSizes.parse("8MiB", host_bits=8)
-    assert sizes.tokens(12288, 4) == ((8388608 - 32 * 12288) // (32 * 3072 + 4 * 3103) * 32, 0)
-    assert sizes.host_token_bytes(12288, 4) == 3460
-    assert TierSizes.parse("8MiB", host_bits=4).tokens(12288, 4)[0] > 4100
-    assert TierSizes.parse("100tok", host_bits=8).tokens(12288, 4) == (100, 0)
-    assert TierSizes.parse("300KiB", host_bits=8).tokens(12288, 4) == (0, 0)
-
-
-# Records
 
 
 @given(
@@ -280,12 +166,10 @@ def test_the_oldest_groups_go_whole_and_none_that_is_spared_or_lent() -> None:
     assert table.oldest(1, np.array([5], np.int32)).tolist() == [12, 13, 14, 15]
 
 
-def test_an_open_group_that_is_given_up_begins_again() -> None:
-    table = GroupedRecords(8, 4)
-    first = table.take(some_tokens(2))
-    table.release(first)
-    assert table.free == 8
-    assert table.take(some_tokens(5)).tolist() == [0, 1, 2, 3, 4]
+# Sizes
+
+
+# Records
 
 
 # The memory
@@ -346,29 +230,6 @@ def test_what_comes_back_is_rounded_and_returns_to_its_record() -> None:
 
 
 @pytest.mark.usefixtures("small_groups")
-def test_what_waits_comes_back_exact() -> None:
-    memory, tree = memory_of(8)
-    rows = place(memory, tree.root, 0, 1, 2, 3)
-    memory.evict(tree.root, np.arange(3))
-    memory.fetch({tree.root: np.array([1])})
-    assert tree.root.span.exact.tolist() == [False, True, False, True]
-    assert (tree.root.span.origin == NO_RECORD).all()
-    assert torch.equal(memory.pool.gather(tree.root.span.slot[[1]]), rows[[1]])
-    assert memory.lower.used(Tier.COMPRESSED) == 2
-
-
-@pytest.mark.usefixtures("small_groups")
-def test_what_is_computed_after_rounded_tokens_is_stored_too() -> None:
-    memory, tree = memory_of(8)
-    place(memory, tree.root, 0, 1)
-    place(memory, tree.root, 2, exact=False, rounded=True)
-    place(memory, tree.root, 3, exact=False)
-    assert tree.root.span.settled.tolist() == [True, True, True, False]
-    memory.evict(tree.root, np.arange(4))
-    assert tiers(tree.root) == "ccc-", "what was computed over a gap is not"
-
-
-@pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("how", ["release", "rewrite", "doubt", "drop"])
 def test_a_record_is_free_once_its_token_is_another_one(how: str) -> None:
     memory, tree = memory_of(8)
@@ -392,23 +253,6 @@ def test_a_record_is_free_once_its_token_is_another_one(how: str) -> None:
 
 
 @pytest.mark.usefixtures("small_groups")
-def test_a_full_store_gives_up_groups_that_nobody_is_about_to_need() -> None:
-    memory, tree = memory_of(8, slots=16)
-    child = tree.fork(tree.root)
-    for token in range(8):
-        tree.append(child, token)
-    place(memory, tree.root, 0, 1, 2, 3)
-    place(memory, child, *range(8))
-    memory.evict(tree.root, np.arange(4))
-    memory.evict(child, np.arange(4))
-    memory.fetch({tree.root: np.array([2])})
-    memory.evict(child, np.arange(4, 8))
-    assert tiers(tree.root) == "ccdc", "its group has a token on the device"
-    assert tiers(child) == "----cccc"
-    assert memory.lower.take_moves().lost == {child: 4}
-
-
-@pytest.mark.usefixtures("small_groups")
 def test_a_write_that_is_cut_off_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, tree = memory_of(8)
     place(memory, tree.root, 0, 1, 2, 3)
@@ -427,80 +271,7 @@ def test_a_write_that_is_cut_off_leaves_no_record(monkeypatch: pytest.MonkeyPatc
     assert memory.fetch({tree.root: np.array([1, 2, 3])}) == {tree.root: 3}
 
 
-@pytest.mark.usefixtures("small_groups")
-def test_check_finds_an_origin_of_another_token() -> None:
-    memory, tree = memory_of(8)
-    place(memory, tree.root, 0, 1, 2, 3)
-    memory.evict(tree.root, np.arange(4))
-    memory.fetch({tree.root: np.arange(4)})
-    tree.root.span.origin[[0, 1]] = tree.root.span.origin[[1, 0]]
-    with pytest.raises(AssertionError, match="an origin of another"):
-        memory.check()
-
-
 # The engine
-
-
-def lab_of(bits: int | None, host: int = 4096, policy: str = "lru") -> Lab:
-    return Lab(
-        build("llama"),
-        mode="lossy",
-        policy=policy,
-        lower=LowerRoom(host, host_bits=bits),
-        debug=True,
-    )
-
-
-def held(lab: Lab, node: Node, which: Any) -> torch.Tensor:
-    return lab.memory.pool.gather(node.span.slot[which])
-
-
-@pytest.mark.usefixtures("small_groups")
-def test_the_ledger_says_what_is_exact() -> None:
-    lab = lab_of(4)
-    tree, _ = grown(lab, 64)
-    for leaf in [node for node in tree if not node.children]:
-        lab.extend(leaf)
-        path = leaf.path
-        assert all(node.span.settled.all() for node in path), "nothing is computed again"
-    full = planted_again(build("llama"), tree)
-    exact, rounded, off = 0, 0, 0.0
-    for node in tree:
-        same = np.flatnonzero(node.span.exact)
-        other = np.flatnonzero(node.span.rounded)
-        for which in (same, other):
-            if not len(which):
-                continue
-            want = held(full, full.tree[node.id], which)
-            error = relative_error(held(lab, node, which), want)
-            if which is same:
-                assert error < 1e-5
-            else:
-                off = max(off, error)
-                assert error < 0.5
-        exact, rounded = exact + len(same), rounded + len(other)
-    assert exact and rounded and off > 1e-3
-    assert not lab.memory.lower.used(Tier.HOST)
-
-
-def test_tokens_after_a_rounded_one_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PackedStore, "group", 1)
-    lab = lab_of(8)
-    tree = lab.plant(100)
-    root = tree.root
-    memory = lab.memory
-    memory.evict(root, np.array([3]))
-    lab.state.report_evicted({root: 1}, "pressure")
-    lab.extend(root)
-    assert np.flatnonzero(root.span.rounded).tolist() == [3]
-    assert root.span.exact.sum() == len(root.tokens) - 1, "what was there before is what it was"
-    (child,) = lab.sprout([(root, 1)])
-    assert child.span.rounded.all() and not child.span.exact.any()
-    memory.evict(child, np.arange(len(child.tokens)))
-    lab.state.report_evicted({child: len(child.tokens)}, "pressure")
-    lab.extend(child)
-    assert child.span.rounded.all()
-    assert (child.span.origin[:-1] != NO_RECORD).all(), "the last one ran again for its logits"
 
 
 # Searches
@@ -538,51 +309,3 @@ def test_a_search_fetches_what_was_packed_and_repeats_itself(tmp_path: Path) -> 
         second = again.solve(PUZZLE)
     assert second.answer == first.answer
     assert second.metrics.tokens_fetched == metrics.tokens_fetched
-
-
-def test_a_small_store_is_never_exceeded() -> None:
-    solution, heard = solved(budget="115tok", host="64tok", host_bits=8, fetch="always")
-    most = max(event.kv.compressed for event in heard if isinstance(event, Evicted))
-    assert 0 < most <= 64
-    assert solution.metrics.tokens_discarded > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "found"),
-    [
-        ({"host": "1GiB"}, "--mode lossy --rehydrate selective"),
-        ({"host": "1GiB", "mode": "lossy"}, "--rehydrate selective"),
-        (REVERSIBLE, "Give --host 8GiB too"),
-        ({"host": "1GiB", "disk": "1GiB", **REVERSIBLE}, "Leave out --disk"),
-        ({"host": "1GiB", "kv_dtype": "int8", **REVERSIBLE}, "or --kv-dtype"),
-        ({"host": "1GiB", "host_bits": 3, **REVERSIBLE}, "Take 8"),
-    ],
-)
-def test_bits_that_break_a_promise_are_refused(settings: dict[str, Any], found: str) -> None:
-    with pytest.raises(UsageError, match=found):
-        Solver(**{"host_bits": 8} | settings)
-
-
-def test_the_command_shows_the_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    arbor = in_process(capsys)
-    options = ("solve", PUZZLE, "--budget", "0.5", "--host", "2MiB", "--host-bits", "8")
-    wrong = arbor(*options)
-    assert wrong.code == 2 and "[host-bits]" in wrong.err
-    right = (*options, "--mode", "lossy", "--rehydrate", "selective", "--dry-run")
-    plan = arbor(*right, "--json").document
-    assert plan["host_tokens"] == packed_tokens(2 << 20, 3072, 4, 8)
-    assert (plan["host_bits"], plan["host_token_bytes"]) == (8, 3460)
-    assert "8 bits, lossy" in arbor(*right).out
-
-
-def test_by_default_nothing_is_said_of_bits() -> None:
-    with Solver(controller=SMALL, host="1MiB") as solver:
-        assert "host_bits" not in solver.config
-        assert "host_bits" not in solver.plan(PUZZLE).to_dict()
-
-
-def test_no_slot_is_named_by_what_is_packed() -> None:
-    memory, tree = memory_of(8)
-    place(memory, tree.root, 0, 1, 2, 3)
-    memory.evict(tree.root, np.arange(4))
-    assert (tree.root.span.slot == NO_SLOT).all() and memory.used == 0

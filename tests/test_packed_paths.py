@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build
 from support.policies import POLICIES
-from support.slow_cases import every, only
-from support.trees import GREEDY, QUESTIONS, Lab, relative_error
+from support.trees import GREEDY, Lab
 from torch import Tensor
 
 from arbor import Solver
-from arbor.errors import OutOfMemory, UsageError
-from arbor.events import Event, Forwarded
+from arbor.errors import UsageError
+from arbor.events import Event
 from arbor.kernels.attention.base import AttentionShape
 from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.rowwise import RowwiseAttention
@@ -180,24 +179,6 @@ def test_the_bytes_copied_are_those_of_codes_and_scales(bits: int) -> None:
         assert torch.equal(got[:, columns], rows[8:10, columns])
 
 
-def test_a_group_that_was_lost_is_an_error_and_no_number() -> None:
-    memory = memory_of(1, 12, 16, 8)
-    buffer = memory.staging
-    assert buffer is not None
-    _, store = stores_of(memory)
-    store.write(np.arange(3, dtype=np.int32), torch.randn(3, memory.pool.numbers))
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    store._quantise = refuse  # type: ignore[method-assign]
-    stored = store.write(np.array([3], np.int32), torch.randn(1, memory.pool.numbers))
-    assert not stored.any()
-    store.write(np.array([4], np.int32), torch.randn(1, memory.pool.numbers))
-    with pytest.raises(OutOfMemory, match="could not be packed"):
-        buffer.load(0, np.array([16], np.int32))
-
-
 # Tiers
 
 
@@ -346,86 +327,6 @@ def decoded(
     return lab, block
 
 
-def packed_of(lab: Lab, block: Node) -> list[bool]:
-    at = block.span.begin + np.arange(len(block.span))
-    packed: list[bool] = lab.memory.is_packed(at).tolist()
-    return packed
-
-
-@pytest.mark.parametrize("ratio", only([0.25], [0.0, 0.25]))
-def test_the_same_tokens_are_packed_at_every_split_with_the_same_bits(ratio: float) -> None:
-    found = []
-    for slots in (12, 30, 100):
-        lab, block = decoded(slots, policy=hierarchy(0.6, ratio))
-        logits = lab.state.logits[block.row]
-        packed = packed_of(lab, block)
-        found.append((block.tokens, packed, block.span.present.tolist(), logits.tolist()))
-        assert lab.memory.device_peak <= slots
-        if slots < 72:
-            assert lab.memory.device_peak == slots
-        eligible = 60 - 6 - 2
-        kept = eligible - int((~block.span.present).sum())
-        assert sum(packed) <= 0.6 * eligible and sum(packed) >= 0.4 * kept
-    assert all(each == found[0] for each in found[1:]), "to the last bit"
-
-
-def test_packed_tokens_rise_to_the_device_where_there_is_room_and_return_to_their_records() -> None:
-    lab, block = decoded(100)
-    span = block.span
-    risen = (span.origin != NO_RECORD) & (span.slot != NO_SLOT)
-    assert risen.sum() >= TOGETHER
-    origins = span.origin.copy()
-    store = stores_of(lab.memory)[1]
-    codes = store._codes.clone()
-    lab.memory.evict(block, np.flatnonzero(risen))
-    assert (span.record[risen] == origins[risen]).all()
-    assert torch.equal(store._codes, codes)
-
-
-def rows_of(lab: Lab, node: Node) -> Tensor:
-    """What attention reads of each token of a block that is all there."""
-    memory, span = lab.memory, node.span
-    rows = torch.empty(len(span), memory.pool.numbers)
-    here = span.slot != NO_SLOT
-    rows[torch.from_numpy(here)] = memory.pool.gather(span.slot[here])
-    for shelf in memory.lower:
-        mine = span.tier == shelf.store.tier
-        rows[torch.from_numpy(mine)] = shelf.store.read(span.record[mine], CPU)[0]
-    return rows
-
-
-@pytest.mark.parametrize("bits", every(3, BITS))
-def test_an_answer_is_that_of_attention_over_the_same_numbers_at_once(bits: int) -> None:
-    lab, block = decoded(14, bits)
-    assert any(packed_of(lab, block))
-    assert (block.span.tier == Tier.COMPRESSED).any() and (block.span.tier == Tier.HOST).any()
-
-    plain = Lab(build("llama"))
-    tree = plain.plant(4096)
-    copy = tree.fork(tree.root)
-    for token in block.tokens:
-        tree.append(copy, token)
-    copy.state = block.state
-    plain.extend(copy)
-    exact = plain.ask([copy], QUESTIONS[:1])[0]
-    for mine, theirs in ((tree.root, block.parent), (copy, block)):
-        assert theirs is not None
-        plain.memory.pool.scatter(mine.span.slot.copy(), rows_of(lab, theirs))
-
-    (got,) = lab.ask([block], QUESTIONS[:1])
-    (want,) = plain.ask([copy], QUESTIONS[:1])
-    assert relative_error(got, want) < 1e-4
-    assert relative_error(exact, want) > 1e-4, "packing has changed something"
-
-
-def test_what_is_packed_takes_fewer_bytes_of_every_step() -> None:
-    def moved(packed: float) -> int:
-        lab, _ = decoded(14, policy=hierarchy(packed))
-        return sum(each.streamed_bytes for each in lab.events if isinstance(each, Forwarded))
-
-    assert moved(0.9) < 0.85 * moved(0.0)
-
-
 # Searches
 
 
@@ -477,14 +378,3 @@ def test_settings_that_contradict_a_packed_tier_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=found):
         solved("full", **given)
-
-
-def test_a_size_in_bytes_holds_each_token_in_both_forms() -> None:
-    with Solver(
-        mode="lossy", host="8MiB", host_bits=8, staging="12tok", policy="hierarchy,packed=0.5"
-    ) as solver:
-        plan = solver.plan(PUZZLE)
-    exact, packed = plan.bytes_per_token, plan.host_token_bytes
-    assert plan.host_tokens % GROUP == 0
-    left = (8 << 20) - GROUP * exact - plan.host_tokens * (exact + packed)
-    assert 0 <= left + plan.host_tokens < GROUP * (exact + packed + 1)

@@ -6,25 +6,19 @@ import base64
 import gzip
 import json
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_run import fake_run, header, tick
 
-from arbor.errors import TraceError, UsageError
-from arbor.events import Boundary, Ended, Opened
+from arbor.events import Ended, Opened
 from arbor.trace import TraceWriter
 from arbor.view import (
-    PageTrace,
     html_page,
     notebook_frame,
-    page_trace_of,
     read_page_trace,
-    write_page,
 )
-from arbor.view.page import SCRIPTS
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\u2029<!--"
 
@@ -59,13 +53,6 @@ def test_a_page_holds_every_event_of_its_trace(trace: Path) -> None:
         assert record == (line if ids is None else line | {"tokens": len(ids)})
 
 
-def test_the_same_trace_gives_the_same_bytes(trace: Path, tmp_path: Path) -> None:
-    first = write_page(tmp_path / "a.html", read_page_trace(trace))
-    second = write_page(tmp_path / "b.html", read_page_trace(trace))
-
-    assert first.read_bytes() == second.read_bytes()
-
-
 def test_plain_and_gzip_traces_give_the_same_data(tmp_path: Path) -> None:
     plain = read_page_trace(written(tmp_path / "a.arbor.jsonl"))
     packed = read_page_trace(written(tmp_path / "a.arbor.jsonl.gz"))
@@ -86,29 +73,6 @@ def test_a_page_names_no_address_and_forbids_all_of_them(trace: Path) -> None:
     assert "@import" not in page and "url(" not in page
 
 
-def test_no_script_makes_markup_or_code_of_text() -> None:
-    folder = resources.files("arbor.view") / "assets"
-    code = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
-
-    for way in (
-        "innerHTML",
-        "outerHTML",
-        "insertAdjacentHTML",
-        "document.write",
-        "eval(",
-        "Function(",
-    ):
-        assert way not in code, way
-    assert "</script" not in code
-
-
-def test_a_script_that_is_there_is_in_the_page() -> None:
-    names = {entry.name for entry in (resources.files("arbor.view") / "assets").iterdir()}
-
-    of_evaluations = {"evaluation.js"}
-    assert {name for name in names if name.endswith(".js")} == set(SCRIPTS) | of_evaluations
-
-
 def test_hostile_text_is_nowhere_in_the_file_as_text(tmp_path: Path) -> None:
     path = tmp_path / f"run{'<b>'}.arbor.jsonl"
     with TraceWriter(path, clock=tick()) as writer:
@@ -120,17 +84,6 @@ def test_hostile_text_is_nowhere_in_the_file_as_text(tmp_path: Path) -> None:
 
     assert "onerror" not in page and "alert(" not in page and "\u2028" not in page
     assert unpacked(page)[0]["records"][1]["text"] == HOSTILE
-
-
-def test_events_of_later_versions_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "run.arbor.jsonl"
-    written(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write('{"e":"retain","i":999,"t":1.0,"nodes":[[1,5]],"reason":"new"}\n')
-
-    records = read_page_trace(path).records
-
-    assert records[-1] == {"e": "retain", "i": 999, "t": 1.0, "nodes": [[1, 5]], "reason": "new"}
 
 
 @pytest.mark.parametrize(
@@ -163,57 +116,6 @@ def test_a_trace_that_breaks_off_has_a_banner(trace: Path) -> None:
 
     assert recording.banner.startswith("incomplete trace")
     assert len(recording.records) > 5
-
-
-def test_lost_lines_have_a_banner(trace: Path) -> None:
-    lines = trace.read_bytes().splitlines(keepends=True)
-    trace.write_bytes(b"".join(lines[:10] + lines[12:]))
-
-    assert read_page_trace(trace).banner == "events are missing or out of order before line 11"
-
-
-def test_a_file_without_an_event_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "none.arbor.jsonl"
-    path.write_text("nothing\n", encoding="utf-8")
-
-    with pytest.raises(TraceError, match="trace-corrupt"):
-        read_page_trace(path)
-
-
-def test_events_that_were_never_written_make_the_same_page(trace: Path) -> None:
-    events = list(fake_run(1))
-    times = [json.loads(line)["t"] for line in trace.read_text(encoding="utf-8").splitlines()]
-
-    recording = page_trace_of("run.arbor.jsonl", zip(times, events, strict=True))
-
-    assert html_page(recording) == html_page(read_page_trace(trace))
-
-
-def test_events_without_an_end_are_incomplete() -> None:
-    assert page_trace_of("run", [(0.0, header())]).banner == "incomplete trace"
-
-
-def test_token_ids_are_counted_and_dropped() -> None:
-    closed = Boundary(0, (5, 6, 7), "abc", "step", -1.0, 0.5, 0.5)
-
-    (record,) = page_trace_of("run", [(0.0, closed)]).records
-
-    assert record["tokens"] == 3 and "ids" not in record
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_a_page_takes_one_run_or_two(count: int) -> None:
-    run = PageTrace("run", ({"e": "end"},))
-
-    with pytest.raises(UsageError, match="view-count"):
-        html_page(*[run] * count)
-
-
-def test_a_page_that_cannot_be_written_says_so(tmp_path: Path) -> None:
-    run = PageTrace("run", ({"e": "end"},))
-
-    with pytest.raises(UsageError, match="output-unwritable"):
-        write_page(tmp_path / "missing" / "page.html", run)
 
 
 def test_a_frame_for_notebooks_cannot_be_left(trace: Path) -> None:

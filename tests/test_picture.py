@@ -6,12 +6,11 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 
-import pytest
 from support.fake_run import fake_run
 
-from arbor.events import KV, Answered, Boundary, Ended, Event, Forwarded, Opened, Terminal
+from arbor.events import KV, Answered, Ended, Event, Forwarded, Opened
 from arbor.trace.fold import Replay
-from arbor.view.picture import MOST_BLOCKS, MOST_POINTS, plain_text, search_picture
+from arbor.view.picture import MOST_BLOCKS, MOST_POINTS, search_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -54,34 +53,6 @@ def test_nothing_in_it_loads_or_runs() -> None:
     assert {each.tag.removeprefix(SVG) for each in ET.fromstring(picture).iter()} <= allowed
 
 
-@pytest.mark.parametrize(
-    "text", ["</title><script>alert(1)</script>", "a&b<c>\"'", "\x00\ud800\u202e"]
-)
-def test_words_are_escaped(text: str) -> None:
-    replay = folded(
-        [
-            opened(0, None, 0),
-            opened(1, 0, 1),
-            Boundary(1, (1,), text, "step", 0.0, 0.0, 0.0),
-            Terminal(1, text),
-            Answered(1, (0, 1), text, 0.5, None),
-        ]
-    )
-
-    picture = search_picture(replay)
-
-    assert "<script" not in picture and picture.isprintable()
-    title = circles(picture)[1].findtext(f"{SVG}title", "")
-    shown = "".join(sign if sign.isprintable() else " " for sign in text).strip()
-    assert title.endswith(f": {shown}" if shown else ": ")
-    picture.encode()
-
-
-def test_a_long_text_is_cut() -> None:
-    assert plain_text("x" * 500, 10) == "x" * 9 + "…"
-    assert plain_text(" a\n\tb ") == "a b"
-
-
 def test_a_large_run_gives_a_small_picture() -> None:
     """A chain of 50 blocks, and thousands of blocks below the root; the answer's path is deep."""
     count = 20_000
@@ -102,23 +73,3 @@ def test_a_large_run_gives_a_small_picture() -> None:
     root = ET.fromstring(picture)
     height = float(root.attrib["viewBox"].split()[3])
     assert height < 400
-
-
-@pytest.mark.parametrize("events", [[], [opened(0, None, 0)], [Ended("error", 0)]])
-def test_hardly_any_run_is_a_picture_too(events: list[Event]) -> None:
-    replay = folded(events)
-
-    assert len(circles(search_picture(replay))) == len(replay.blocks)
-
-
-def test_the_curve_is_scaled_to_what_was_held() -> None:
-    """A budget of up to twice the peak is a line; one far above is only named."""
-    header = next(fake_run(seed=1))
-
-    def picture(budget: int) -> str:
-        header.kv["budget_tokens"] = budget  # type: ignore[union-attr]
-        return search_picture(folded([header, Forwarded("prefill", 1, 1, 1, 1, KV(100), 120, 0.0)]))
-
-    assert "stroke-dasharray" in picture(200) and "budget of 200" in picture(200)
-    assert "stroke-dasharray" not in picture(3_000)
-    assert "at most 120 tokens; the budget of 3,000 lies above the picture" in picture(3_000)

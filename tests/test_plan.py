@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +17,6 @@ from arbor.model.plan import (
     Piece,
     Segment,
     plan_forward,
-    select_rows,
 )
 from arbor.model.sharing import share
 
@@ -156,57 +153,6 @@ def test_any_order_of_segments_is_correct_only_shares_less(
     assert plan.unique_read_tokens >= plan_forward(segments).unique_read_tokens
 
 
-@given(segments=batches())
-def test_what_neighbours_share_is_read_once(segments: list[Segment]) -> None:
-    plan = plan_forward(segments)
-
-    levels = plan.layout(None).levels
-    pieces = {piece.key: len(piece.slots) for s in segments for piece in s.context}
-    tails = sum(len(segment.tail) for segment in segments)
-    assert sum(len(level.kv_indices) for level in levels) == sum(pieces.values()) + tails
-    assert plan.unique_read_tokens == sum(pieces.values()) + tails <= plan.read_tokens
-    assert plan.read_tokens == sum(len(keys) for keys in by_hand(segments, None))
-
-
-@given(segments=batches(), min_saved=st.integers(0, 30))
-def test_a_shared_span_saves_more_reads_than_asked(segments: list[Segment], min_saved: int) -> None:
-    levels = plan_forward(segments, min_saved_reads=min_saved).layout(None).levels
-
-    for level in levels[:-1]:
-        rows, keys = np.diff(level.qo_indptr.numpy()), np.diff(level.kv_indptr.numpy())
-        assert ((rows - 1) * keys > min_saved)[keys > 0].all()
-
-
-@given(segments=batches(), window=windows, data=st.data())
-def test_rows_that_stay_keep_their_keys(
-    segments: list[Segment], window: int | None, data: st.DataObject
-) -> None:
-    plan = plan_forward(segments)
-    chosen = sorted(data.draw(st.sets(st.integers(0, plan.rows - 1), min_size=1)))
-
-    layout = select_rows(plan.layout(window), torch.tensor(chosen), window)
-
-    want = by_hand(segments, window)
-    assert layout.rows == len(chosen)
-    assert keys_of_rows(layout, window) == [want[row] for row in chosen]
-
-
-@given(segments=batches())
-def test_the_batch_lists_every_row_in_order_of_the_segments(segments: list[Segment]) -> None:
-    plan = plan_forward(segments)
-
-    assert plan.rows == sum(segment.rows for segment in segments)
-    assert plan.positions.tolist() == [p for s in segments for p in s.positions.tolist()]
-    assert plan.write.tolist() == [w for s in segments for w in s.write.tolist()]
-    wanted = iter(plan.logit_rows.tolist())
-    end = 0
-    for segment in segments:
-        end += segment.rows
-        rows = [next(wanted) for _ in range(segment.logits)]
-        assert rows == list(range(end - segment.logits, end))
-    assert next(wanted, None) is None
-
-
 def chain(*lengths: int) -> tuple[Piece, ...]:
     """Pieces 0, 1, 2 … of these lengths, one after the other."""
     ends = np.cumsum(lengths)
@@ -234,24 +180,6 @@ def test_blocks_that_the_same_leaves_share_are_one_span() -> None:
 
     assert sizes(plan) == [[18], [1, 1]]
     assert (plan.read_tokens, plan.unique_read_tokens) == (38, 20)
-
-
-def test_a_leaf_outside_a_shared_span_reads_nothing_on_that_level() -> None:
-    root, left = chain(10, 5)
-
-    plan = plan_forward([leaf((root,), 50), leaf((root, left), 51), leaf((root, left), 52)])
-
-    assert sizes(plan) == [[10], [0, 5], [1, 1, 1]]
-    assert plan.unique_read_tokens == 18
-
-
-def test_a_part_of_a_block_is_not_taken_for_the_whole() -> None:
-    (root,) = chain(4)
-    part = Piece((0, 2), root.slots[:2], root.positions[:2])
-
-    plan = plan_forward([leaf((part,), 50), leaf((root,), 51)])
-
-    assert keys_of_rows(plan.layout(None), None) == [[0, 1, 50], [0, 1, 2, 3, 51]]
 
 
 def test_sharing_found_once_serves_the_next_step() -> None:
@@ -286,14 +214,6 @@ def test_a_window_by_index_is_used_only_where_no_position_is_missing() -> None:
     assert wider.levels[0].qo_indptr.tolist() == [0, 1, 2, 3]
 
 
-def test_layouts_are_built_once_per_window() -> None:
-    plan = plan_forward([leaf(chain(6), 50)])
-
-    assert plan.layout(4) is plan.layout(4)
-    assert plan.layout(None) is plan.layout(None)
-    assert set(plan.layouts) == {4, None}
-
-
 def test_sharing_leaves_nothing_to_the_garbage_collector() -> None:
     contexts = [(*chain(4, 5), *chain(9, 1)[1:]), (*chain(4, 5), *chain(12, 2)[1:]), chain(4)]
     gc.collect()
@@ -303,25 +223,3 @@ def test_sharing_leaves_nothing_to_the_garbage_collector() -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
-
-
-def test_a_path_may_fork_as_often_as_it_likes() -> None:
-    """Each segment leaves the path of the next one a block later; recursion would overflow."""
-    path = chain(*[1] * 1500)
-
-    prefix = share([path[: i + 1] for i in range(0, 1500)], [1] * 1500)
-
-    assert len(prefix.levels) == 1499
-
-
-def test_nothing_is_shared_by_one_segment() -> None:
-    assert share([chain(4, 5)], [3]).levels == ()
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_several_rows_of_one_segment_do_not_make_a_span_shared(rows: int) -> None:
-    own = np.arange(50, 50 + rows, dtype=np.int32)
-
-    plan = plan_forward([Segment(chain(9), [1] * rows, np.arange(9, 9 + rows), own, own)])
-
-    assert sizes(plan) == [[9 + rows]]

@@ -8,23 +8,18 @@ import numpy as np
 import pytest
 import torch
 from support.models import Words, build
-from support.trees import GREEDY, QUESTIONS, SAMPLED, Lab, own_logits, relative_error
+from support.trees import QUESTIONS, SAMPLED, Lab, relative_error
 
-from arbor.engine.mode import Rehydrate
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.events import Event, Evicted, Forwarded, Rehydrated, Shared
-from arbor.forest import LEAST_COMMON
-from arbor.memory.prefix_cache import MOST_PREFIXES
+from arbor.events import Event, Evicted, Rehydrated, Shared
 from arbor.memory.stores import LowerRoom
-from arbor.metrics import MetricsFold
 from arbor.model.fetch_costs import FetchCosts
 from arbor.tasks.base import BlockLimits
-from arbor.tree import NO_RECORD, ThoughtTree
+from arbor.tree import ThoughtTree
 
 EXAMPLES = tuple(8 + (7 * i * i + 3 * i) % 80 for i in range(40))
 FIRST, SECOND, THIRD = ((*EXAMPLES, *end) for end in ((9, 3), (60, 2, 71), (9, 41)))
-SHORT = EXAMPLES[: LEAST_COMMON - 1]
 
 
 def growth(length: int = 6) -> Growth:
@@ -96,32 +91,6 @@ def test_a_prompt_that_is_there_already_costs_one_row_for_its_logits() -> None:
 
     assert lab.rows() == len(FIRST) + 1
     is_as_alone(lab, second)
-
-
-def test_prompts_with_little_in_common_share_nothing() -> None:
-    lab = Lab(build("llama"), debug=True)
-    trees = opened(lab, (*SHORT, 9), (*SHORT, 10))
-    extended(lab, *trees)
-
-    assert lab.memory.used == lab.rows() == 2 * LEAST_COMMON
-    assert not any(isinstance(event, Shared) for event in lab.events)
-
-
-def test_a_forward_reads_what_rows_of_several_problems_share_once() -> None:
-    lab = Lab(build("llama"), debug=True)
-    trees = opened(lab, FIRST, SECOND)
-    extended(lab, *trees)
-    lab.events.clear()
-    operations = [lab.begin_grow([(tree.root, 2)], growth()) for tree in trees]
-    run(lab)
-
-    assert all(operation.result() for operation in operations)
-    forwards = [e for e in lab.events if isinstance(e, Forwarded) and e.kind == "decode"]
-    unique = sum(forward.unique_read_tokens for forward in forwards)
-    steps = max(forward.steps for forward in forwards)
-    privately = sum(forward.rows for forward in forwards) * growth().stop.max_tokens
-    prompts = (len(FIRST) + len(SECOND) - len(EXAMPLES)) * steps
-    assert unique <= prompts + privately
 
 
 def test_a_tree_that_goes_leaves_what_others_use() -> None:
@@ -196,17 +165,6 @@ def test_kept_prompts_leave_before_any_block_does() -> None:
     assert not any(isinstance(event, Evicted) for event in lab.events)
 
 
-def test_only_so_many_prompts_are_kept() -> None:
-    lab = Lab(build("llama"))
-    for place in range(MOST_PREFIXES + 3):
-        (tree,) = opened(lab, (place % 80 + 8, *EXAMPLES), pool=8000)
-        extended(lab, tree)
-        lab.close(tree)
-
-    assert len(lab.memory.prefixes) == MOST_PREFIXES
-    assert lab.memory.used == MOST_PREFIXES * (1 + len(EXAMPLES))
-
-
 def test_shared_tokens_leave_last_and_come_back_once() -> None:
     """A path without common tokens that takes nearly all of the pool drives out the shared ones."""
     pool = 70
@@ -255,32 +213,6 @@ def test_two_prompts_want_what_only_one_has_stored(
     assert bool(fetches) == (costs is not DEAR)
     is_as_alone(lab, first)
     is_as_alone(lab, second)
-
-
-@pytest.mark.parametrize("rehydrate", ["selective", "span"])
-def test_a_block_copies_only_what_it_lacks_from_the_records_of_a_sibling(
-    rehydrate: Rehydrate,
-) -> None:
-    """Where whole blocks come back, some of their tokens are on the device already."""
-    lab = Lab(build("llama"), debug=True, rehydrate=rehydrate, lower=LowerRoom(60))
-    tree = lab.plant()
-    (first,) = lab.sprout([(tree.root, 1)], GREEDY, 12)
-    lab.memory.evict(first, np.arange(8))
-    lab.memory.lower.take_moves()
-    (second,) = lab.sprout([(tree.root, 1)], GREEDY, 12)
-    assert first.tokens == second.tokens and second.span.resident.all()
-    assert (first.span.record[:8] != NO_RECORD).all()
-    lab.memory.evict(second, np.array([3, 10]))
-    lab.memory.lower.free(second.span.begin + np.array([3, 10]))
-    lab.memory.lower.take_moves()
-    lab.events.clear()
-
-    (third,) = lab.sprout([(second, 1)], GREEDY)
-
-    fetches = [e for e in lab.events if isinstance(e, Rehydrated) and e.mode == "fetch"]
-    assert [e.nodes for e in fetches] == [((first.id, 1),)]
-    alone = own_logits(build("llama"), tree)
-    assert relative_error(lab.state.logits[third.row], alone[third.id][-1]) < 1e-4
 
 
 def test_shared_tokens_stay_while_the_path_of_one_tree_runs() -> None:
@@ -339,45 +271,6 @@ def test_prompts_keep_what_the_running_tree_uses_and_report_once_what_they_lose(
     assert not third.root.span.resident.any() and not fourth.root.span.resident.any()
 
 
-def test_a_prompt_leaves_once_no_other_one_uses_its_tokens() -> None:
-    lab = Lab(build("llama"), debug=True)
-    first, second, other = opened(lab, FIRST, SECOND, tuple(range(9, 9 + 60)), pool=70)
-    extended(lab, first, second)
-    shown = lab.residency.view.offered([other.root])
-    assert shown.resident.tolist() == [2, 3], "of each what the other one does not use"
-
-    lab.close(second)  # its prompt stays for later ones, until room runs out
-    assert lab.residency.view.offered([other.root]).resident.tolist() == [2]
-    extended(lab, other)
-
-    assert other.root.span.resident.all() and not lab.memory.prefixes
-    assert int(first.root.span.resident.sum()) <= 70 - 60
-    is_as_alone(lab, first)
-
-
-def test_shared_tokens_stay_where_the_others_leave_just_enough_room() -> None:
-    other = tuple(range(9, 9 + 60))
-    lab = Lab(build("llama"), debug=True)
-    first, second, third = opened(lab, FIRST, SECOND, other, pool=len(EXAMPLES) + len(other))
-    extended(lab, first, second)
-    held = slots(first)
-
-    extended(lab, third)
-
-    assert slots(first) == slots(second) == held
-    assert lab.memory.used == len(EXAMPLES) + len(other)
-
-
-def test_lossy_trees_share_nothing() -> None:
-    lab = Lab(build("llama"), mode="lossy", debug=True)
-    trees = [ThoughtTree(FIRST), ThoughtTree(SECOND)]
-    for tree in trees:
-        lab.open(tree, 100, alone=False, pool=200)
-    extended(lab, *trees)
-
-    assert lab.memory.used == len(FIRST) + len(SECOND)
-
-
 def test_a_failed_prefill_takes_back_what_was_to_be_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -403,33 +296,3 @@ def test_a_failed_prefill_takes_back_what_was_to_be_shared(
     extended(lab, *trees)
     for tree in trees:
         is_as_alone(lab, tree)
-
-
-def test_rows_whose_prompts_are_shared_are_greedy_alike() -> None:
-    """The children of two identical prompts, grown in one batch, are the same."""
-    lab = Lab(build("llama"), debug=True)
-    first, second = opened(lab, FIRST, FIRST)
-    extended(lab, first, second)
-    how = Growth(3, GREEDY, StopRule(Words(), BlockLimits((), 6, 8), ()))
-    operations = [lab.begin_grow([(tree.root, 1)], how) for tree in (first, second)]
-    run(lab)
-
-    (one,), (other,) = (operation.result() for operation in operations)
-    assert one.tokens == other.tokens
-    assert not np.intersect1d(one.span.slot, other.span.slot).size
-
-
-def test_shared_tokens_are_counted() -> None:
-    fold = MetricsFold()
-    lab = Lab(build("llama"))
-    (first,) = opened(lab, FIRST)
-    extended(lab, first)
-    lab.listener = fold
-    (second,) = opened(lab, SECOND)
-    extended(lab, second)
-
-    metrics = fold.metrics()
-    assert metrics.tokens_shared == len(EXAMPLES)
-    assert metrics.rows == len(SECOND) - len(EXAMPLES)
-    assert metrics.to_dict()["tokens_shared"] == len(EXAMPLES)
-    assert "tokens_shared" not in MetricsFold().metrics().to_dict()

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from arbor import Solver
-from arbor.budget import Budget, Footprint
 from arbor.cli.option_records import SolverOptions, read_options
 from arbor.cli.solve import solve as command
-from arbor.errors import BudgetInfeasible, UnknownName
-from arbor.events import Opened, Selected, Verified
-from arbor.retention.base import NEVER
-from arbor.retention.future_reads import FutureReads
-from arbor.run.presets import PRESETS, preset
+from arbor.run.presets import preset
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -31,20 +25,6 @@ def test_a_preset_is_the_papers_configuration(name: str) -> None:
     assert (config["sampling"]["temperature"], config["sampling"]["top_p"]) == (0.7, 0.9)
 
 
-def test_self_consistency_is_a_vote_of_chains() -> None:
-    config = Solver(**preset("self-consistency")).config
-
-    assert sorted(PRESETS) == sorted([*SHAPES, "self-consistency"])
-    assert config["controller"] == {"name": "chain", "samples": 40}
-    assert config["aggregate"] == {"name": "majority"}
-    assert (config["sampling"]["temperature"], config["sampling"]["top_k"]) == (0.7, 40)
-
-
-def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(UnknownName, match="config-s"):
-        preset("config-x")
-
-
 @pytest.mark.parametrize(
     "given", [(), ("--mode", "lossy"), ("--mode", "lossy", "--rehydrate", "span")], ids=str
 )
@@ -55,43 +35,3 @@ def test_the_command_and_the_solver_have_the_same_defaults(given: tuple[str, ...
     solver = Solver(mode=options.mode, rehydrate=options.rehydrate)
     assert options.components["policy"] == solver.policy.name
     assert Solver().mode == command.make_context("solve", ["4 5 6 10"]).params["mode"]
-
-
-def test_a_lossy_budget_may_be_smaller_than_a_path_and_says_when_it_is_too_small() -> None:
-    whole = Footprint(200, 16, 6, 100, 4)
-    lossy = Footprint(200, 16, 6, 100, 4, protected_tokens=12)
-    assert (whole.enough_tokens, lossy.enough_tokens) == (300, 20)
-    Budget.parse("20tok").plan(lossy, 64)
-    with pytest.raises(BudgetInfeasible, match="12 protected") as caught:
-        Budget.parse("19tok").plan(lossy, 64)
-    assert caught.value.needed == 20
-
-
-def test_the_smallest_lossy_budget_runs() -> None:
-    with Solver(mode="lossy", policy="streaming", verifier="exact") as solver:
-        smallest = solver.plan("4 5 6 10").enough_tokens
-        metrics = solver.solve("4 5 6 10", budget=f"{smallest}tok").metrics
-    assert 0 < metrics.peak_tokens <= smallest
-    assert metrics.tokens_recomputed == 0
-
-
-def test_uses_say_which_operation_reads_a_block_next() -> None:
-    def opened(node: int, parent: int | None) -> Opened:
-        return Opened(node=node, parent=parent, index=0, depth=0, tokens=1, text="")
-
-    uses = FutureReads.of(
-        [
-            opened(0, None),
-            Selected(((0, 2),)),  # operation 1
-            opened(1, 0),
-            opened(2, 0),
-            Verified("self", (1, 2), (0.5, 0.5), 2, 0.0),  # 2
-            Selected(((2, 1),)),  # 3
-            opened(3, 2),
-            Verified("exact", (3,), (1.0,), 0, 0.0),  # asks nothing
-        ]
-    )
-    ids = np.arange(4)
-    assert uses.after(0, ids).tolist() == [1, 2, 2, NEVER]
-    assert uses.after(2, ids).tolist() == [3, NEVER, 3, NEVER]
-    assert uses.after(3, ids).tolist() == [NEVER] * 4

@@ -7,34 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.letters import LETTERS, Desk, Found, Letters, Listing, Writer, search
-from support.slow_cases import only
+from support.letters import LETTERS, Desk, Found, Listing, Writer, search
 
 from arbor.controllers.base import Expansion
 from arbor.controllers.tot import ToT
 from arbor.engine.mode import Mode, Rehydrate
-from arbor.errors import BudgetInfeasible, UsageError
-from arbor.events import Boundary, Event, Forwarded, Opened, Pruned, Selected
-from arbor.metrics import MetricsFold
+from arbor.errors import UsageError
+from arbor.events import Boundary, Opened, Pruned
 from arbor.run.limits import Limits
-from arbor.run.session import Session
 from arbor.tasks.base import Problem, Proposal
 from arbor.tree import Node, NodeState, ThoughtTree
-from arbor.verifiers.self_eval import SelfEval
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
 ASKED = len("next?")
 NINE = Proposal("next?", 9)
-PROMPT = len("go:")
 SETTINGS: dict[str, Any] = {"generate": "propose", "width": 3, "beam": 2, "stop_value": None}
 PLAIN = ToT(**SETTINGS)
-# the longest path of a search of depth 2: prompt, a thought, a question with its completion
-SMALLEST = PROMPT + 4 + ASKED + 24
 
 
 @functools.cache
@@ -108,87 +100,7 @@ def test_a_question_and_its_completion_are_one_block_that_is_given_up() -> None:
     )
 
 
-def test_sampled_tokens_are_counted_apart_from_given_ones() -> None:
-    fold = MetricsFold()
-    for event in (found := proposed("v1\nv2\n.")).events:
-        fold(event)
-    metrics = fold.metrics()
-
-    assert metrics.tokens_generated == len("v1\nv2\n.")
-    assert metrics.tokens_given == ASKED + 2 * len("v1\n")
-    assert metrics.tree_tokens == found.outcome.tree.tokens
-    computed = sum(e.rows for e in found.events if isinstance(e, Forwarded))
-    assert computed == found.outcome.tree.tokens, "each token is computed once"
-
-
-def test_a_line_may_be_an_answer() -> None:
-    found = proposed("v1\nyes!\n.", depth=3)
-
-    first, second = children(found)
-    assert [first.state, second.state] != [NodeState.TERMINAL] * 2
-    assert second.state is NodeState.TERMINAL
-    assert found.outcome.answer == "yes"
-
-
-def test_levels_grow_from_the_best_lines() -> None:
-    lists = {"": "v1\nv9\nv5\n.", "v9\n": "a!\nv9\n.", "v5\n": "."}
-
-    found = proposed(lambda thoughts: lists["".join(thoughts)], depth=2)
-
-    assert texts(children(found)) == ["v1\n", "v9\n", "v5\n"]
-    assert texts(children(found, [2])) == ["a!\n", "v9\n"]
-    assert children(found, [3]) == []
-    assert found.problems == []
-    selected = [e.leaves for e in found.events if isinstance(e, Selected)]
-    assert selected == [((0, 3),), ((3, 3), (4, 3))]
-
-
-def test_a_level_without_lines_ends_the_search() -> None:
-    found = proposed(".", depth=3)
-
-    assert found.outcome.status == "exhausted"
-    assert len([e for e in found.events if isinstance(e, Selected)]) == 1
-
-
-def test_a_depth_first_search_goes_back_where_nothing_is_proposed() -> None:
-    lists = {"": "v9\nv5\n.", "v9\n": ".", "v5\n": "b!\n."}
-
-    controller = ToT(strategy="dfs", **SETTINGS)
-    found = proposed(lambda thoughts: lists["".join(thoughts)], controller, depth=2)
-
-    assert found.outcome.answer == "b"
-    assert found.problems == []
-
-
 # The tree
-
-
-def _written(seed: int) -> Writer:
-    """A list for each state: of one to four thoughts, some of them equal, some long."""
-
-    def write(thoughts: list[str]) -> str:
-        random = np.random.default_rng([seed, *map(ord, "".join(thoughts))])
-        words = ["v9", "v5", "v1", "w", "long one", "!"]
-        return "\n".join(random.choice(words, random.integers(1, 5))) + "\n."
-
-    return write
-
-
-def shape(found: Found) -> list[Any]:
-    return [(n.key, tuple(n.tokens), n.given, n.state, n.value, n.text) for n in found.outcome.tree]
-
-
-@settings(max_examples=10)
-@given(seed=st.integers(0, 3), slots=st.integers(SMALLEST + 4, 110), strategy=st.booleans())
-def test_any_feasible_budget_gives_the_same_tree(seed: int, slots: int, strategy: bool) -> None:
-    controller = ToT(strategy="bfs" if strategy else "dfs", **SETTINGS)
-    want = proposed(_written(seed), controller, depth=3)
-
-    found = proposed(_written(seed), controller, depth=3, slots=slots)
-
-    assert shape(found) == shape(want)
-    assert found.problems == want.problems == []
-    assert desk().memory.peak <= slots
 
 
 @settings(max_examples=30)
@@ -204,86 +116,7 @@ def test_any_completion_gives_distinct_thoughts(completion: str, width: int) -> 
         assert "".join(each.text.split("\n")) in completion
 
 
-@pytest.mark.parametrize("rehydrate", ["selective", "span", "off"])
-@pytest.mark.parametrize("slots", [36, 60, 200])
-def test_a_lossy_search_proposes_too(rehydrate: Rehydrate, slots: int) -> None:
-    lossy = desk("lossy", rehydrate)
-
-    found = proposed(_written(1), depth=3, slots=slots, desk=lossy)
-
-    # the lists are scripted, so the thoughts are those of any search
-    assert shape(found) == shape(proposed(_written(1), depth=3))
-    assert found.problems == []
-
-
-def test_a_question_that_grows_has_a_shorter_completion() -> None:
-    lists = {"": "v9\n" * 5 + "v8\n.", "v9\n": "v7\n" * 9}
-    task = Listing(longest=19, quotes=True)
-
-    found = proposed(lambda each: lists.get("".join(each), "."), depth=2, task=task)
-
-    first, second = [n for n in found.outcome.tree if 0 < n.given < len(n.tokens)][:2]
-    assert (first.given, len(first.tokens)) == (ASKED, ASKED + 19)
-    assert (second.given, len(second.tokens)) == (ASKED + 3, ASKED + 19)
-
-
-def test_a_question_without_room_for_a_completion_is_refused() -> None:
-    task, controller = Listing(longest=2, quotes=True), ToT(threshold=-1.0, **SETTINGS)
-
-    with pytest.raises(UsageError, match="fewer than 7 tokens") as caught:
-        proposed("9\n", controller, depth=2, task=task)
-
-    assert caught.value.code == "task-answer"
-
-
 # Limits and interruptions
-
-
-def test_an_expansion_that_proposes_counts_as_one() -> None:
-    found = proposed(_written(0), limits=Limits(3, max_expansions=2))
-
-    assert sum(len(e.leaves) for e in found.events if isinstance(e, Selected)) == 2
-    assert found.outcome.limit == "max_expansions"
-
-
-def test_only_sampled_tokens_count_for_the_limit_of_tokens() -> None:
-    lists = "v9\nv8\nv7\n."  # 10 tokens
-    found = proposed(lists, limits=Limits(5, max_tokens=35))
-
-    # the first is not limited; 25 tokens have room for two more; then 5 have room for none
-    selected = [e.leaves for e in found.events if isinstance(e, Selected)]
-    assert [len(leaves) for leaves in selected] == [1, 2]
-    assert [width for leaves in selected for _, width in leaves] == [3, 3, 3]
-    assert found.outcome.limit == "max_tokens"
-
-
-@pytest.mark.parametrize("slots", [SMALLEST + 4, pytest.param(4096, marks=pytest.mark.slow)])
-def test_an_interruption_leaves_nothing_open(slots: int) -> None:
-    whole = proposed(_written(2), depth=3, slots=slots)
-    for at in range(2, len(whole.events), 5):
-        left = [at]
-
-        def hear(event: Event, session: Session, left: list[int] = left) -> None:
-            left[0] -= 1
-            if not left[0]:
-                session.stop("interrupted")
-
-        found = proposed(_written(2), depth=3, slots=slots, heard=hear)
-
-        assert found.problems == []
-        assert {node.state for node in found.outcome.tree}.isdisjoint({NodeState.OPEN})
-        assert desk().memory.used_by(found.outcome.tree) <= slots
-        for node in found.outcome.tree:
-            asked = 0 < node.given < len(node.tokens)
-            assert not (asked and node.span.resident.any())
-
-
-def test_a_budget_below_the_smallest_is_refused_and_leaves_nothing() -> None:
-    with pytest.raises(BudgetInfeasible) as caught:
-        proposed("v9\n.", depth=1, slots=PROMPT + ASKED)
-
-    assert caught.value.needed == PROMPT + ASKED + 1
-    assert [node.id for node in desk().tree] == [0]
 
 
 # Searches without rounds, and plug-ins
@@ -331,75 +164,6 @@ class RacingSearch:
         return [node for node in self.tree if node.state is NodeState.TERMINAL]
 
 
-def heard_by(found: Found) -> Any:
-    checked: Any = found.session._search
-    return checked._search.heard
-
-
-@pytest.mark.parametrize("slots", only([70], [SMALLEST + 4, 70, 90, 130]))
-@pytest.mark.parametrize("limits", [Limits(3), Limits(3, max_tokens=60)])
-def test_a_search_without_rounds_hears_the_same_at_any_budget(slots: int, limits: Limits) -> None:
-    want = proposed(_written(3), Racing(), limits=limits)
-
-    found = proposed(_written(3), Racing(), limits=limits, slots=slots)
-
-    def thoughts(found: Found) -> list[Any]:
-        return sorted((n.key, n.text) for n in found.outcome.tree)
-
-    assert thoughts(found) == thoughts(want)
-    assert heard_by(found) == heard_by(want)
-    assert len(heard_by(want)) > 2
-    assert want.outcome.limit == (None if limits.max_tokens is None else "max_tokens")
-    assert found.problems == want.problems == []
-
-
-def test_the_clock_of_a_search_without_rounds_counts_sampled_tokens() -> None:
-    # the question after bbb is longer, and its list shorter; the last two lists end at one time
-    lists = {"": "a\nbbb\n.", "a\n": "v1\nv2\n.", "bbb\n": "v3!\n."}
-    lists |= {"a\nv1\n": "\n\n.", "a\nv2\n": "!\n."}
-    task = Listing(quotes=True)
-
-    found = proposed(lambda each: lists["".join(each)], Racing(), depth=3, task=task)
-
-    text = {node.key: node.text for node in found.outcome.tree}
-    reported = [[text[key] for key in keys] for keys in heard_by(found)]
-    assert reported == [["a\n", "bbb\n"], ["v3!\n"], ["v1\n", "v2\n"], ["!\n"]]
-
-
-def test_the_outlook_holds_thoughts_that_wait_for_the_verifier_and_no_questions() -> None:
-    task = Listing(verdicts={"y": 1.0, "n": 0.0})
-    asked: list[set[int]] = []
-    waiting: list[set[int]] = []
-
-    def look(event: Event, session: Session) -> None:
-        if not isinstance(event, Boundary) or session._search is None:
-            return
-        outlook = set(desk().opened.run.outlook())
-        question = event.given < len(event.ids)
-        (asked if question else waiting).append(outlook)
-
-    found = proposed("v9\nv5\n.", depth=2, task=task, verifier=SelfEval(), heard=look)
-
-    assert asked and not set().union(*asked)
-    thoughts = {n.id for n in found.outcome.tree if n.given and n.given == len(n.tokens)}
-    assert set().union(*waiting) == thoughts
-
-
-@pytest.mark.parametrize(
-    "controller", [Racing(declared=0), Racing(declared=1), Racing(generate="dream")]
-)
-def test_a_controller_proposes_only_as_declared(controller: Racing) -> None:
-    with pytest.raises(UsageError, match="answered 'ask'") as caught:
-        proposed("v9\nv8\n.", controller, depth=3)
-    assert caught.value.code == "controller-answer"
-
-
-@pytest.mark.parametrize("declared", [-1, 1.5, None])
-def test_what_a_controller_declares_is_a_number(declared: Any) -> None:
-    with pytest.raises(UsageError, match="answered 'most_proposals'"):
-        proposed("v9\n.", Racing(declared=declared))
-
-
 @dataclass(frozen=True)
 class Wrong(Listing):
     """Wrong answers.
@@ -435,10 +199,3 @@ def test_a_task_s_wrong_answer_is_refused(task: Wrong) -> None:
     with pytest.raises(UsageError, match="answered 'proposal") as caught:
         proposed("v9\n.", task=task)
     assert caught.value.code == "task-answer"
-
-
-def test_a_task_may_be_given_no_lines_it_likes() -> None:
-    found = proposed("v9\n.", task=Wrong(lines=["", "a\n", ""]))
-
-    assert texts(children(found)) == ["a\n"]
-    assert Letters().encode("a\n") == children(found)[0].tokens

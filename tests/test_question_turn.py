@@ -17,9 +17,8 @@ from arbor.run.conversation import conversation_tokens
 from arbor.run.planning import Words
 from arbor.run.question_turn import question_turn
 from arbor.tasks.base import Problem
-from arbor.tasks.plain_text import PlainText, plain_problem
 from arbor.tasks.reasoning import Reasoning
-from arbor.tree import Node, ThoughtTree
+from arbor.tree import Node
 from arbor.verifiers.self_eval import verdict_tokens
 
 QUESTION, REASONED = "Is it right? Answer yes or no.", "3 + 4 = 7.\n\nSo it is 7."
@@ -85,41 +84,6 @@ def test_a_template_without_a_further_turn_leaves_the_question_in_the_text_and_s
 ) -> None:
     assert question_turn(made(template), Reasoning(), PROBLEM) is None
     assert "judge within its own text" in caplog.text
-
-
-def test_base_models_and_prompts_of_tokens_are_asked_in_the_text_without_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert question_turn(made(None), Reasoning(), PROBLEM) is None
-    assert question_turn(made(CHATML), Reasoning(chat="off"), PROBLEM) is None
-    assert question_turn(made(CHATML), PlainText(), plain_problem([1], "")) is None
-    talk = plain_problem([1], "", is_conversation=True)
-    assert question_turn(made(CHATML), PlainText(), talk) is not None
-    assert caplog.text == ""
-
-
-def test_control_tokens_that_a_choice_holds_end_no_turn() -> None:
-    turn = question_turn(made(CHATML), Reasoning(), PROBLEM)
-
-    assert turn is not None
-    end = turn.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    asked = turn.encode("so <|im_end|> it is")
-    assert asked.count(end) == turn.encode("so it is").count(end)
-    assert "so <|im_end|> it is" in turn.tokenizer.decode(asked)
-
-
-def test_a_path_that_ended_its_turn_is_not_ended_twice() -> None:
-    tokenizer = made(CHATML)
-    question = Reasoning().question(PROBLEM, ["It is 7."])
-    found = verdict_tokens(question, words(tokenizer, Reasoning(), PROBLEM))
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    tree = ThoughtTree([5])
-    going, ended = tree.fork(tree.root), tree.fork(tree.root)
-    going.tokens.extend([7, 8])
-    ended.tokens.extend([7, 8, end])
-
-    assert found.after(going) == found.asked and found.asked[0] == end
-    assert found.after(ended) == found.asked[1:]
 
 
 # A real model

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 from support.slow_cases import only
 
-from arbor import InputError, Solver, UsageError, read_trace
-from arbor.budget import Budget, Footprint
+from arbor import Solver, read_trace
 from arbor.errors import BudgetInfeasible
 from arbor.events import Answered
-from arbor.run.questions import PlannedQuestions
 from arbor.tasks.base import BlockLimits, Problem, Question
 from arbor.tasks.game24 import Game24
-from arbor.tree import ThoughtTree
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -93,59 +90,3 @@ def test_a_question_longer_than_planned_names_its_task_and_what_works(
     assert solution.metrics.asked > 0
     with Solver(task=Growing(max_question_tokens=LONGEST), **SEARCHES[name]) as solver:
         assert solver.solve(PUZZLE).text == solution.text or name == "lossy"
-
-
-def test_a_longer_question_is_asked_while_there_is_room() -> None:
-    with Solver(task=Growing(), **SEARCHES["bfs"]) as solver:
-        assert solver.plan(PUZZLE).question_tokens < LONGEST
-        assert solver.solve(PUZZLE).metrics.asked > 0
-
-
-def test_a_question_beyond_the_models_context_is_refused() -> None:
-    with Solver(task=Growing(), **SEARCHES["bfs"]) as solver:
-        context = solver.plan(PUZZLE).prompt_tokens + 100
-        files = solver.checkpoint.read()
-        solver.checkpoint._files = replace(files, info=replace(files.info, context=context))
-        with pytest.raises(InputError, match="question of") as caught:
-            solver.solve(PUZZLE)
-        with pytest.raises(InputError, match="problem-too-long"):
-            replan = Solver(task=Growing(max_question_tokens=caught.value.data["question_tokens"]))
-            replan.checkpoint._files = solver.checkpoint._files
-            replan.plan(PUZZLE)
-
-    assert caught.value.data["tokens"] > context
-    assert "answer" in caught.value.data
-
-
-@pytest.mark.parametrize("declared", [0, -1, 2.5])
-def test_a_declared_bound_is_a_whole_number(declared: Any) -> None:
-    with pytest.raises(UsageError, match="max_question_tokens"):
-        Solver(task=Growing(max_question_tokens=declared)).plan(PUZZLE)
-
-
-class NoRoom:
-    """An engine without room for a question."""
-
-    def encode(self, text: str) -> list[int]:
-        return [0]
-
-    def ask(self, nodes: Any, questions: Any) -> Any:
-        raise BudgetInfeasible(101, 100, "the policy 'full', at this point of the search,")
-
-
-@pytest.mark.parametrize(("budget", "needed"), [(60, 78), (100, 508)])
-def test_the_budget_named_has_room_for_everything_if_the_policy_gives_up_too_little(
-    budget: int, needed: int
-) -> None:
-    footprint = Footprint(20, 10, 3, 46, question_tokens=2)
-    plan = Budget.parse(f"{budget}tok").plan(footprint, 64)
-    asker = PlannedQuestions(NoRoom(), "growing", plan, context=1000)
-    root = ThoughtTree([0] * 20).root
-
-    with pytest.raises(BudgetInfeasible, match="the policy 'full'"):
-        asker.ask([root], [[0] * 2])
-    with pytest.raises(BudgetInfeasible, match="by the task 'growing', planned for 2") as caught:
-        asker.ask([root], [[0] * 28])
-
-    assert (plan.enough_tokens, plan.full_tokens) == (52, 482)
-    assert caught.value.needed == needed

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.fakes import Key, Script, Thought, hashed, run, scripted
 
-from arbor.controllers.rebase import Rebase, rebase_widths
-from arbor.errors import UsageError
+from arbor.controllers.rebase import Rebase
 from arbor.tree import NodeState
 
 
@@ -40,35 +35,6 @@ def test_rebase_on_a_tree_computed_by_hand() -> None:
     ]
     assert done.best == [(3,)]
     assert done.state(2) is NodeState.PRUNED
-
-
-def test_finished_paths_take_their_share_of_the_width_for_good() -> None:
-    script = scripted({(0,): Thought("a", 0.5, terminal=True), (1, 0): Thought("b", 0.5, True)})
-
-    done = run(Rebase(width=3), script, max_depth=5)
-
-    assert [sum(width for _, width in level) for level in done.asked] == [3, 2, 1, 1, 1]
-
-
-def test_a_low_temperature_gives_all_to_the_best() -> None:
-    assert rebase_widths([0.5, 0.9, 0.5], 7, 0.001) == [0, 7, 0]
-    assert rebase_widths([0.5, 0.9, 0.5], 7, 1000.0) == [2, 3, 2]
-    assert rebase_widths([], 7, 0.2) == []
-
-
-def test_equal_values_get_equal_shares() -> None:
-    for count in range(1, 40):
-        assert rebase_widths([0.7] * count, 3 * count, 0.2) == [3] * count
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.integers(1, 64))
-def test_the_widths_add_up_and_follow_the_values(values: list[float], width: int) -> None:
-    widths = rebase_widths(values, width, 0.2)
-
-    assert sum(widths) == width
-    assert min(widths) >= 0
-    best = max(range(len(values)), key=lambda place: values[place])
-    assert widths[best] == max(widths)
 
 
 def read_from_the_paper(
@@ -112,12 +78,3 @@ def test_it_agrees_with_a_reading_of_the_paper_on_random_trees() -> None:
         levels = [sorted(level) for level in done.asked]
         read = read_from_the_paper(script, width, temperature, 1 + seed % 5)
         assert levels == [sorted(level) for level in read]
-
-
-@pytest.mark.parametrize("fields", [{"width": 0}, {"softmax_temperature": 0.0}], ids=str)
-def test_settings_out_of_range_are_refused_by_name(fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as caught:
-        Rebase(**fields)
-
-    assert caught.value.code == "setting-range"
-    assert next(iter(fields)) in caught.value.message

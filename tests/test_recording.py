@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 
 import pytest
 from support.fake_run import fake_run
 
 from arbor.run.recording import PACK_EVENTS, Recording
-from arbor.trace.fold import Replay
 
 
 def ticking() -> Iterator[float]:
@@ -42,21 +40,6 @@ def test_events_come_back_as_they_were(count: int, closed: bool) -> None:
     assert recording.events == count and recording.whole
 
 
-def test_what_comes_after_the_end_is_not_kept() -> None:
-    recording = recorded(3)
-    recording.close()
-    recording.close()
-    recording(next(fake_run(seed=1)))
-
-    assert len(list(recording)) == 3
-
-
-def test_packed_events_take_a_fraction_of_their_trace() -> None:
-    recording = recorded(4 * PACK_EVENTS)
-
-    assert 0 < recording.bytes < 100 * recording.events
-
-
 def test_beyond_the_limit_nothing_is_kept_and_events_are_counted() -> None:
     whole = recorded(3 * PACK_EVENTS)
     most = whole.bytes
@@ -67,18 +50,3 @@ def test_beyond_the_limit_nothing_is_kept_and_events_are_counted() -> None:
 
     assert not beyond.whole and list(beyond) == [] and beyond.bytes == 0
     assert beyond.events == 5 * PACK_EVENTS
-
-
-def test_a_recording_travels_between_processes() -> None:
-    recording = Recording()
-    for event in fake_run(seed=1):
-        recording(event)
-    recording.close()
-
-    again = pickle.loads(pickle.dumps(recording))
-    replay = Replay()
-    for seconds, event in again:
-        replay.feed(event, seconds)
-
-    assert list(again) == list(recording)
-    assert replay.ended is not None and replay.problems == []

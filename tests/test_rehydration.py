@@ -119,41 +119,6 @@ def test_a_path_with_any_holes_comes_back_in_one_forward_over_the_missing_tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10)
-@given(data=st.data())
-def test_several_paths_come_back_in_the_forward_that_asks_them(
-    name: str, data: st.DataObject
-) -> None:
-    lab = whole(laboratory(name))
-    own = reference(name)
-    missing = holes(lab.tree, data, list(lab.tree))
-    for node in lab.tree:
-        evict(lab, node, missing[node.id])
-    leaves = leaves_of(lab.tree)
-    chosen = data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=4))
-    questions = [data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=3)) for _ in chosen]
-
-    answers = lab.ask(chosen, questions)
-
-    paths = lab.tree.paths(chosen)
-    count = sum(len(missing[node.id]) for node in paths)
-    assert rows_of(lab) == [(1, count + sum(len(question) for question in questions))]
-    for leaf in chosen:
-        assert kv_error(stored(lab, leaf.path), prefilled(lab, path_ids(leaf))) < KV_TOLERANCE
-    for leaf, question, answer in zip(chosen, questions, answers, strict=True):
-        want = path_logits(own, [*path_ids(leaf), *question])[-1]
-        assert relative_error(answer, want) < KV_TOLERANCE
-    others = [node for node in lab.tree if node not in paths]
-    assert all(np.flatnonzero(~node.span.resident).tolist() == missing[node.id] for node in others)
-
-
-@functools.cache
-def reference(name: str) -> torch.nn.Module:
-    model: torch.nn.Module = build(name)
-    return model
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_growing_a_dropped_leaf_gives_the_tokens_of_full_retention(name: str) -> None:
     lab = Lab(build(name), debug=True)
     want = [node.tokens for node in lab.sprout([(leaves_of(grown(lab)[0])[-1], 2)])]
@@ -238,15 +203,6 @@ def test_filling_only_the_holes_would_leave_the_tokens_written_over_them_wrong(l
     undo(lab, child)
 
 
-def test_rehydration_with_incomplete_ancestors_is_wrong(lab: Lab) -> None:
-    leaf = leaves_of(lab.tree)[0]
-    want = prefilled(lab, path_ids(leaf))
-
-    alone = prefilled(lab, leaf.tokens, range(leaf.start, leaf.end))
-
-    assert kv_error(alone, [x[leaf.start :] for x in want]) > 1e-2
-
-
 def test_no_path_is_left_short_by_a_part_of_another_one(lab: Lab) -> None:
     first, second = leaves_of(lab.tree)[:2]
     for leaf in (first, second):
@@ -257,40 +213,6 @@ def test_no_path_is_left_short_by_a_part_of_another_one(lab: Lab) -> None:
 
     lab.memory.check()
     assert not lab.memory.pending
-
-
-def test_tokens_that_come_back_lie_next_to_those_before_them() -> None:
-    lab = Lab(build("llama"), debug=True)
-    tree = lab.plant()
-    first, _, last = lab.sprout([(tree.root, 3)])
-    evict(lab, first, [0])  # which leaves the first free slots
-    evict(lab, first, [1])
-    evict(lab, last, [2, 3])
-
-    lab.extend(last)
-
-    assert (np.diff(last.span.slot) == 1).all()
-
-
-def test_a_complete_path_runs_nothing(lab: Lab) -> None:
-    for leaf in leaves_of(lab.tree):
-        lab.extend(leaf)
-
-    assert lab.events == []
-
-
-def test_greedy_growth_after_scattered_holes_follows_the_models_own_argmax(lab: Lab) -> None:
-    leaf = leaves_of(lab.tree)[2]
-    for number, node in enumerate(leaf.path):
-        evict(lab, node, range(number % 2, len(node.tokens), 2))
-
-    (child,) = lab.sprout([(leaf, 1)], GREEDY)
-
-    logits = path_logits(reference(lab.runner.config.model_type), path_ids(child))[
-        child.start - 1 : child.end - 1
-    ]
-    assert child.tokens == logits.argmax(-1).tolist()
-    undo(lab, child)
 
 
 def hidden_search(slots: int) -> tuple[Lab, list[Tensor], list[list[int]]]:
@@ -334,14 +256,6 @@ def test_what_a_search_does_without_a_block_does_not_depend_on_the_budget() -> N
         for got, want in zip(again, answers, strict=True):
             assert relative_error(got, want) < 1e-5
         assert any(isinstance(event, Rehydrated) for event in small.events)
-
-
-def test_what_was_grown_without_a_block_is_computed_again_with_it() -> None:
-    lab, answers, _ = hidden_search(4096)
-    second = lab.tree[4]
-    want = path_logits(build("llama"), [*path_ids(second), 7, 8])[-1]
-    assert relative_error(answers[2][1], want) < 1e-5
-    assert relative_error(answers[1][1], want) > 1e-3
 
 
 def test_in_span_mode_a_block_that_lacks_a_token_is_computed_whole_and_no_other() -> None:

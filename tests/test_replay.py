@@ -6,19 +6,16 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.run_cli import in_process, spawn
+from support.run_cli import in_process
 from support.slow_cases import every
 
 from arbor import Solver
-from arbor.errors import BudgetInfeasible, TraceError
-from arbor.events import Boundary, Event, Header, Opened, Rehydrated, Selected, Verified
-from arbor.measure.replay import Recording, replay, replay_smallest
+from arbor.events import Boundary, Event
+from arbor.measure.replay import Recording, replay
 from arbor.metrics import Metrics
 from arbor.model.loading import BUILTIN
-from arbor.retention.msve import MSVE
 from arbor.run.callbacks import StopSearch
 from arbor.trace.fold import Replay
 from arbor.trace.read import read_trace
@@ -63,11 +60,6 @@ def tokenizer() -> object:
         return solver.tokenizer
 
 
-def tight(record: Recording, tokenizer: object) -> int:
-    """The smallest budget the search runs in."""
-    return replay_smallest(record, tokenizer, policy="lru", slots=10)[0]
-
-
 @pytest.mark.parametrize("search", every(3, SEARCHES))
 def test_a_replay_has_the_counters_of_a_run(search: dict[str, object], tokenizer: object) -> None:
     whole, events = live(search)
@@ -81,52 +73,6 @@ def test_a_replay_has_the_counters_of_a_run(search: dict[str, object], tokenizer
         again = replay(record, tokenizer, policy=policy, slots=slots)
         assert counters(again) == counters(run)
         assert again.evicted_tokens > 0
-
-
-def test_a_replay_weighs_blocks_as_the_recorded_run_did(tokenizer: object) -> None:
-    worst_first = MSVE((-9.0, 0.0, 0.0), 4.0)
-    search: dict[str, object] = {"controller": {"name": "tot", "beam": 3, "width": 6}}
-    run, events = live(search, budget="115tok", policy="kkt", msve=worst_first)
-    record = Recording.of(events)
-
-    again = replay(record, tokenizer, policy="kkt", slots=115)
-    otherwise = replay(record, tokenizer, policy="kkt", slots=115, msve=MSVE((9.0, 0.0, 0.0), -4.0))
-
-    def moved(metrics: Metrics) -> tuple[int, ...]:  # which tokens of a block stay needs attention
-        return metrics.tokens_recomputed, metrics.evicted_tokens, metrics.evictions, metrics.steps
-
-    assert moved(again) == moved(run)
-    assert moved(otherwise) != moved(run)
-
-
-def test_spans_cost_more_than_missing_tokens(tokenizer: object) -> None:
-    record = Recording.of(live(SEARCHES[1])[1])
-    slots = tight(record, tokenizer)
-    cost = {
-        mode: replay(record, tokenizer, policy="uniform", slots=slots, rehydrate=mode)
-        for mode in ("selective", "span")
-    }
-    assert cost["selective"].tokens_recomputed < cost["span"].tokens_recomputed
-    assert cost["selective"].tokens_generated == cost["span"].tokens_generated
-
-
-@pytest.mark.parametrize("search", every(3, SEARCHES))
-def test_the_clairvoyant_is_the_bound_up_to_the_order_of_waves(
-    search: dict[str, object], tokenizer: object
-) -> None:
-    metrics, events = live(search)
-    record = Recording.of(events)
-    smallest = tight(record, tokenizer)
-    worse = 0
-    half = max(smallest, (smallest + metrics.peak_tokens) // 2)
-    for slots in {smallest, smallest + 15, half}:
-        cost = {
-            policy: replay(record, tokenizer, policy=policy, slots=slots).tokens_recomputed
-            for policy in ("belady", "reentry", "lru", "uniform", "random")
-        }
-        assert cost["belady"] <= 1.1 * min(cost.values())
-        worse += max(cost.values()) > cost["belady"]
-    assert worse or search is SEARCHES[2]  # hardly wider than a path
 
 
 def test_a_run_that_was_cut_short_is_replayed_up_to_its_last_whole_round(
@@ -157,71 +103,6 @@ def test_a_run_that_was_cut_short_is_replayed_up_to_its_last_whole_round(
             shorter = again.tokens_generated < solution.metrics.tokens_generated
             assert shorter == cut
     assert {(True, 0), (False, 1), (True, 1)} <= rounds
-
-
-def test_a_round_that_the_limit_on_tokens_made_narrower_is_replayed(tokenizer: object) -> None:
-    search: dict[str, object] = {"controller": {"name": "tot", "beam": 3, "width": 6}}
-    events: list[Event] = []
-    with Solver(listeners=(events.append,), **search) as solver:
-        solution = solver.solve("4 5 6 10", max_tokens=130)
-
-    again = replay(Recording.of(events), tokenizer, policy="lru", slots=4096)
-    assert (solution.limit, again.rounds) == ("max_tokens", 2)
-    assert again.tokens_generated == solution.metrics.tokens_generated
-    whole, second = [e.leaves for e in events if isinstance(e, Selected)]
-    assert [width for _, width in whole] == [6]
-    assert len(second) < 3 or second[-1][1] < 6, "the second round is cut"
-
-
-@pytest.mark.usefixtures("loads_itself")
-def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(
-    monkeypatch: pytest.MonkeyPatch, tokenizer: Any
-) -> None:
-    often = tokenizer.encode("4 - 4", add_special_tokens=False)[1]
-    monkeypatch.setattr("arbor.model.weights.eos_ids", lambda model, tokenizer: (often,))
-    events: list[Event] = []
-    with Solver(
-        task="reasoning",
-        step_tokens=12,
-        max_depth=3,
-        sampling={"temperature": 1.5},
-        listeners=(events.append,),
-        controller={"name": "chain", "samples": 8},
-    ) as solver:
-        run = solver.solve("What is 4 - 1?").metrics
-    assert any(isinstance(e, Boundary) and e.stop == "eos" for e in events)
-
-    again = replay(Recording.of(events), tokenizer, policy="lru", slots=4096)
-    assert again.nodes == run.nodes
-
-
-def test_a_replay_reports_its_events(tokenizer: object) -> None:
-    record = Recording.of(live(SEARCHES[0])[1])
-    heard: list[Event] = []
-    replay(record, tokenizer, policy="kkt", slots=tight(record, tokenizer), listen=heard.append)
-
-    assert any(isinstance(event, Rehydrated) for event in heard)
-    assert any(isinstance(event, Selected) for event in heard)
-
-
-def test_a_replay_that_runs_out_of_budget_leaves_no_contradiction(tokenizer: object) -> None:
-    record = Recording.of(live(SEARCHES[1])[1])
-    fold = Replay()
-    with pytest.raises(BudgetInfeasible) as caught:
-        replay(record, tokenizer, policy="full", slots=tight(record, tokenizer), listen=fold)
-
-    assert fold.problems == []
-    assert fold.open_blocks == 0
-    assert fold.answered is not None
-    assert "answer" in caught.value.data
-
-
-def test_what_cannot_be_replayed_is_said(tokenizer: object) -> None:
-    events = live(SEARCHES[0])[1]
-    with pytest.raises(TraceError, match="trace-replay"):
-        Recording.of(events[1:])
-    with pytest.raises(BudgetInfeasible):
-        replay(Recording.of(events), tokenizer, policy="lru", slots=20)
 
 
 def test_the_command_compares_policies_on_a_trace(
@@ -307,45 +188,3 @@ def test_a_block_with_a_strange_id_is_one_error(
     assert code.code == 4
     assert code.err.startswith("arbor: error: [trace-replay] the trace is inconsistent: ")
     assert said in code.err and len(code.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("token", [-7, 2**40])
-def test_a_token_that_no_model_has_is_one_error(token: int) -> None:
-    events = live(SEARCHES[0])[1]
-    at = next(i for i, event in enumerate(events) if isinstance(event, Boundary))
-    ids = (token, *events[at].ids[1:])
-    changed = [*events[:at], dataclasses.replace(events[at], ids=ids), *events[at + 1 :]]
-
-    with pytest.raises(TraceError, match=r"trace-replay.* has a token id outside 0 to 16,777,215"):
-        Recording.of(changed)
-
-
-def test_a_block_without_tokens_is_one_error() -> None:
-    """Without the end and its counters, nothing else in the trace contradicts the block."""
-    kept = (Header, Opened, Boundary, Verified, Selected)
-    events = [event for event in live(SEARCHES[0])[1] if isinstance(event, kept)]
-    at = next(i for i, event in enumerate(events) if isinstance(event, Boundary))
-    changed = [*events[:at], dataclasses.replace(events[at], ids=()), *events[at + 1 :]]
-
-    with pytest.raises(TraceError, match=r"trace-replay.*block 1 has no tokens"):
-        Recording.of(changed)
-
-
-def test_the_command_imports_no_transformers_and_gives_the_same_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trace = str(tmp_path / "run.arbor.jsonl")
-    with Solver(controller={"name": "tot", "beam": 2, "width": 3}) as solver:
-        solver.solve("4 5 6 10", trace=trace)
-    arguments = ("replay", trace, "--policy", "lru", "--budget", "0.5", "--json")
-    code = (
-        "import sys; from arbor.cli import main; ended = main(sys.argv[1:])\n"
-        "sys.exit(99 if 'transformers' in sys.modules else ended)"
-    )
-
-    with spawn(*arguments, code=code) as process:
-        out, err = process.communicate(timeout=60)
-    monkeypatch.setattr("arbor.model.description_cache.kept_description", lambda *given: None)
-
-    assert (process.returncode, err) == (0, b"")
-    assert json.loads(out) == in_process(capsys)(*arguments).document

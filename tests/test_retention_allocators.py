@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.offers import SEEDS, AtMost, offer, permuted, room_for
+from support.offers import SEEDS, AtMost, offer, room_for
 
-from arbor.errors import UsageError
 from arbor.papers.ams.ams import AMS
 from arbor.papers.ams.strata import Strata
 from arbor.papers.arborkv.kkt import KKT
-from arbor.papers.arborkv.ratio import Ratio, log_weights
+from arbor.papers.arborkv.ratio import Ratio
 from arbor.papers.hierarchy.hierarchy import Hierarchy
 from arbor.papers.related.chunks import Chunks
 from arbor.retention.allocators.belady import Belady
@@ -35,11 +34,10 @@ from arbor.retention.base import (
     CappedAllocator,
     Floats,
     Ints,
-    Scorer,
     TokenAllocator,
     Tokens,
 )
-from arbor.retention.ordering import order, ranks
+from arbor.retention.ordering import order
 from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.window import Window
@@ -105,47 +103,6 @@ def test_order_sorts_by_all_keys_and_then_by_index(seed: int, kinds: list[str]) 
     assert found.tolist() == expected
 
 
-def test_order_of_many_wide_keys_does_not_overflow() -> None:
-    rng = np.random.default_rng(0)
-    keys = [rng.permutation(5000).astype(kind) // 2 for kind in (float, int, float, float, int)]
-    keys = [np.round(key * 7919.0) if key.dtype == float else key * 800_000 for key in keys]
-
-    expected = np.lexsort((np.arange(5000), *reversed(keys)))
-
-    assert (order(*keys) == expected).all()
-
-
-def test_order_of_integers_from_the_least_to_the_greatest() -> None:
-    extremes = np.iinfo(np.int64)
-    keys = np.array([0, extremes.max, extremes.min, -1, extremes.max]), np.array([0, 1, 0, 0, 0])
-
-    assert order(*keys).tolist() == [2, 3, 0, 4, 1]
-    assert order(keys[1], keys[0]).tolist() == [2, 3, 0, 4, 1]
-    assert order(np.array([], np.int64)).tolist() == []
-    assert order(np.array([2**40, -(2**40), 0]), np.array([True, False, True])).tolist() == [
-        1,
-        2,
-        0,
-    ]
-
-
-@pytest.mark.parametrize("low", [2**61, -(2**61)])
-def test_order_of_integers_far_from_zero(low: int) -> None:
-    assert order(np.array([low + 2, low, low + 1])).tolist() == [1, 2, 0]
-
-
-def test_equal_values_have_equal_ranks() -> None:
-    ranked, count = ranks(np.array([0.5, -1.0, 0.5, 2.0, -0.0, 0.0]))
-
-    assert ranked.tolist() == [2, 0, 2, 3, 1, 1]
-    assert count == 4
-
-
-def test_a_key_that_is_not_a_number_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="not a number"):
-        order(np.array([1.0, np.nan]))
-
-
 # Water-filling
 
 
@@ -194,36 +151,6 @@ def test_rounding_changes_no_share_by_a_token(seed: int, share: float) -> None:
     if up.any() and down.any():
         remainder = shares - np.floor(shares)
         assert remainder[up].min() >= remainder[down].max() - 1e-6
-
-
-def test_equal_remainders_go_to_the_smaller_node_id() -> None:
-    counts = KKT().counts(blocks_of(5), 23, ANY)
-
-    assert counts.tolist() == [5, 5, 5, 4, 4]
-
-
-def test_shares_that_are_equal_on_paper_are_equal() -> None:
-    shares = np.array([1.5 - 1e-13, 1.5, 1.5 + 1e-13, 1.5])
-
-    assert rounded(shares, np.zeros(4, np.int64), np.full(4, 9), 6).tolist() == [2, 2, 1, 1]
-
-
-def test_shares_that_leave_room_are_rounded_to_their_own_sum() -> None:
-    shares, floor = np.array([1.5, 1.5, 1.0]), np.zeros(3, np.int64)
-
-    assert rounded(shares, floor, np.full(3, 9), 10).tolist() == [2, 1, 1]
-    assert rounded(shares, floor, np.full(3, 9), 3).tolist() == [1, 1, 1]
-
-
-@given(seed=SEEDS, share=SHARES)
-def test_largest_remainder_does_not_depend_on_the_order_of_blocks(seed: int, share: float) -> None:
-    blocks = offer(seed, ties=False)
-    turned = np.random.default_rng(seed).permutation(len(blocks))
-    room = room_for(blocks, share)
-
-    assert (
-        KKT().counts(permuted(blocks, turned), room, ANY) == KKT().counts(blocks, room, ANY)[turned]
-    ).all()
 
 
 # KKT
@@ -281,67 +208,7 @@ def test_kkt_is_what_the_papers_loop_arrives_at(seed: int, share: float) -> None
     assert counts.tolist() == loop.tolist()
 
 
-def test_blocks_that_would_keep_nothing_get_a_token_each_first() -> None:
-    """ln 0 is minus infinity: a first token is worth more than any second; heavier blocks first."""
-    blocks = blocks_of(4, score=[0.9, 0.1, 0.05, 0.2])
-
-    assert KKT().counts(blocks, 6, ANY).tolist() == [3, 1, 1, 1]
-    assert KKT().counts(blocks, 2, ANY).tolist() == [1, 0, 0, 1]
-
-
-def test_kkt_gives_shares_in_proportion_to_weights() -> None:
-    blocks = blocks_of(3, length=[100, 100, 100], score=[0.8, 0.4, 0.2])
-
-    assert KKT(gamma=1).counts(blocks, 70, ANY).tolist() == [40, 20, 10]
-    assert KKT(gamma=2).counts(blocks, 84, ANY).tolist() == [64, 16, 4]
-
-
-def test_kkt_falls_off_with_distance_and_depth() -> None:
-    far = blocks_of(2, length=[1000, 1000], distance=[0, 2], depth=[0, 3])
-
-    near_first = KKT(lambda_distance=0.5).counts(far, 1000, ANY)
-    deep_first = KKT(lambda_distance=0.0, lambda_depth=-0.5).counts(far, 1000, ANY)
-
-    assert near_first[0] / near_first[1] == pytest.approx(math.e, rel=0.01)
-    assert deep_first[1] / deep_first[0] == pytest.approx(math.exp(1.5), rel=0.01)
-
-
-def test_a_score_of_0_is_the_least_weight() -> None:
-    blocks = blocks_of(2, score=[0.0, 1e-3], floor=[1, 1])
-
-    for rule in (KKT(), Ratio()):
-        assert rule.counts(blocks, 11, ANY).tolist() == [1, 10]
-
-
-def test_weights_are_the_papers() -> None:
-    blocks = blocks_of(2, score=[0.5, 0.25], depth=[3, 0], distance=[1, 4])
-
-    found = log_weights(blocks, 3.0, -0.5, 0.25)
-
-    assert found == pytest.approx([3 * math.log(0.5) + 1.5 - 0.25, 3 * math.log(0.25) - 1.0])
-
-
-def test_weights_far_below_the_range_of_floats_still_meet_the_room() -> None:
-    blocks = blocks_of(4, distance=[0, 1000, 100_000, 3])
-
-    assert KKT().counts(blocks, 25, ANY).sum() == 25
-    assert Ratio().counts(blocks, 39, ANY).tolist()[0] == 10
-
-
 # TAE
-
-
-@given(seed=SEEDS, share=SHARES)
-def test_ratio_grows_with_the_score_and_falls_with_the_distance(seed: int, share: float) -> None:
-    rng = np.random.default_rng(seed)
-    size = int(rng.integers(2, 12))
-    # best first, because of equal shares the smaller id is rounded up
-    falling = blocks_of(size, score=np.sort(rng.random(size) * 0.98 + 0.01)[::-1])
-    fading = blocks_of(size, distance=np.sort(rng.integers(0, 20, size)))
-
-    for rule in (Ratio(), Ratio(eta=1.0, ratio_min=0.2), KKT()):
-        assert (np.diff(rule.counts(falling, room_for(falling, share), ANY)) <= 0).all()
-        assert (np.diff(rule.counts(fading, room_for(fading, share), ANY)) <= 0).all()
 
 
 @given(seed=SEEDS, share=SHARES)
@@ -394,31 +261,6 @@ def test_ratio_is_equation_2_with_alpha_solved() -> None:
     assert counts.sum() == 1000
 
 
-def test_the_least_ratio_holds_where_it_can() -> None:
-    blocks = blocks_of(2, length=[100, 100], score=[0.99, 0.01])
-
-    assert Ratio(ratio_min=0.2).counts(blocks, 120, ANY).tolist() == [100, 20]
-    assert Ratio(ratio_min=0.2).counts(blocks, 30, ANY).tolist() == [15, 15]
-    assert Ratio(ratio_min=0.0).counts(blocks, 100, ANY).tolist() == [100, 0]
-    # 10 slots above the floor, for needs of 10 and 20 above it
-    floored = dataclasses.replace(blocks, floor=np.array([10, 0]))
-    assert Ratio(ratio_min=0.2).counts(floored, 20, ANY).tolist() == [13, 7]
-
-
-@given(seed=SEEDS, share=SHARES)
-def test_uniform_keeps_the_same_part_of_every_block(seed: int, share: float) -> None:
-    blocks = offer(seed, ties=False, longest=60)
-    blocks = dataclasses.replace(
-        blocks, resident=blocks.length, floor=np.zeros(len(blocks), np.int64)
-    )
-    room = room_for(blocks, share)
-
-    counts = Uniform().counts(blocks, room, ANY)
-
-    part = room / max(1, int(blocks.length.sum()))
-    assert (np.abs(counts - part * blocks.length) < 1 + 1e-9).all()
-
-
 @given(seed=SEEDS, share=SHARES)
 def test_ends_keeps_paths_before_it_shares_the_rest(seed: int, share: float) -> None:
     blocks = offer(seed)
@@ -433,36 +275,7 @@ def test_ends_keeps_paths_before_it_shares_the_rest(seed: int, share: float) -> 
         assert (counts[active] == blocks.resident[active]).all()
 
 
-def test_ends_is_lru_on_paths_and_uniform_off_them() -> None:
-    blocks = blocks_of(4, length=[10, 10, 10, 20], depth=[0, 1, 2, 2])
-    path = dataclasses.replace(blocks, active=np.ones(4, np.bool_))
-    mixed = dataclasses.replace(blocks, active=np.array([True, True, False, False]))
-
-    assert Ends().counts(path, 25, ANY).tolist() == LRU().counts(path, 25, ANY).tolist()
-    assert Ends().counts(blocks, 25, ANY).tolist() == Uniform().counts(blocks, 25, ANY).tolist()
-    assert Ends().counts(mixed, 35, ANY).tolist() == [10, 10, 5, 10]
-    assert Ends().counts(mixed, 15, ANY).tolist() == [10, 5, 0, 0]
-
-
 # Whole blocks
-
-
-@given(seed=SEEDS, share=SHARES)
-def test_whole_blocks_are_full_then_one_is_cut_then_floors(seed: int, share: float) -> None:
-    blocks = offer(seed)
-    for rule in (LRU(), Reentry(), Belady()):
-        counts = rule.counts(blocks, room_for(blocks, share), ANY)
-
-        cut = (counts > blocks.floor) & (counts < blocks.resident)
-        assert cut.sum() <= 1
-
-
-def test_lru_keeps_the_last_used_and_ancestors_before_descendants() -> None:
-    blocks = blocks_of(5, last_used=[3, 9, 3, 1, 3], depth=[1, 4, 0, 2, 1])
-
-    assert LRU().counts(blocks, 10, ANY).tolist() == [0, 10, 0, 0, 0]
-    assert LRU().counts(blocks, 20, ANY).tolist() == [0, 10, 10, 0, 0]
-    assert LRU().counts(blocks, 35, ANY).tolist() == [10, 10, 10, 0, 5]
 
 
 def test_reentry_serves_the_operation_in_progress_first() -> None:
@@ -474,12 +287,6 @@ def test_reentry_serves_the_operation_in_progress_first() -> None:
 
     assert Reentry().counts(blocks, 15, ANY).tolist() == [0, 0, 10, 0, 5]
     assert Reentry().counts(blocks, 45, ANY).tolist() == [10, 10, 10, 5, 10]
-
-
-def test_reentry_breaks_ties_by_depth_then_use_then_id() -> None:
-    blocks = blocks_of(4, reentry=[0.5] * 4, depth=[2, 1, 2, 2], last_used=[1, 0, 7, 1])
-
-    assert Reentry().counts(blocks, 25, ANY).tolist() == [5, 10, 10, 0]
 
 
 def random_forest(seed: int) -> tuple[list[int], np.ndarray, np.ndarray]:
@@ -516,49 +323,6 @@ def test_reentry_costs_as_little_as_any_choice_can(seed: int, share: float) -> N
 
     least = min(float(total @ (length - np.array(each))) for each in choices(blocks, room))
     assert float(total @ (length - counts)) == pytest.approx(least, abs=1e-12)
-
-
-@given(seed=SEEDS, share=SHARES)
-def test_a_charge_per_transition_is_the_most_reentry_can_lose(seed: int, share: float) -> None:
-    """A fixed charge for each incomplete transition is not linear; the gap is bounded."""
-    parent, leaf, total = random_forest(seed)
-    size, charge = len(parent), 5.0
-    paths = []
-    for node in range(size):
-        path = []
-        while node >= 0:
-            path.append(node)
-            node = parent[node]
-        paths.append(path)
-    rng = np.random.default_rng(seed)
-    length = rng.integers(1, 4, size)
-    blocks = blocks_of(size, length=length, reentry=total)
-    room = room_for(blocks, share)
-
-    def cost(counts: tuple[int, ...] | Ints) -> float:
-        return sum(
-            leaf[end] * (lost + charge * (lost > 0))
-            for end in range(size)
-            for lost in [sum(int(length[i] - counts[i]) for i in paths[end])]
-        )
-
-    least = min(cost(each) for each in choices(blocks, room))
-
-    assert cost(Reentry().counts(blocks, room, ANY)) <= least + charge * leaf.sum() + 1e-9
-
-
-def test_belady_keeps_what_is_read_next() -> None:
-    blocks = blocks_of(4, next_use=[7, NEVER, 2, NEVER], scheduled=[NEVER, NEVER, NEVER, 1])
-
-    # a later wave of this operation is sooner than any later operation
-    assert Belady().counts(blocks, 15, ANY).tolist() == [0, 0, 5, 10]
-    assert Belady().counts(blocks, 35, ANY).tolist() == [10, 5, 10, 10]
-
-
-def test_belady_breaks_ties_by_depth_then_use_then_id() -> None:
-    blocks = blocks_of(4, next_use=[5] * 4, depth=[2, 1, 2, 2], last_used=[1, 0, 7, 1])
-
-    assert Belady().counts(blocks, 25, ANY).tolist() == [5, 10, 10, 0]
 
 
 def replay(rule: object, lengths: tuple[int, ...], reads: list[int], slots: int) -> int:
@@ -642,47 +406,6 @@ def test_pooled_keeps_the_best_tokens_wherever_they_lie(seed: int, share: float)
     assert counts.tolist() == np.bincount(tokens.block[taken], minlength=len(blocks)).tolist()
 
 
-def test_of_tokens_equal_in_all_the_earlier_block_keeps_its_own() -> None:
-    blocks = blocks_of(3)
-    every = np.arange(30)
-    zeros, none = np.zeros(30), np.zeros(30, np.int64)
-    tokens = Tokens(
-        block=every // 10,
-        offset=every % 10,
-        position=every % 10,
-        mass=zeros,
-        latest=zeros,
-        queries=none,
-        activated=none,
-        recurrence=none,
-        lately=none.astype(float),
-        credit=none.astype(float),
-        key=every.astype(np.uint64),
-        protected=np.zeros(30, np.bool_),
-    )
-    blocks = dataclasses.replace(blocks, see=tokens.only)
-
-    # places 0 and 1 of all three blocks are gone, and two of place 2
-    assert Pooled().counts(blocks, 22, ANY).tolist() == [8, 7, 7]
-    assert Pooled().counts(blocks, 23, ANY).tolist() == [8, 8, 7]
-
-
-@given(seed=SEEDS, share=SHARES, values=st.sampled_from([2, 50, 10**6]))
-def test_many_tokens_are_ranked_as_few_are(seed: int, share: float, values: int) -> None:
-    """A sample narrows the search; still the lowest scores leave, of equals earlier positions."""
-    blocks = offer(seed, 500, longest=40)
-    tokens = blocks.tokens
-    blocks = dataclasses.replace(blocks, floor=np.zeros(500, np.int64))
-    scores = np.random.default_rng(seed).integers(0, values, len(tokens.block)).astype(float)
-    room = room_for(blocks, share)
-    keys = (tokens.block, -tokens.position, -scores, ~tokens.protected)
-
-    counts = Pooled().counts(blocks, room, Scored(tuple(scores)))
-
-    stay = np.lexsort(keys)[:room]
-    assert counts.tolist() == np.bincount(tokens.block[stay], minlength=500).tolist()
-
-
 @dataclasses.dataclass(frozen=True)
 class Scored:
     """Scores that are given."""
@@ -721,14 +444,6 @@ def test_the_room_is_divided_among_trees(among: Among, room: int, kept: list[int
     counts = PerTree(LRU(), among).counts(blocks, room, ANY)
 
     assert np.bincount(blocks.turn, counts).astype(int).tolist() == kept
-
-
-def test_floors_come_before_the_room_of_any_tree() -> None:
-    blocks = blocks_of(3, turn=[0, 1, 2], floor=[0, 2, 3])
-
-    for among in DIVIDED:
-        counts = PerTree(LRU(), among).counts(blocks, 5, ANY)
-        assert counts.tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize("among", DIVIDED)
@@ -818,50 +533,3 @@ def test_a_capacity_holds_for_each_tree(
     counts, _ = select(blocks, int(blocks.resident.sum()) - excess, capped, Window())
     lost = np.bincount(blocks.turn, blocks.resident - counts).astype(int)
     assert lost[np.unique(blocks.turn)].tolist() == own
-
-
-def test_among_all_together_a_capacity_holds_for_all() -> None:
-    blocks = blocks_of(4, turn=[0, 0, 1, 1])
-
-    together, fair = (Policy(AtMost(2), among=among).capped for among in ("together", "fair"))
-
-    assert together is not None and together.excess(blocks) == 20
-    assert fair is not None and fair.excess(blocks) == 0
-    assert Policy(LRU(), among="fair").capped is None
-
-
-def test_a_wrong_answer_within_a_tree_names_its_allocator() -> None:
-    class Beyond(Pooled):
-        def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-            return super().leaving(blocks, room, scorer) + len(blocks.tokens.block)
-
-    class Greedy(LRU):
-        def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-            return blocks.resident.copy()
-
-    blocks = offer(3, 12)
-    for allocator in (Beyond(), Greedy()):
-        with pytest.raises(UsageError, match=type(allocator).__name__) as caught:
-            select(blocks, room_for(blocks, 0.5), divided(allocator, "fair"), ANY)
-        assert caught.value.code == "policy-answer"
-
-
-def test_the_offer_of_one_tree_is_what_the_allocator_sees_of_it() -> None:
-    blocks = offer(3, 12)
-    mine = np.flatnonzero(blocks.turn == 1)
-    part = blocks.only(mine)
-
-    for name in ("ids", "resident", "floor", "depth", "value", "last_used", "reentry"):
-        assert (getattr(part, name) == getattr(blocks, name)[mine]).all()
-    for place, index in enumerate(mine):
-        one, other = part.see(np.array([place])), blocks.see(np.array([index]))
-        assert (one.block == place).all()
-        assert (one.offset == other.offset).all() and (one.key == other.key).all()
-
-
-def test_blocks_that_may_be_read_again_stay_in_the_order_of_their_trees() -> None:
-    blocks = blocks_of(4, turn=[1, 0, 0, 1], reentry=[0.9, 0.1, 0.0, 0.0], last_used=[1, 2, 3, 4])
-
-    kept = [Reentry().counts(blocks, room, ANY).tolist() for room in (10, 20, 30)]
-
-    assert kept == [[0, 10, 0, 0], [10, 10, 0, 0], [10, 10, 10, 0]]

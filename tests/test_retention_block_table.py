@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from support.offers import SEEDS
 
 from arbor.forest import Forest
-from arbor.retention.base import NEVER
-from arbor.retention.block_table import FAR, NO_PARENT, BlockTable, HeldTokens, _Levels
-from arbor.support.growable import grown
+from arbor.retention.block_table import FAR, NO_PARENT, BlockTable, HeldTokens
 from arbor.tree import Node, NodeState, ThoughtTree
 
 
@@ -67,13 +65,6 @@ def some_leaves(tree: ThoughtTree, seed: int) -> list[Node]:
     return [tree[int(i)] for i in rng.integers(0, len(tree), int(rng.integers(1, 5)))]
 
 
-@given(seed=SEEDS, blocks=st.integers(0, 80))
-def test_the_table_says_what_the_tree_says(seed: int, blocks: int) -> None:
-    tree = random_tree(seed, blocks)
-
-    check(table_of(tree), tree)
-
-
 @given(seed=SEEDS)
 def test_a_table_with_the_changed_blocks_touched_is_one_made_anew(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -99,23 +90,6 @@ def test_a_table_with_the_changed_blocks_touched_is_one_made_anew(seed: int) -> 
     anew = table_of(tree)
     assert (table.distances(leaves) == anew.distances(leaves)).all()
     assert (table.on_paths(leaves) == anew.on_paths(leaves)).all()
-
-
-def test_the_tail_is_what_is_on_the_device_of_the_last_tokens() -> None:
-    tree = ThoughtTree([1, 2, 3, 4, 5])
-    short = tree.fork(tree.root)
-    for node, resident in ((tree.root, [1, 1, 1, 0, 0]), (short, [1])):
-        node.tokens[:] = [7] * len(resident)
-        node.span.grow(len(resident) - len(node.span))
-        node.span.slot[:] = np.where(resident, 1, -1)
-    table = BlockTable(protected_tail=3)
-    for node in tree:
-        table.touch(node)
-    table.refresh()
-
-    # three at the beginning of the root, one of them among its last three
-    assert table.tail.tolist() == [1, 1]
-    assert table_of(tree).tail.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -161,19 +135,6 @@ def test_a_table_that_forgot_a_tree_is_one_that_never_knew_it() -> None:
         assert table.reentry([row], [1.0]).sum() == 1.0
 
 
-def test_what_is_not_touched_is_not_read() -> None:
-    tree = random_tree(1, 9)
-    table = table_of(tree)
-
-    tree[3].value, tree[4].value = 0.123, 0.456
-    tree[3].valued = tree[4].valued = True
-    table.touch(tree[4])
-    table.refresh()
-
-    assert table.value[4] == 0.456
-    assert table.value[3] != 0.123
-
-
 def test_a_block_brings_its_ancestors_along_and_unknown_ids_are_far() -> None:
     tree = ThoughtTree([1, 2])
     first, second = tree.fork(tree.root), tree.fork(tree.root)
@@ -206,28 +167,6 @@ def test_the_clock_of_a_block_is_that_of_the_last_forward_that_read_it() -> None
 
 
 @given(seed=SEEDS, blocks=st.integers(0, 80))
-def test_distances_are_those_of_the_tree(seed: int, blocks: int) -> None:
-    tree = random_tree(seed, blocks)
-    leaves = some_leaves(tree, seed)
-
-    found = table_of(tree).distances([leaf.id for leaf in leaves])
-
-    assert found.tolist() == tree.distances(leaves).tolist()
-    for node in tree:
-        assert found[node.id] == min(tree.distance(node, leaf) for leaf in leaves)
-
-
-@given(seed=SEEDS, blocks=st.integers(0, 80))
-def test_on_paths_is_the_union_of_the_paths(seed: int, blocks: int) -> None:
-    tree = random_tree(seed, blocks)
-    leaves = some_leaves(tree, seed)
-
-    found = table_of(tree).on_paths([leaf.id for leaf in leaves])
-
-    assert np.flatnonzero(found).tolist() == [node.id for node in tree.paths(leaves)]
-
-
-@given(seed=SEEDS, blocks=st.integers(0, 80))
 def test_reentry_is_the_sum_over_the_leaves_below(seed: int, blocks: int) -> None:
     tree = random_tree(seed, blocks)
     rng = np.random.default_rng(seed)
@@ -243,126 +182,6 @@ def test_reentry_is_the_sum_over_the_leaves_below(seed: int, blocks: int) -> Non
         assert found[node.id] == pytest.approx(min(1.0, sum(below)))
         if node.parent is not None:
             assert found[node.id] <= found[node.parent.id] + 1e-12
-
-
-@given(seed=SEEDS, blocks=st.integers(1, 40))
-def test_a_block_is_needed_with_the_first_leaf_below_it(seed: int, blocks: int) -> None:
-    tree = random_tree(seed, blocks)
-    rng = np.random.default_rng(seed)
-    leaves, waits = rng.integers(0, len(tree), 5), rng.integers(1, 9, 5)
-
-    found = table_of(tree).soonest(leaves, waits)
-
-    for node in tree:
-        below = [
-            wait
-            for i, wait in zip(leaves.tolist(), waits.tolist(), strict=True)
-            if node in tree[i].path
-        ]
-        assert found[node.id] == min(below, default=NEVER)
-
-
-def test_an_unvalued_block_is_worth_what_its_nearest_valued_ancestor_is() -> None:
-    tree = ThoughtTree([1])
-    first, second = tree.fork(tree.root), tree.fork(tree.root)
-    below = tree.fork(first)
-    for node, value in ((tree.root, 0.25), (second, 0.75)):
-        node.value, node.valued = value, True
-
-    assert table_of(tree).expected().tolist() == [0.25, 0.25, 0.75, 0.25]
-    tree.root.valued = False
-    assert table_of(tree).expected().tolist() == [0.75, 0.75, 0.75, 0.75]
-    second.valued = False
-    assert table_of(tree).expected().tolist() == [1.0] * 4
-    first.value, first.valued, below.value, below.valued = -2.0, True, 2.0, True
-    assert table_of(tree).expected().tolist() == [1.0, 0.0, 1.0, 1.0]
-
-
-def test_reentry_of_leaves_that_grow_together_is_cut_at_1() -> None:
-    tree = ThoughtTree([1])
-    leaves = [tree.fork(tree.root).id for _ in range(3)]
-
-    assert table_of(tree).reentry(leaves, [0.75, 0.5, 1.0]).tolist() == [1.0, 0.75, 0.5, 1.0]
-
-
-def test_the_clock_of_a_block_is_kept_while_the_table_grows() -> None:
-    tree = random_tree(1, 200)
-    table = BlockTable()
-    table.use([], 1)
-    table.use(tree.nodes, 7)  # more of them than a first table has room for
-    for clock, node in enumerate(tree, 1):
-        table.touch(node)
-        table.use([node], clock)
-        table.refresh()
-
-    assert table.last_used.tolist() == list(range(1, 202))
-    check(table, tree)
-
-
-def test_unknown_ids_between_known_ones_are_empty() -> None:
-    tree = ThoughtTree([1, 2])
-    for _ in range(3):
-        tree.fork(tree.root)
-    table = BlockTable()
-    table.touch(tree[3])
-    table.refresh()
-
-    assert table.parent[[0, 3]].tolist() == [NO_PARENT, 0]
-    assert (table.parent[1:3] < NO_PARENT).all()
-    for column in (table.depth, table.start, table.length, table.resident, table.tail):
-        assert not column[1:3].any()
-    assert not table.last_used[1:3].any() and not table.open[1:3].any()
-    assert np.isnan(table.value[1:3]).all() and not table.confidence[1:3].any()
-
-
-def test_arrays_grow_by_doubling_and_keep_what_they_hold() -> None:
-    short = np.array([7, 8])
-
-    assert grown(short, 2) is short
-    longer = grown(short, 3, 5)
-    assert longer.tolist() == [7, 8] + [5] * 62
-    assert len(grown(longer, 65)) == 128 and len(grown(longer, 200)) == 200
-    pairs = grown(np.array([[1.0], [2.0]]), 2, np.array([[3.0], [4.0]]))
-    assert pairs.shape == (2, 64) and pairs[:, :2].tolist() == [[1.0, 3.0], [2.0, 4.0]]
-    assert grown(np.array([], np.bool_), 1).dtype == np.bool_
-
-
-def test_without_leaves_everything_is_far_and_nothing_comes_back() -> None:
-    table = table_of(random_tree(3, 10))
-
-    assert (table.distances([]) == FAR).all()
-    assert not table.on_paths([]).any()
-    assert not table.reentry([], []).any()
-
-
-def test_an_empty_table_answers() -> None:
-    table = BlockTable()
-    table.refresh()
-
-    assert len(table) == len(table.on_paths([])) == len(table.distances([])) == 0
-    assert len(table.reentry([], [])) == 0
-
-
-def test_a_chain_is_a_tree_too() -> None:
-    levels = 300
-    table = table_of(random_tree(4, levels, deep=True))
-
-    assert table.distances([0]).tolist() == list(range(levels + 1))
-    assert table.distances([levels]).tolist() == list(range(levels, -1, -1))
-    assert table.reentry([levels], [0.5]).tolist() == [0.5] * (levels + 1)
-
-
-@pytest.mark.parametrize("deepest", [5, (1 << 15) - 1, 1 << 15, 40_000])
-def test_levels_are_sorted_by_depth_however_deep(deepest: int) -> None:
-    depth = np.array([0, 1, deepest, 1, 2])
-    parent = np.array([NO_PARENT, 0, 4, 0, 1])
-
-    levels = _Levels(depth, parent)
-
-    assert levels.place.tolist() == [0, 1, 4, 2, 3]
-    assert levels.parent[1:].tolist() == [0, 0, 1, 3]
-    assert [end - begin for begin, end in levels.below_root][:2] == [2, 1]
-    assert len(levels.below_root) == deepest
 
 
 @given(

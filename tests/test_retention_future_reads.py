@@ -28,25 +28,6 @@ def test_the_next_read_is_the_first_operation_after_this_one_with_the_block(
     assert found.dtype == np.int64
 
 
-def test_a_late_operation_of_one_block_is_not_the_next_block_s() -> None:
-    reads = FutureReads([[0]] * 5 + [[1]])
-
-    assert reads.after(5, np.array([0, 1, 2])).tolist() == [NEVER, 6, NEVER]
-    assert reads.after(6, np.array([1, 0])).tolist() == [NEVER, NEVER]
-    assert FutureReads([]).after(0, np.array([0, 1])).tolist() == [NEVER, NEVER]
-
-
-def test_ids_of_any_size_are_kept_apart() -> None:
-    ids = [-(2**63), -1, 0, 2**31, 2**32, 2**62, 2**63 - 1]
-    reads = FutureReads([[ids[0], ids[3]], ids[1:], [ids[6]]])
-
-    assert reads.after(0, np.array(ids)).tolist() == [1, 2, 2, 1, 2, 2, 2]
-    assert reads.after(1, np.array(ids)).tolist() == [NEVER, 2, 2, 2, 2, 2, 2]
-    assert reads.after(2, np.array(ids)).tolist() == [NEVER] * 6 + [3]
-    assert reads.after(2**40, np.array(ids)).tolist() == [NEVER] * 7
-    assert reads.after(0, np.array([1, 2**31 + 1, 2**63 - 2])).tolist() == [NEVER] * 3
-
-
 def test_operations_are_the_expansions_and_the_verifications_that_asked_the_model() -> None:
     def opened(node: int, parent: int | None) -> Opened:
         return Opened(node, parent, 0, 0, 0, "")

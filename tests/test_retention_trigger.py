@@ -11,13 +11,12 @@ from support.policies import POLICIES
 from support.trees import SAMPLED, Lab, relative_error
 from support.trees import grown as grown_tree
 
-from arbor import components
 from arbor.engine import residency
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import UsageError
 from arbor.events import Event, Evicted, Forwarded, Rehydrated
-from arbor.retention.policy import Policy, Protect
+from arbor.retention.policy import Protect
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.tree import NodeState, ThoughtTree
@@ -66,32 +65,6 @@ def test_what_is_above_the_part_leaves_at_once() -> None:
     assert alone.memory.used >= 0.5 * POOL
 
 
-def test_it_looks_every_few_steps_only() -> None:
-    def steps_of(events: list[Event]) -> list[int]:
-        """Decode steps before each eviction."""
-        steps, found = 0, []
-        for event in events:
-            if isinstance(event, Forwarded) and event.kind == "decode":
-                steps += event.steps
-            elif isinstance(event, Evicted):
-                found.append(steps)
-        return found
-
-    often, seldom = grown(Trigger(above=0.3))[0], grown(Trigger(every=5, above=0.3))[0]
-
-    assert len(causes(seldom)) < len(causes(often))
-    # three times 8 steps, after the last of which nothing decodes; it looks after 5, 10, 15 and 20
-    # of the others
-    assert set(steps_of(seldom.events)) <= {5, 11, 17, 22}
-
-
-def test_running_paths_lose_tokens_in_lossy_mode() -> None:
-    lab, _ = grown(Trigger(above=0.3), "lossy", "streaming")
-
-    assert "clock" in causes(lab)
-    assert lab.memory.used <= 0.3 * POOL + 8
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"every": 0}, "at least 1"), ({"above": 0.0}, "above 0"), ({"above": 1.5}, "at most 1")],
@@ -100,28 +73,6 @@ def test_a_trigger_out_of_range_is_refused(settings: dict[str, float], message: 
     with pytest.raises(UsageError, match="setting-range") as caught:
         Trigger(**settings)  # type: ignore[arg-type]
     assert message in str(caught.value)
-
-
-def test_it_is_a_setting_of_a_policy() -> None:
-    policy: Policy = components.build("policy", "lru", above="0.5", every="8", among="fair")
-
-    assert policy.trigger == Trigger(every=8, above=0.5)
-    assert policy.among == "fair"
-    assert components.build("policy", components.spec_of(policy)) == policy
-
-
-def test_a_path_that_a_step_completes_stays_until_the_step_is_over() -> None:
-    lab, tree = grown(Trigger(above=0.2))
-    leaf = tree.root.children[-1]
-    growing = lab.begin_grow([(tree.root.children[0], 1)], GROWTH)
-    lab.step()
-    visit = lab.begin_extend(leaf)
-    while not visit.done:
-        lab.step()
-
-    assert all(node.span.exact.all() for node in leaf.path)
-    lab.close(tree)
-    assert growing.done
 
 
 def test_a_policy_that_fails_at_its_own_time_ends_the_last_operation_only(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -13,19 +12,11 @@ import pytest
 from support.fake_run import fake_run
 from test_batch import PROBLEMS, solver_of
 
-import arbor.measure.evaluation.run_timeline as module
 from arbor import Solver
 from arbor.events import Event, Header
-from arbor.measure.evaluation.page import index_page
 from arbor.measure.evaluation.run_timeline import (
     BINS,
-    MOST_TICKS,
-    RunTimeline,
-    _Ticks,
-    as_attributes,
-    from_page,
     run_timeline,
-    timeline_key,
 )
 from arbor.trace import TraceWriter, read_trace
 
@@ -93,113 +84,6 @@ def test_samples_at_a_time_have_lanes_and_share_a_budget(tmp_path: Path) -> None
     assert set(found.budget) == {900}
     first = found.used[: BINS // 10]
     assert max(first) < 700, "the third had not begun"
-
-
-def test_a_search_that_is_alone_holds_its_own_slots(tmp_path: Path) -> None:
-    rows = [write(tmp_path, "a", 0, 2), write(tmp_path, "b", 2.0, 2, budget_tokens=150)]
-    found = run_timeline(tmp_path, rows)
-
-    assert found is not None
-    assert [bar.lane for bar in found.bars] == [0, 0]
-    assert max(found.used) == held(tmp_path, rows)
-    assert (found.budget[0], found.budget[-1]) == (200, 150)
-
-
-def test_the_moment_between_two_searches_has_a_budget(tmp_path: Path) -> None:
-    rows = [write(tmp_path, name, 0.53 * place, 0.5) for place, name in enumerate("abc")]
-    found = run_timeline(tmp_path, rows)
-
-    assert found is not None
-    assert [bar.lane for bar in found.bars] == [0, 0, 0]
-    assert found.seconds == pytest.approx(1.56) and set(found.budget) == {200}
-
-
-def test_a_time_without_a_search_is_left_out(tmp_path: Path) -> None:
-    rows = [write(tmp_path, "a", 0, 2), write(tmp_path, "b", 30, 2), write(tmp_path, "c", 9000, 4)]
-    found = run_timeline(tmp_path, rows)
-
-    assert found is not None
-    assert found.seconds == 8.0
-    assert [(bar.start_s, bar.seconds) for bar in found.bars] == [(0, 2), (2, 2), (4, 4)]
-    assert found.pauses_s == (4.0,), "half a minute is too short for a pause"
-
-
-def test_a_trace_that_cannot_be_read_has_no_bar(tmp_path: Path) -> None:
-    rows = [write(tmp_path, name, place, 2) for place, name in enumerate("abcdef")]
-    (tmp_path / rows[0]["trace"]).write_bytes(b"")
-    (tmp_path / rows[1]["trace"]).write_bytes(b"not a trace\n")
-    (tmp_path / rows[2]["trace"]).unlink()
-    rows[3]["trace"] = None
-    rows[4]["trace"] = "../elsewhere.gz"
-    found = run_timeline(tmp_path, rows)
-
-    assert found is not None
-    assert [bar.row for bar in found.bars] == [5]
-    assert run_timeline(tmp_path, rows[:5]) is None
-    assert timeline_key(tmp_path, rows)
-    page = index_page("run", [], rows, timeline=found, key="k")
-    assert "5 of 6 samples have no readable trace and no bar." in page
-    assert "drawn from traces; there is none" in index_page("run", [], rows[:5])
-
-
-@pytest.mark.parametrize("end", [0.3, 0.7])
-def test_a_trace_that_was_cut_off_has_a_bar_as_far_as_it_goes(tmp_path: Path, end: float) -> None:
-    row = write(tmp_path, "a", 0, 10)
-    path = tmp_path / row["trace"]
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * end)])
-    found = run_timeline(tmp_path, [row])
-
-    assert found is not None
-    assert 0 < found.seconds < 10
-
-
-def test_words_that_look_like_slots_are_none(tmp_path: Path) -> None:
-    row = write(tmp_path, "a", 0, 2)
-    path = tmp_path / "traces" / "b.arbor.jsonl.gz"
-    words = '"kv":{"device":99999,"pool":99999}'
-    with TraceWriter(path, clock=iter(range(10**6)).__next__) as writer:
-        for event in read_trace(tmp_path / row["trace"]).events:
-            writer(replace(event, text=words) if hasattr(event, "text") else event)
-    found = run_timeline(tmp_path, [row | {"trace": "traces/b.arbor.jsonl.gz"}])
-
-    assert found is not None
-    assert max(found.used) < 1000
-
-
-def test_many_values_take_bounded_memory_and_keep_the_most() -> None:
-    ticks = _Ticks()
-    for number in range(3 * MOST_TICKS):
-        ticks.add(1e9 + number / 100, number % 1000)
-    assert len(ticks.values) <= MOST_TICKS
-    assert max(most for most, _, _ in ticks.values.values()) == 999
-    assert max(ticks.values.values(), key=lambda each: each[1])[2] == (3 * MOST_TICKS - 1) % 1000
-
-
-def test_a_page_keeps_its_timeline_while_its_traces_are_the_same(tmp_path: Path) -> None:
-    rows = [write(tmp_path, "a", 0, 2), write(tmp_path, "b", 1, 2)]
-    found, key = run_timeline(tmp_path, rows), timeline_key(tmp_path, rows)
-    assert found is not None
-    page = tmp_path / "index.html"
-    page.write_text(index_page("run", [], rows, timeline=found, key=key), encoding="utf-8")
-
-    assert from_page(page, key) == found
-    rows.append(write(tmp_path, "c", 2, 2))
-    assert from_page(page, timeline_key(tmp_path, rows)) is None
-    assert from_page(tmp_path / "none.html", key) is None
-    for damaged in ('data-run="{}"', 'data-run="x"', 'data-run="[1]"'):
-        page.write_text(f'data-key="{key}" {damaged}', encoding="utf-8")
-        assert from_page(page, key) is None
-
-
-def test_a_timeline_survives_json_and_html() -> None:
-    found = RunTimeline(1.5, (1, 2), (3, 4), (module.Bar(0, 0.0, 1.5, 2),), (0.5,))
-
-    assert RunTimeline.from_json(found.to_json()) == found
-    assert json.loads(found.to_json())["bars"] == [[0, 0.0, 1.5, 2]]
-    assert '"' not in as_attributes("k", found).replace('data-key="k"', "").replace(
-        'data-run="', "", 1
-    ).removesuffix('"')
 
 
 # Real searches

@@ -13,14 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Words, build
-from support.trees import SAMPLED, Lab, own_logits
+from support.trees import Lab, own_logits
 from torch import Tensor
 
 from arbor.engine import sampling as sampler
-from arbor.engine.operation import Growth
-from arbor.engine.sampling import ArithmeticCode, confidence, likeliest, sample, stream
+from arbor.engine.sampling import ArithmeticCode, sample, stream
 from arbor.engine.stop_rule import StopRule
-from arbor.errors import ModelError, UsageError
+from arbor.errors import ModelError
 from arbor.kernels.fused.row_sums import row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
@@ -28,7 +27,6 @@ from arbor.tree import ThoughtTree
 
 ALMOST_ONE = 1 - 2.0**-53
 EVERYTHING = Sampling(temperature=1.0, top_p=1.0)
-ALONE = Sampling(temperature=1.0, top_p=1.0, arithmetic=False)
 
 
 def logits_of(seed: int, rows: int, vocabulary: int, scale: float = 2.0) -> torch.Tensor:
@@ -127,35 +125,6 @@ def test_a_uniform_at_either_end_gives_a_token_of_the_distribution(
         assert tokens == [0, vocabulary - 2]
 
 
-def test_a_target_rounded_to_the_end_gives_the_last_token_and_a_number_below_one() -> None:
-    """A number of 1 stands for the rounding of sums in parallel, as a GPU computes them."""
-    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
-
-    drawn = sample(logits, [1.0], EVERYTHING)
-
-    assert drawn.tokens == [1]
-    assert drawn.left == [ALMOST_ONE]
-
-
-@given(seed=st.integers(0, 200), uniform=st.floats(0, 1, exclude_max=True))
-def test_a_wide_nucleus_of_a_large_vocabulary_is_found_whole(seed: int, uniform: float) -> None:
-    flat = logits_of(seed, 2, 1500, 0.05)
-    peaked = logits_of(seed, 2, 1500, 6.0)
-    mixed = torch.stack([flat[0], peaked[0]])
-    sampling = Sampling(1.0, 0.95)
-
-    together = sample(mixed, [uniform, uniform], sampling).tokens
-
-    alone = [sample(mixed[i : i + 1], [uniform], sampling).tokens[0] for i in (0, 1)]
-    assert together == alone
-    for token, row in zip(together, mixed, strict=True):
-        want = allowed(row, sampling)
-        reached = np.cumsum(list(want.values()))
-        place = list(want).index(token)
-        assert reached[place] > uniform - 1e-9
-        assert place == 0 or reached[place - 1] <= uniform + 1e-9
-
-
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -203,44 +172,6 @@ def test_of_tokens_equally_probable_at_the_edge_the_first_ones_stay(
     assert set(drawn) <= set(allowed(logits[0], sampling))
 
 
-def test_an_impossible_first_token_is_not_drawn() -> None:
-    logits = torch.tensor([[-torch.inf, -torch.inf, 0.0, 0.0]])
-
-    assert sample(logits, [0.0], EVERYTHING).tokens == [2]
-
-
-def test_the_likeliest_tokens_are_those_that_may_come() -> None:
-    logits = torch.tensor([[1.0, 3.0, -torch.inf, 2.0], [-torch.inf, 0.0, -torch.inf, -torch.inf]])
-
-    first, second = likeliest(logits, 20)
-
-    assert [token for token, _ in first] == [1, 3, 0] and second == ((1, 0.0),)
-    logprobs = torch.tensor([3.0, 2.0, 1.0]).log_softmax(-1).tolist()
-    assert [logprob for _, logprob in first] == pytest.approx(logprobs)
-    assert [len(row) for row in likeliest(logits, 2)] == [2, 1]
-
-
-@pytest.mark.parametrize(
-    "given", [{"temperature": 1e-307}, {"temperature": 9e-7}, {"top_p": 0.0}, {"top_p": 5e-324}]
-)
-def test_next_to_nothing_is_temperature_zero(given: dict[str, float]) -> None:
-    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1)) * 30
-
-    drawn = sample(logits, [0.1, 0.5, 0.999], Sampling(**{"temperature": 1.0, **given}))
-
-    assert drawn.tokens == logits.argmax(-1).tolist()
-    assert Sampling(**given).temperature == 0
-
-
-def test_temperature_zero_takes_the_most_probable_token() -> None:
-    logits = logits_of(1, 6, 40)
-
-    drawn = sample(logits, [0.999] * 6, Sampling(temperature=0.0))
-
-    assert drawn.tokens == logits.argmax(-1).tolist()
-    assert drawn.top1 == pytest.approx([math.exp(p) for p in drawn.logprob])
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), EVERYTHING, Sampling(1.0, 1.0, 5)])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_refused(sampling: Sampling, wrong: float) -> None:
@@ -249,59 +180,6 @@ def test_logits_that_are_not_finite_are_refused(sampling: Sampling, wrong: float
 
     with pytest.raises(ModelError, match=r"logits-not-finite.*bfloat16"):
         sample(logits, [0.3] * 3, sampling)
-
-
-def test_probabilities_are_the_models_own_whatever_the_temperature() -> None:
-    logits = logits_of(1, 3, 40)
-
-    drawn = sample(logits, [0.2, 0.5, 0.8], Sampling(0.3, 0.6, 5))
-
-    own = logits.log_softmax(-1)
-    assert drawn.logprob == pytest.approx([float(own[i, t]) for i, t in enumerate(drawn.tokens)])
-    assert drawn.top1 == pytest.approx(own.exp().amax(-1).tolist())
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("top_p", -0.1),
-        ("top_p", math.nan),
-        ("top_p", 1.1),
-        ("top_k", -1),
-        ("min_p", -0.1),
-        ("min_p", math.nan),
-        ("min_p", 1.1),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused(name: str, value: float) -> None:
-    with pytest.raises(UsageError, match=name):
-        Sampling(**{name: value})  # type: ignore[arg-type]
-
-
-def test_confidence_is_one_minus_normalised_entropy() -> None:
-    certain = torch.full((1, 8), -torch.inf)
-    certain[0, 3] = 0.0
-    half = torch.full((1, 4), -torch.inf)
-    half[0, :2] = 1.0
-
-    assert confidence(certain) == [1.0]
-    assert confidence(torch.zeros(1, 8)) == pytest.approx([0.0], abs=1e-6)
-    assert confidence(half) == pytest.approx([0.5])
-
-
-@given(st.lists(st.floats(-9, 9), min_size=2, max_size=12), st.integers(1, 14))
-def test_confidence_of_the_likeliest_takes_the_others_as_one(row: list[float], top: int) -> None:
-    logits = torch.tensor([row], dtype=torch.float64)
-    chances = sorted(torch.softmax(logits[0], -1).tolist(), reverse=True)
-    parts = [*chances[:top], sum(chances[top:])]
-    entropy = -sum(p * math.log(p) for p in parts if p > 0)
-
-    (found,) = confidence(logits, top)
-
-    assert found == pytest.approx(1 - entropy / math.log(len(row)), abs=1e-6)
-    assert found >= confidence(logits)[0] - 1e-9
 
 
 # Streams
@@ -327,18 +205,6 @@ def test_a_stream_belongs_to_the_seed_and_the_blocks_place_in_the_tree() -> None
     assert all(other.random(4).tolist() != numbers for other in others)
 
 
-def test_without_a_code_each_token_reads_one_number_of_its_blocks_stream() -> None:
-    own, lab = build("llama"), Lab(build("llama"))
-    tree = lab.plant()
-
-    children = lab.sprout([(tree.root, 3)], ALONE, length=6, seed=5)
-
-    for child in children:
-        random = stream(5, child)
-        for logits, token in zip(own_logits(own, tree)[child.id], child.tokens, strict=False):
-            assert sample(logits[None], [random.random()], ALONE).tokens == [token]
-
-
 def test_with_a_code_the_blocks_own_number_decides_every_token() -> None:
     own, lab = build("llama"), Lab(build("llama"))
     tree = lab.plant()
@@ -354,53 +220,6 @@ def test_with_a_code_the_blocks_own_number_decides_every_token() -> None:
 
 
 # Arithmetic sampling
-
-
-@given(
-    sampling=samplings,
-    seed=st.integers(0, 50),
-    vocabulary=st.sampled_from([3, 10, 400]),
-    uniform=st.floats(0, 1, exclude_max=True),
-)
-def test_what_is_left_of_a_number_and_its_tokens_share_give_the_number_back(
-    sampling: Sampling, seed: int, vocabulary: int, uniform: float
-) -> None:
-    logits = logits_of(seed, 1, vocabulary)
-    drawn = sample(logits, [uniform], sampling)
-    below = sample(logits.expand(512, -1), [(i + 0.5) / 512 for i in range(512)], sampling)
-
-    assert 0 <= drawn.left[0] < 1
-    assert drawn.share[0] == pytest.approx(allowed(logits[0], sampling)[drawn.tokens[0]])
-    start = uniform - drawn.left[0] * drawn.share[0]  # where the token's interval begins
-    for i, token in enumerate(below.tokens):
-        if token == drawn.tokens[0]:
-            assert start - 1e-9 <= (i + 0.5) / 512 <= start + drawn.share[0] + 1e-9
-
-
-def siblings(seed: int, count: int) -> list[ArithmeticCode]:
-    tree = ThoughtTree([1])
-    return [ArithmeticCode(seed, tree.fork(tree.root), EVERYTHING) for _ in range(count)]
-
-
-@given(seed=st.integers(0, 10_000), count=st.integers(2, 64))
-def test_siblings_are_spread_evenly(seed: int, count: int) -> None:
-    numbers = sorted(code.number for code in siblings(seed, count))
-    gaps = np.diff([*numbers, numbers[0] + 1])
-
-    assert gaps.max() < 2 / count
-    assert gaps.min() > 0.35 / count
-
-
-def test_siblings_repeat_each_other_less_than_draws_of_their_own() -> None:
-    lab = Lab(build("llama"))
-    distinct = {EVERYTHING: 0, ALONE: 0}
-    for sampling in distinct:
-        for seed in range(40):
-            tree = lab.plant()
-            children = lab.sprout([(tree.root, 10)], sampling, length=1, seed=seed)
-            distinct[sampling] += len({child.tokens[0] for child in children})
-
-    assert distinct[EVERYTHING] > 1.05 * distinct[ALONE]
 
 
 @pytest.mark.parametrize("index", [0, 3])
@@ -429,52 +248,7 @@ def test_a_child_alone_follows_the_models_distribution(index: int) -> None:
     assert chi2 < 63 + 4 * math.sqrt(2 * 63)
 
 
-def test_a_long_text_goes_on_with_numbers_of_its_own() -> None:
-    """Once five bits of a point are used, every token has a fresh number, which no rounding was
-    stretched into."""
-    tree = ThoughtTree([1])
-    child = tree.fork(tree.root)
-    code, own = ArithmeticCode(3, child, EVERYTHING), stream(3, child)
-    for _ in range(5):
-        code.narrow(0.25, 0.5)
-        assert code.number == 0.25
-    for _ in range(20):
-        code.narrow(0.25, 0.5)
-        assert code.number == own.random()
-
-
-def test_a_point_does_not_depend_on_how_many_siblings_there_are() -> None:
-    few, many = siblings(8, 3), siblings(8, 30)
-
-    assert [code.number for code in few] == [code.number for code in many[:3]]
-    tree = ThoughtTree([1])
-    first, second = tree.fork(tree.root), tree.fork(tree.root)
-    cousins = [
-        ArithmeticCode(8, tree.fork(parent), EVERYTHING).number for parent in (first, second)
-    ]
-    assert len({*cousins, *(code.number for code in few)}) == 5
-
-
-def test_other_blocks_of_the_batch_do_not_change_a_block() -> None:
-    lab = Lab(build("llama"))
-    tree = lab.plant()
-    together = [node.tokens for node in lab.sprout([(tree.root, 4)])]
-    tree = lab.plant()
-
-    alone = [lab.sprout([(tree.root, 1)])[0].tokens for _ in range(4)]
-
-    assert alone == together
-    assert len({tuple(tokens) for tokens in together}) == 4
-
-
 # Boundaries
-
-
-class Spaced(Words):
-    """Every number is followed by a space."""
-
-    def decode(self, ids: Sequence[int], **_: Any) -> str:
-        return "".join(f"{token} " for token in ids)
 
 
 class Letters(Words):
@@ -506,37 +280,6 @@ def test_a_block_ends_with_the_token_that_completes_a_stop(
         if any(stop in before for stop in stops):
             break
         assert (stop_rule.after(tokens[:end]) == "step") == complete
-
-
-def test_the_end_of_a_sequence_goes_before_everything_else() -> None:
-    assert rule("END", most=1, eos=(8,)).after([7, 8]) == "eos"
-    assert rule("END", most=1).after([7, 8]) == "step"
-    assert rule("END", most=2).after([0, 0]) == "length"
-    assert rule("END", most=3).after([0, 0]) is None
-
-
-def test_only_the_ids_that_end_a_sequence_do() -> None:
-    stop_rule = rule("END", eos=(8, 0))
-
-    assert [token for token in range(10) if stop_rule.is_eos(token)] == [0, 8]
-
-
-def test_a_stop_is_looked_for_in_each_token_once_and_not_before_the_block() -> None:
-    assert rule("bb").after([0, 1, 0]) is None
-    assert rule("b").after([0], before=[2, 0, 1]) is None
-
-
-def test_a_stop_across_tokens_ends_a_grown_block() -> None:
-    lab = Lab(build("llama"))
-    tree = lab.plant()
-    free = lab.sprout([(tree.root, 1)], SAMPLED, length=8)[0].tokens
-    stop = f"{free[2]} {free[3]}"
-    tree = lab.plant()
-
-    growth = Growth(3, SAMPLED, StopRule(Spaced(), BlockLimits((stop,), 8, 3), ()))
-    (child,) = lab.grow([(tree.root, 1)], growth)
-
-    assert child.tokens == free[:4]
 
 
 # The kernel of the sums

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from support.graph_tape import Broken, Tape, nothing
+from support.graph_tape import Tape
 from test_invariant_triton import run_check
 from torch import Tensor
 
 from arbor.engine import sampling_graphs
 from arbor.engine.sampling import sample
 from arbor.engine.sampling_graphs import SamplingGraphs
-from arbor.errors import ModelError
 from arbor.model.graphs import Recording
 from arbor.model.sampling_params import Sampling
 
@@ -57,25 +54,6 @@ def test_draws_by_graphs_are_those_without(sampling: Sampling) -> None:
     assert tape.recorded == 4 and tape.replays == 7
 
 
-def test_each_way_to_sample_has_a_graph_of_its_own() -> None:
-    graphs = SamplingGraphs(Tape())
-    logits, numbers = rows_of(3, 0)
-    for sampling in SAMPLINGS * 2:
-        assert sample(logits, numbers, sampling, graphs.draw) == sample(logits, numbers, sampling)
-    half = logits.to(torch.bfloat16)
-    assert sample(half, numbers, SAMPLINGS[0], graphs.draw) == sample(half, numbers, SAMPLINGS[0])
-    assert len(graphs.buckets) == len(SAMPLINGS) + 1
-
-
-def test_more_rows_than_any_bucket_has_are_drawn_without_a_graph() -> None:
-    tape = Tape()
-    logits, numbers = rows_of(257, 0)
-
-    found = sample(logits, numbers, Sampling(), SamplingGraphs(tape).draw)
-
-    assert found == sample(logits, numbers, Sampling()) and tape.recorded == 0
-
-
 def test_a_bucket_is_captured_after_some_draws_and_the_least_used_graph_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,29 +71,6 @@ def test_a_bucket_is_captured_after_some_draws_and_the_least_used_graph_leaves(
     for count in (8, 8, 8, 4, 16, 16, 16):
         draw(count)
     assert [bucket.rows for bucket in graphs.buckets] == [4, 16]
-
-
-def another_token(step: Callable[[], None]) -> None:
-    step()
-    draw: Any = step.__self__  # type: ignore[attr-defined]
-    draw._out[0, 0] += 1
-
-
-@pytest.mark.parametrize("replay", [nothing, another_token])
-def test_a_graph_that_draws_something_else_is_not_used(
-    replay: Callable[[Callable[[], None]], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    graphs = SamplingGraphs(Broken(replay))
-    logits, numbers = rows_of(3, 0)
-
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            found = sample(logits, numbers, Sampling(), graphs.draw)
-            assert found == sample(logits, numbers, Sampling())
-
-    (warning,) = caplog.messages
-    assert "4 rows of 2,000 logits" in warning and "differ" in warning
-    assert graphs.buckets == ()
 
 
 def test_a_capture_that_fails_ends_the_use_of_graphs(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,20 +91,6 @@ def test_a_capture_that_fails_ends_the_use_of_graphs(caplog: pytest.LogCaptureFi
 
     assert caplog.messages == ["tokens are drawn without CUDA graphs: operation not permitted"]
     assert recorder.tried == 1
-
-
-@pytest.mark.parametrize("place", [0, 2])
-def test_logits_that_are_not_finite_are_refused_and_leave_no_trace(place: int) -> None:
-    graphs = SamplingGraphs(Tape())
-    logits, numbers = rows_of(3, 0)
-    broken = logits.clone()
-    broken[place, 5] = torch.nan
-    for _ in range(2):
-        with pytest.raises(ModelError, match="not finite"):
-            sample(broken, numbers, Sampling(), graphs.draw)
-        found = sample(logits[:1], numbers[:1], Sampling(), graphs.draw)
-        assert found == sample(logits[:1], numbers[:1], Sampling())
-    assert sample(logits, numbers, Sampling(), graphs.draw) == sample(logits, numbers, Sampling())
 
 
 @pytest.mark.slow

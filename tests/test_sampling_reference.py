@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.far_device import FarTensor
 from support.plain_sampling import plain_sample
+from support.slow_cases import drawn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from arbor.engine import sampling as module
-from arbor.engine.sampling import Draws, confidence, sample
+from arbor.engine.sampling import Draws, sample
 from arbor.errors import ModelError
 from arbor.model.sampling_params import Sampling
 
@@ -38,7 +37,6 @@ SAMPLINGS = {
     "nearly all": Sampling(1.0, ALMOST_ONE),
     "so hot that probabilities are equal": Sampling(1e18, 0.9),
 }
-NEEDING_ALL = {"nearly all", "so hot that probabilities are equal"}
 each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 
 
@@ -70,11 +68,12 @@ ROWS: dict[str, Callable[[int, int], Tensor]] = {
 }
 
 
-@each_sampling
-@pytest.mark.parametrize("vocabulary", [2, 50, 1024, 1025, 6000])
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("sampling", "vocabulary", "rows"),
+    drawn(SAMPLINGS.values(), [2, 50, 1024, 1025, 6000], ROWS, count=77),
+)
 def test_draws_are_those_of_the_plain_definition_in_every_bit(
-    rows: str, vocabulary: int, sampling: Sampling
+    sampling: Sampling, vocabulary: int, rows: str
 ) -> None:
     logits = ROWS[rows](vocabulary, vocabulary)
     for uniforms in ([0.0, ALMOST_ONE, 0.5, 0.25], random_numbers(3, 4)):
@@ -135,43 +134,6 @@ def test_a_row_without_a_possible_token_is_refused(sampling: Sampling) -> None:
         sample(logits, [0.1, 0.2, 0.3], sampling)
 
 
-# Transfers
-
-
-@pytest.mark.parametrize("vocabulary", [50, 3000])
-@pytest.mark.parametrize("name", sorted(SAMPLINGS.keys() - NEEDING_ALL))
-def test_all_results_of_a_step_reach_the_cpu_in_one_transfer(name: str, vocabulary: int) -> None:
-    sampling = SAMPLINGS[name]
-    logits = random_rows(2, 6, vocabulary, 0.5).bfloat16().float()
-    logits[:, 0] += 30.0
-    uniforms = random_numbers(2, 6)
-
-    drawn = sample(FarTensor.of(logits), uniforms, sampling)
-
-    assert FarTensor.transfers == 1
-    assert drawn == plain_sample(logits, uniforms, sampling)
-
-
-def test_rows_that_need_more_tokens_share_one_more_transfer() -> None:
-    logits = random_rows(2, 6, 3000, 0.5)
-    logits[1:4] = 0.0
-    uniforms = random_numbers(2, 6)
-
-    drawn = sample(FarTensor.of(logits), uniforms, Sampling(1.0, 0.9))
-
-    assert FarTensor.transfers == 2
-    assert drawn == plain_sample(logits, uniforms, Sampling(1.0, 0.9))
-
-
-def test_confidence_reaches_the_cpu_in_one_transfer() -> None:
-    logits = random_rows(2, 6, 3000, 0.5)
-
-    sure = confidence(FarTensor.of(logits), 20)
-
-    assert FarTensor.transfers == 1
-    assert sure == confidence(logits, 20)
-
-
 # Memory
 
 
@@ -206,41 +168,3 @@ def test_no_tensor_holds_the_vocabulary_of_all_rows(
 
     assert max(largest.elements.values()) <= module._CPU_SLICE
     assert torch.float64 in largest.elements
-
-
-def test_confidence_holds_the_vocabulary_of_a_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CPU_SLICE", 3 * 4000 + 1)
-    logits = random_rows(2, 24, 4000, 1.0)
-
-    with Largest(logits) as largest:
-        confidence(logits)
-
-    assert max(largest.elements.values()) <= 3 * 4000
-
-
-def test_a_slice_is_small_at_real_sizes() -> None:
-    logits = torch.empty(1)
-
-    assert 1 <= module._slice_rows(logits, 128_000) <= 8
-    assert module._slice_rows(logits, module._CPU_SLICE + 1) == 1
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_confidence_of_a_row_is_the_same_alone_and_among_others() -> None:
-    """PyTorch splits a sum over one long row among its threads."""
-    logits = torch.randn(5, 131_072, generator=torch.Generator().manual_seed(2))
-
-    with threads(2):
-        together = confidence(logits)
-        alone = [confidence(row[None])[0] for row in logits]
-
-    assert alone == together

@@ -5,18 +5,15 @@ The figures are not checked; mypy checks the calls of every script.
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import chromium, warm_process
-from support.reward_models import byte_tokenizer, save
 
 from arbor.kernels.native import FILE
 
@@ -201,12 +198,6 @@ def test_a_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
     check(name, arguments, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "arguments"), runs(SLOW))
-def test_a_long_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
-    check(name, arguments, tmp_path)
-
-
 def test_every_script_that_searches_takes_a_model_and_a_data_set() -> None:
     searching = {
         path.stem
@@ -216,121 +207,3 @@ def test_every_script_that_searches_takes_a_model_and_a_data_set() -> None:
     own = {"evidence", "eval_judges", "eval_prompts"}  # tests of their own run them
     left_out = searching - PRETRAINED.keys() - OF_NO_PROBLEMS - own
     assert not left_out, "add the options of model_and_problems.py, and a run"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "arguments"), runs(PRETRAINED))
-def test_a_script_takes_another_model_and_other_problems(
-    name: str, arguments: str, smollm2: Path, tmp_path: Path
-) -> None:
-    rows = [
-        {"question": f"{i} boxes of 3 pens: how many pens?", "answer": f"#### {3 * i}"}
-        for i in range(40)
-    ]
-    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    given = f"{arguments} --model {smollm2} --dataset FOLDER/problems.jsonl"
-    check(name, f"{given} --task gsm8k,max_depth=2,max_tokens=12", tmp_path)
-
-
-GSM8K_ROW = {"question": "Tom has 3 boxes of 4 pens. How many pens?", "answer": "#### 12"}
-SMALL = (
-    "--dataset FOLDER/problems.jsonl --task gsm8k --n 1 --tokens 60 --max-depth 2 --step-tokens 8 "
-    "--threads 1 --out FOLDER/out --yes"
-)
-
-
-def checkpoint(folder: Path, family: str) -> str:
-    """A random model of a family and one problem in a folder; the small run's arguments."""
-    words = (" y", " n", " Y", " N")  # verdicts differ from their first token on
-    tokenizer = byte_tokenizer(chat=True, merges=words)
-    save(folder / family, "AutoModelForCausalLM", family, tokenizer)
-    (folder / "problems.jsonl").write_text(json.dumps(GSM8K_ROW) + "\n", encoding="utf-8")
-    return f"--model FOLDER/{family} {SMALL}"
-
-
-def test_prompts_are_compared_on_the_chains_of_a_model(tmp_path: Path) -> None:
-    (tmp_path / "problems.jsonl").write_text(json.dumps(GSM8K_ROW) + "\n", encoding="utf-8")
-    model = "--model builtin:sapling"
-    given = f"{model} --dataset FOLDER/problems.jsonl --tokens 9 --dtype auto --out FOLDER/chains"
-
-    check("eval_prompts", f"chains {given} --forms boxed hashes", tmp_path)
-    chains = sorted((tmp_path / "chains").glob("*.jsonl"))
-    check("eval_prompts", f"accuracy {chains[0]} --csv FOLDER/prompts.csv", tmp_path)
-
-    assert [len(each.read_text("utf-8").splitlines()) for each in chains] == [1, 1]
-    assert "boxed,1 to 1,0.0" in (tmp_path / "prompts.csv").read_text("utf-8")
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "out/records.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
-    text = (folder / f"out/{name}.csv").read_text("utf-8")
-    assert str(folder) not in text, "rows name no path"
-    return list(csv.DictReader(text.splitlines()))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
-def test_the_tables_of_a_checkpoint(family: str, tmp_path: Path) -> None:
-    arguments = checkpoint(tmp_path, family)
-
-    check("evidence", f"{arguments} --questions lossless lossy bits gates", tmp_path)
-
-    # a quarter of so short a chain is less than what is protected
-    failed = {record["arm"] for record in records(tmp_path) if record["error"]}
-    if family == "gemma2":  # heads cannot hold different tokens where a layer has a window
-        assert {arm for arm in failed if "/pyramidkv/" in arm}
-        failed = {arm for arm in failed if "/pyramidkv/" not in arm}
-    assert all(arm.startswith("lossy/chain/") and arm.endswith("/0.25") for arm in failed), failed
-    page = (tmp_path / "out/report.md").read_text("utf-8")
-    for name in ("lossless", "policies", "lossy", "bits"):
-        rows = rows_of(tmp_path, name)
-        assert all("--dataset problems.jsonl" in row["command"] for row in rows)
-        assert rows and all(row["n"] == "1" and row["commit"] for row in rows), name
-        assert f"Data: {name}.csv" in page
-    for row in rows_of(tmp_path, "lossless"):
-        assert row["over_budget"] == "0" and row["same_tree"] == "1", row
-    assert "gates: 1 verified problems are too few to calibrate." in page
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_tables_of_a_checkpoint_are_resumed_and_refuse_other_settings(tmp_path: Path) -> None:
-    arguments = f"{checkpoint(tmp_path, 'llama')} --questions controllers bits"
-    check("evidence", arguments, tmp_path)
-    before = records(tmp_path)
-    path = tmp_path / "out/records.jsonl"
-    path.write_text(path.read_text("utf-8")[:-20], encoding="utf-8")  # the last line is torn
-
-    check("evidence", arguments, tmp_path)
-
-    assert records(tmp_path)[:-1] == before[:-1], "what was measured is kept"
-    assert records(tmp_path)[-1]["arm"] == before[-1]["arm"], "the torn record is measured again"
-    rows = rows_of(tmp_path, "controllers")
-    assert [row["arm"] for row in rows][:2] == ["greedy", "best-of-4"]
-    assert len({row["kv_tokens"] for row in rows}) == 1, "the same KV for every search"
-    other = arguments.replace("--tokens 60", "--tokens 61").replace("FOLDER", str(tmp_path))
-    done = warm_process.run(str(SCRIPTS / "evidence.py"), *other.split())
-    assert done.returncode == 2 and "was measured with tokens 60" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_arms_that_several_processes_search_are_those_of_one(tmp_path: Path) -> None:
-    words = "lossy --task chains --steps 2 2 --n 3 --budgets 0.75 --rehydrate off --baseline lru"
-    found = []
-    for jobs in ("1", "2"):
-        out = tmp_path / f"{jobs}.json"
-        command = [sys.executable, str(SCRIPTS / "eval_policies.py"), *words.split()]
-        command += ["--policies", "lru", "random", "h2o", "--jobs", jobs, "--json", str(out)]
-        subprocess.run(command, cwd=tmp_path, timeout=300, check=True, capture_output=True)
-        found.append(json.loads(out.read_text(encoding="utf-8")))
-
-    assert found[0] == found[1]
-    assert [row["policy"] for row in found[0]["rows"]] == ["full", "lru", "random", "h2o"]
-    assert "against_baseline" in found[0]["rows"][2]

@@ -85,52 +85,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     yield device
 
 
-def test_on_a_gpu_it_counts_what_the_device_took_and_not_the_calls(device: Device) -> None:
-    watch = Stopwatch(CUDA)
-    for seconds in (1.0, 2.0):
-        device.queue.append(10.0)  # not measured
-        with watch.running():
-            device.queue.append(seconds)
-    assert device.clock == 0 and not device.waits
-
-    assert watch.take() == pytest.approx(3.0)
-    assert watch.take() == 0
-    assert device.clock == 23
-
-
-def test_stretches_the_device_has_passed_are_read_without_waiting(device: Device) -> None:
-    watch = Stopwatch(CUDA)
-    for _ in range(100):
-        with watch.running():
-            device.queue.append(1.0)
-        device.work()  # tokens are read after each step
-        assert len(watch._unread) <= 1
-
-    assert watch.take() == pytest.approx(100.0)
-    assert device.waits == 0
-
-
-@pytest.mark.parametrize("where", [CUDA, torch.device("cpu")])
-def test_work_that_fails_is_not_counted(device: Device, where: torch.device) -> None:
-    watch = Stopwatch(where)
-    with pytest.raises(ValueError, match="failed"), watch.running():
-        device.queue.append(1.0)
-        raise ValueError("failed")
-
-    assert watch.take() == 0
-
-
-def test_elsewhere_it_is_the_clock_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 4.0, 10.0, 10.5])
-    monkeypatch.setattr("arbor.engine.stopwatch.time.perf_counter", lambda: next(times))
-    watch = Stopwatch(torch.device("cpu"))
-    for _ in range(2):
-        with watch.running():
-            pass
-
-    assert watch.take() == 3.5
-
-
 @pytest.fixture
 def lab(device: Device, monkeypatch: pytest.MonkeyPatch) -> Lab:
     """An engine whose forwards and choices also occupy the stand-in; choosing reads the tokens."""

@@ -23,12 +23,10 @@ from hypothesis.stateful import (
 from support.masked_reads import masked_logits, recorded
 from support.models import Words, build, path_logits
 from support.policies import POLICIES
-from support.slow_cases import only
 from support.trees import (
     GREEDY,
     PROMPT,
     QUESTIONS,
-    SAMPLED,
     Lab,
     grown,
     leaves_of,
@@ -39,11 +37,10 @@ from support.trees import (
 from torch import Tensor
 
 from arbor import Solver
-from arbor.controllers.tot import ToT
 from arbor.engine.operation import GivenBlock, Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.errors import BudgetInfeasible, UsageError
-from arbor.events import Discarded, Event, Evicted, Forwarded
+from arbor.errors import UsageError
+from arbor.events import Event
 from arbor.kernels.attention.base import AttentionBackend, AttentionShape
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.reference import ReferenceAttention
@@ -59,11 +56,10 @@ from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention, chunks_of
 from arbor.papers.hierarchy.hierarchy import Hierarchy
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.trace.fold import Replay
-from arbor.tree import Node, NodeState, ThoughtTree, Tier
+from arbor.tree import Node, NodeState
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -115,31 +111,6 @@ def shown(memory: KVMemory, *segments: Segment, window: int | None = None) -> li
     return result
 
 
-def test_a_row_is_cut_at_fixed_positions_and_records_go_through_the_buffer() -> None:
-    memory = memory_of(13, 8)
-    assert memory.slots == 10 and memory.budget == 13
-    assert buffer_of(memory).slots.tolist() == [10, 11, 12]
-    first = buffer_of(memory).records_from
-    assert first == 14, "slot 13 is the trash"
-    # positions 0 .. 7: device, record 5, device | record 2, record 0, device | device, own row
-    keys = [4, first + 5, 0, first + 2, first + 0, 9, 7, 1]
-    assert shown(memory, segment(keys, 1)) == [
-        ([0], [[4, 10, 0]], False, [5]),
-        ([0], [[11, 10, 9]], False, [0, 2]),
-        ([0], [[7, 1]], True, []),
-    ]
-
-
-def test_rows_of_a_segment_within_a_chunk_are_causal_and_those_beyond_read_all_of_it() -> None:
-    memory = memory_of(13, 8)
-    # 2 keys of context and 3 rows at positions 2, 3 and 4
-    assert shown(memory, segment([5, 6, 0, 1, 2], 3)) == [
-        ([1, 2], [[5, 6, 0]], False, []),
-        ([0], [[5, 6, 0]], True, []),
-        ([1, 2], [[1, 2]], True, []),
-    ]
-
-
 def test_rows_with_the_same_keys_are_one_request_and_read_records_once() -> None:
     memory = memory_of(13, 8)
     first = buffer_of(memory).records_from
@@ -149,36 +120,6 @@ def test_rows_with_the_same_keys_are_one_request_and_read_records_once() -> None
         ([0, 1], [[10, 3, 11]], False, [1, 7]),
         ([0, 1], [[4], [5]], True, []),
     ]
-
-
-def test_what_does_not_fit_into_the_buffer_together_is_read_in_several_calls() -> None:
-    memory = memory_of(13, 8)
-    first = buffer_of(memory).records_from
-    one = segment([first + 1, first + 2, 3, 4], 1)
-    other = segment([first + 5, first + 6, 3, 5], 1)
-    assert shown(memory, one, other) == [
-        ([0], [[10, 11, 3]], False, [1, 2]),
-        ([1], [[10, 11, 3]], False, [5, 6]),
-        ([0, 1], [[4], [5]], True, []),
-    ]
-
-
-def test_a_window_cuts_each_row_by_itself() -> None:
-    memory = memory_of(13, 8)
-    assert shown(memory, segment([5, 6, 0, 1, 2], 2), window=2) == [
-        ([0], [[0]], False, []),
-        ([0, 1], [[1], [1, 2]], True, []),
-    ]
-
-
-def test_the_buffer_holds_no_more_than_it_has_room_for() -> None:
-    memory = memory_of(13, 8)
-    buffer = buffer_of(memory)
-    buffer.load(0, np.arange(3, dtype=np.int32))
-    assert buffer.peak == 3
-    assert buffer.moved_bytes == 3 * memory.bytes_per_token
-    with pytest.raises(AssertionError, match="more KV than its budget"):
-        buffer.load(0, np.arange(4, dtype=np.int32))
 
 
 @st.composite
@@ -313,46 +254,9 @@ def test_attention_over_both_tiers_is_attention_over_all_keys(
         assert torch.equal(again[0], got[0]) and torch.equal(again[1], got[1])
 
 
-def test_sinks_are_one_more_key_of_all_chunks_together() -> None:
-    kv = torch.randn(7, 2, 2, 16, generator=torch.Generator().manual_seed(0))
-    memory = memory_of(7 + STAGING, 7)
-    pool = memory.pool
-    pool.k[0][:7], pool.v[0][:7] = kv[:, 0], kv[:, 1]
-    table = SegmentTable.of([segment(range(7), 1)])
-    streamed = StreamedAttention(table, buffer_of(memory), ReferenceAttention())
-    q, sinks = torch.randn(1, 4, 16), torch.tensor([0.5, -1.0, 2.0, 0.0])
-    plain, lse = streamed.run(0, SHAPE, q, (pool.k[0], pool.v[0]), None)
-    out, total = streamed.run(0, SHAPE, q, (pool.k[0], pool.v[0]), sinks)
-    torch.testing.assert_close(total, torch.logaddexp(lse, sinks.expand(1, 4)))
-    torch.testing.assert_close(out, plain * torch.exp(lse - total).unsqueeze(-1))
-
-
-def test_rows_that_leave_between_layers_change_nothing_for_the_others() -> None:
-    kv = torch.randn(9, 2, 2, 16, generator=torch.Generator().manual_seed(0))
-    memory = memory_of(9 + STAGING, 9)
-    pool = memory.pool
-    pool.k[0][:9], pool.v[0][:9] = kv[:, 0], kv[:, 1]
-    table = SegmentTable.of([segment(range(5), 3), segment([*range(4), 8], 1)])
-    q = torch.randn(4, 4, 16)
-    pools = pool.k[0], pool.v[0]
-    all_rows = StreamedAttention(table, buffer_of(memory), RowwiseAttention())
-    out, lse = all_rows.run(0, SHAPE, q, pools, None)
-    some = StreamedAttention(table, buffer_of(memory), RowwiseAttention())
-    left = torch.tensor([0, 2, 3])
-    some.keep_rows(left)
-    fewer, fewer_lse = some.run(0, SHAPE, q[left], pools, None)
-    assert torch.equal(fewer, out[left]) and torch.equal(fewer_lse, lse[left])
-
-
 # Engines
 
 
-NAMES = (
-    "llama",
-    "gemma2",
-    pytest.param("gpt_oss", marks=pytest.mark.slow),
-    pytest.param("deepseek_v3", marks=pytest.mark.slow),
-)
 DEEPEST = len(PROMPT) + 3 * 5 + 3  # tokens of the longest path and a question
 
 
@@ -369,50 +273,6 @@ def roomy(name: str) -> tuple[list[list[int]], Tensor]:
     lab = Lab(build(name), share="off")
     tree, _ = grown(lab)
     return [path_ids(leaf) for leaf in leaves_of(tree)], own_answers(build(name), tree)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("slots", only([16], [12, 16, 25, 60]))
-def test_a_path_longer_than_the_budget_reads_like_full_attention(name: str, slots: int) -> None:
-    paths, answers = roomy(name)
-    lab = lab_of(name)
-
-    tree, got = grown(lab, slots)
-
-    assert [path_ids(leaf) for leaf in leaves_of(tree)] == paths
-    assert relative_error(got, answers) < 1e-4
-    memory = lab.memory
-    assert memory.device_peak <= slots
-    if slots < DEEPEST:
-        assert memory.device_peak == slots
-        assert buffer_of(memory).peak == 4, "the buffer was used, and never exceeded"
-        assert max(event.peak for event in lab.events if isinstance(event, Forwarded)) == slots
-
-
-@pytest.mark.parametrize(
-    "policy", ["lru", "reentry", "h2o", "snapkv", "random", "kkt", "streaming"]
-)
-def test_every_policy_may_choose_what_leaves_the_device(policy: str) -> None:
-    paths, answers = roomy("llama")
-    lab = lab_of("llama", policy=policy)
-    tree, got = grown(lab, 20)
-    assert [path_ids(leaf) for leaf in leaves_of(tree)] == paths
-    assert relative_error(got, answers) < 1e-4
-    assert lab.memory.device_peak <= 20
-
-
-def test_attention_that_tokens_in_host_memory_receive_is_observed() -> None:
-    plain, streamed = Lab(build("llama"), policy="h2o"), lab_of("llama", policy="h2o")
-    trees = [grown(lab, slots)[0] for lab, slots in ((plain, 4096), (streamed, 14))]
-    for one, other in zip(*trees, strict=True):
-        masses = []
-        for lab, node in ((plain, one), (streamed, other)):
-            rows, offsets = np.array([node.row]), np.arange(len(node.tokens))
-            makers = lab.state.statistics.makers(rows, np.array([len(offsets)]), offsets)
-            masses.append(makers["mass"](None))  # type: ignore[arg-type]
-        np.testing.assert_allclose(*masses, rtol=1e-3, atol=1e-5)
-    # some of it was received there
-    assert any((node.span.tier == Tier.HOST).any() for node in trees[1])
 
 
 @pytest.mark.slow
@@ -569,91 +429,6 @@ def test_given_tokens_are_all_computed_before_a_block_goes_on(counts: tuple[int,
     find_given(24, 16, counts)
 
 
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(
-    slots=st.integers(14, 60),
-    staging=st.integers(1, 8),
-    counts=st.lists(st.integers(1, 30), min_size=1, max_size=5),
-)
-def test_any_split_computes_all_given_tokens(slots: int, staging: int, counts: list[int]) -> None:
-    find_given(slots, staging, [min(count, slots - 8) for count in counts])
-
-
-def test_blocks_that_waited_and_were_displaced_come_back_as_far_as_there_is_room() -> None:
-    paths = []
-    for lab, slots in ((Lab(build("llama"), share="off"), 4096), (lab_of("llama"), 28)):
-        tree = lab.plant(slots)
-        stop = StopRule(Words(), BlockLimits((), 20, 8), ())
-        operation = lab.begin_grow([(tree.root, 2)], Growth(3, SAMPLED, stop))
-        stepper = lab._parts.stepper
-        while len(tree.nodes[-1].tokens) < 13:
-            lab.step()
-        (queue,) = stepper._schedulers.groups
-        while queue.rows:
-            stepper._decoding.suspend(queue.preempt())
-        for node in tree.nodes[1:]:  # host memory had no room for what waits
-            lab.memory.lower.free(node.span.begin + np.arange(len(node.span)))
-        lab.memory.lower.take_moves()
-        stepper._changed = True
-        while not operation.done:
-            lab.step()
-        paths.append([path_ids(node) for node in operation.result()])
-    assert paths[0] == paths[1]
-
-
-def test_a_key_that_lies_elsewhere_than_a_row_reads_it_is_found() -> None:
-    lab = lab_of("llama")
-    tree = lab.plant(60)
-    root = tree.root
-    slots, places = root.span.slot.copy(), np.arange(len(root.tokens), dtype=np.int32)
-    lab.memory.check_reads(slots, places)
-    lab.memory.evict(root, np.array([2]))
-    with pytest.raises(AssertionError, match="lies elsewhere"):
-        lab.memory.check_reads(slots, places)
-    lab.memory.check_reads(root.span.address, places)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_last_token_that_leaves_while_room_is_made_for_it_is_computed_again(seed: int) -> None:
-    unprotected = replace(
-        POLICIES["random"], scorer=RandomTokens(seed), protect=Protect(sinks=0, recent=0)
-    )
-    chains = []
-    for lab, slots in ((Lab(build("llama")), 4096), (lab_of("llama", policy=unprotected), 13)):
-        leaf = lab.plant(slots).root
-        for _ in range(4):
-            lab.state.logits.clear()  # the path's last token runs again
-            (leaf,) = lab.sprout([(leaf, 1)], GREEDY)
-        chains.append(path_ids(leaf))
-        assert lab.memory.device_peak <= slots
-    assert chains[0] == chains[1]
-
-
-def test_records_of_running_paths_stay_when_host_memory_is_full() -> None:
-    memory = KVMemory(
-        [LayerKV(1, 2, 2)], 12, torch.float32, CPU, lower=LowerRoom(4, staging=2), debug=True
-    )
-    tree = ThoughtTree(range(4))
-    memory.adopt(tree)
-
-    def place(node: Node) -> None:
-        memory.place(node, np.arange(len(node.tokens)), exact=True, depth=1)
-        memory.commit()
-
-    place(tree.root)
-    child = tree.fork(tree.root)
-    for token in range(3):
-        tree.append(child, token)
-    place(child)
-    memory.evict(tree.root, np.arange(3))
-    memory.lower.pin([tree.root.row])
-    memory.evict(child, np.arange(3))
-    assert tree.root.span.attended[:3].all(), "the oldest, and the ones that are read"
-    assert np.count_nonzero(child.span.attended) == 1
-    assert tree.root.span.ready.all() and not child.span.ready.all()
-
-
 # Lossy mode: what is left of a path is read wherever it lies
 
 
@@ -700,33 +475,6 @@ def test_a_token_reads_what_was_not_destroyed_wherever_it_lies(
     assert not block.span.exact[int(np.flatnonzero(gone)[0]) + 20 :].any()
 
 
-def test_the_same_tokens_are_destroyed_at_every_split() -> None:
-    found = []
-    for slots in (12, 30, 100):
-        lab, block = destroying(slots)
-        logits = lab.state.logits[block.row]
-        found.append((block.tokens, block.span.present.tolist(), logits.tolist()))
-    assert all(each == found[0] for each in found[1:]), "to the last bit"
-
-
-def test_what_is_destroyed_is_reported_by_tier() -> None:
-    lab, block = destroying(20)
-    discarded = [event for event in lab.events if isinstance(event, Discarded)]
-    evicted = [event for event in lab.events if isinstance(event, Evicted)]
-    lower = sum(count for event in discarded for _, count in event.nodes)
-    stored = sum(count for event in evicted for _, count in event.stored)
-    gone = sum(count for event in evicted for _, count in event.nodes)
-    assert lower > 0 and gone - stored + lower == int((~block.span.present).sum())
-
-
-def test_a_policy_that_destroys_nothing_loses_nothing_in_lossy_mode() -> None:
-    _, block = destroying(14, policy="lru")
-    plain = Lab(build("llama"))
-    (want,) = plain.sprout([(plain.plant().root, 1)], GREEDY, 60)
-    assert block.tokens == want.tokens
-    assert block.span.present.all()
-
-
 # Searches
 
 
@@ -748,22 +496,6 @@ def solved(budget: Any, controller: Any = "chain", **given: Any) -> tuple[Any, l
 THROUGH = {"host": "9999tok", "staging": "12tok", "fetch": "always"}
 
 
-@pytest.mark.parametrize(
-    "controller", ["chain", pytest.param(ToT(beam=3, width=4), marks=pytest.mark.slow)]
-)
-def test_every_split_gives_the_same_tree_to_the_last_bit(controller: Any) -> None:
-    full, plain = solved("full", controller)
-    whole, wanted = solved("full", controller, **THROUGH)
-    assert not whole.streamed_bytes
-    assert [tokens for tokens, *_ in wanted] == [tokens for tokens, *_ in plain]
-    for part in (0.5, 0.25, 0.1):
-        slots = max(8, int(part * full.peak_tokens)) + 12
-        metrics, tree = solved(f"{slots}tok", controller, **THROUGH)
-        assert tree == wanted
-        assert metrics.peak_tokens == slots
-        assert metrics.streamed_bytes > 0
-
-
 def test_every_split_gives_the_same_tree_where_a_part_is_destroyed() -> None:
     policy = "hierarchy,ratio=0.3,every=4,recent=4,first=2"
     lossy: dict[str, Any] = {"mode": "lossy", "policy": policy}
@@ -777,28 +509,6 @@ def test_every_split_gives_the_same_tree_where_a_part_is_destroyed() -> None:
         assert gone == plain.evicted_tokens
     assert trees[1] == trees[0] == trees[2]
     assert [tokens for tokens, *_ in trees[0]] == [tokens for tokens, *_ in wanted]
-
-
-def test_a_path_that_did_not_fit_is_searched_with_a_buffer() -> None:
-    with pytest.raises(BudgetInfeasible, match="Smallest workable"):
-        Solver(budget="24tok", host="9999tok").plan(PUZZLE)
-    plan = Solver(budget="24tok", **THROUGH).plan(PUZZLE)
-    assert plan.staging_tokens == 12
-    assert plan.enough_tokens <= 24 < plan.prompt_tokens + plan.step_tokens
-    with pytest.raises(BudgetInfeasible, match=r"12 staging \+ the newest tokens"):
-        Solver(budget="14tok", **THROUGH).plan(PUZZLE)
-
-
-def test_several_problems_read_through_one_buffer() -> None:
-    puzzles = [PUZZLE, "1 3 4 6", "2 3 7 11"]
-
-    def answers(**given: Any) -> list[Any]:
-        with Solver(controller="chain", **given) as solver:
-            return [
-                (each.answer, each.metrics.tokens_generated) for each in solver.solve_batch(puzzles)
-            ]
-
-    assert answers(budget="40tok", debug=True, **THROUGH) == answers()
 
 
 @pytest.mark.parametrize(
@@ -818,21 +528,3 @@ def test_several_problems_read_through_one_buffer() -> None:
 def test_settings_that_contradict_a_buffer_are_refused(given: dict[str, Any], found: str) -> None:
     with pytest.raises(UsageError, match=found):
         Solver(**given)
-
-
-def test_host_memory_has_room_for_the_longest_path() -> None:
-    with pytest.raises(UsageError, match=r"--host has room for 20 tokens.*109") as caught:
-        Solver(budget="40tok", host="20tok", staging="12tok").plan(PUZZLE)
-    assert "--host 109tok" in str(caught.value)
-
-
-def test_the_header_repeats_the_run() -> None:
-    heard: list[Any] = []
-    with Solver(controller="chain", budget="30tok", listeners=[heard.append], **THROUGH) as solver:
-        first = solver.solve(PUZZLE)
-    header = heard[0]
-    assert header.config["staging"] == "12tok"
-    assert header.kv["staging_tokens"] == 12
-    with Solver.from_config(header.config) as again:
-        assert again.config == header.config
-        assert again.solve(PUZZLE).metrics.streamed_bytes == first.metrics.streamed_bytes > 0

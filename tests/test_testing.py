@@ -11,13 +11,9 @@ import pytest
 from support.policies import POLICIES
 from support.slow_cases import every
 
-from arbor import registry
-from arbor.retention.allocators.lru import LRU
-from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
+from arbor.retention.base import Blocks, Ints, Scorer, Tokens
 from arbor.retention.ordering import order, whole_blocks
-from arbor.retention.policy import Policy
-from arbor.retention.scorers.recency import Recency
-from arbor.testing import check_policy, make_offer, reordered
+from arbor.testing import check_policy
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -30,23 +26,6 @@ def test_every_policy_of_ours_passes(name: str) -> None:
 @pytest.mark.parametrize("name", ["h2o", "keydiff", "rkv", "vatp", "expected", "uniform", "lru"])
 def test_policies_whose_heads_keep_their_own_tokens_pass(name: str) -> None:
     check_policy(dataclasses.replace(POLICIES[name], granularity="head"), examples=40)
-
-
-@pytest.mark.parametrize("heads", ["adaptive", "pyramid"])
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "uniform"])
-def test_policies_whose_heads_keep_different_numbers_pass(name: str, heads: Any) -> None:
-    check_policy(dataclasses.replace(POLICIES[name], granularity="head", heads=heads), examples=40)
-
-
-def test_a_policy_an_allocator_and_a_scorer_can_be_checked() -> None:
-    check_policy(Policy(LRU()), examples=40)
-    check_policy(LRU(), examples=40)
-    check_policy(Recency(), examples=40)
-
-
-def test_an_object_that_is_not_a_policy_is_refused() -> None:
-    with pytest.raises(AssertionError, match="object is not a policy"):
-        check_policy(object())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -146,46 +125,3 @@ class Sighted:
 def test_every_way_a_scorer_goes_wrong_is_named(way: str, sentence: str) -> None:
     with pytest.raises(AssertionError, match=f"Sighted: .*{sentence}"):
         check_policy(Sighted(way))
-
-
-class Forgetful:
-    """An allocator whose setting is not a field."""
-
-    def __init__(self) -> None:
-        self.width = object()
-
-    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        return whole_blocks(blocks, room, order(blocks.depth))
-
-
-def test_settings_that_a_trace_would_lose_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    register = registry.Register()
-    monkeypatch.setattr(registry, "register", register)
-    forgetful = register.policy("forgetful", Policy(Forgetful()))
-
-    with pytest.raises(AssertionError, match="is every part a frozen dataclass"):
-        check_policy(forgetful)
-
-
-def test_offers_differ_where_they_say_so() -> None:
-    draw = np.random.default_rng(3)
-    plain, tied = (make_offer(draw, 12, ties=ties) for ties in (False, True))
-
-    for name in ("depth", "value", "last_used", "next_use", "score"):
-        assert len(set(getattr(plain, name).tolist())) == 12
-        assert len(set(getattr(tied, name).tolist())) < 12
-
-
-def test_reordering_moves_blocks_with_their_tokens() -> None:
-    blocks = make_offer(np.random.default_rng(4), 9, ties=False)
-    turned = np.arange(9)[::-1]
-
-    moved = reordered(blocks, turned)
-
-    assert moved.ids.tolist() == blocks.ids.tolist()
-    assert moved.value.tolist() == blocks.value[::-1].tolist()
-    for index in range(9):
-        before = blocks.tokens.mass[blocks.tokens.block == 8 - index]
-        assert moved.tokens.mass[moved.tokens.block == index].tolist() == before.tolist()
-    scores: Floats = Recency().scores(moved.tokens)
-    assert sorted(scores) == sorted(Recency().scores(blocks.tokens))

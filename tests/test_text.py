@@ -10,12 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.text import LOOK_BACK, before
 from arbor.engine.token_source import ModelSampler
-from arbor.model.loading import BUILTIN
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree
 
@@ -54,7 +52,6 @@ def octets() -> PreTrainedTokenizerFast:
 
 PIECES = pieces()
 OCTETS = octets()
-SAPLING = AutoTokenizer.from_pretrained(BUILTIN["sapling"])
 
 
 def ids(*texts: str) -> list[int]:
@@ -98,30 +95,6 @@ def test_words_with_spaces_and_characters_of_bytes_survive_any_cut(
     assert "the" + "".join(node.thoughts) == PIECES.decode(tokens)
 
 
-@given(text=st.text("ab 12=€é😀\n", min_size=1, max_size=20), ends=cuts)
-def test_so_do_the_tokens_of_the_embedded_model(text: str, ends: set[int]) -> None:
-    tokens = SAPLING.encode(f"x {text}", add_special_tokens=False)
-    blocks = cut(tokens, ends)
-
-    node = path(SAPLING, blocks)
-
-    assert SAPLING.decode(blocks[0]) + "".join(node.thoughts) == SAPLING.decode(tokens)
-
-
-def test_a_character_belongs_to_the_block_that_completes_it() -> None:
-    first, last = ids("€")[:2], ids("€")[2:]
-
-    node = path(PIECES, [ids("▁the"), ids("▁answer"), first, [*last, *ids("▁is")]])
-
-    assert node.thoughts == [" answer", "", "€ is"]
-
-
-def test_bytes_that_are_no_character_are_shown_as_such() -> None:
-    node = path(PIECES, [ids("▁the"), ids("€")[1:2] * 5, ids("▁is")])
-
-    assert node.thoughts == ["�" * 2, "�" * 3 + " is"]
-
-
 BYTES = st.text("ab\n\ufffdé€🙂\u0301", min_size=1, max_size=30)
 
 
@@ -141,38 +114,6 @@ def test_replacement_characters_of_the_models_own_survive_any_cut(
     assert "x" + "".join(node.thoughts) == OCTETS.decode(tokens) == f"x{text}."
 
 
-@given(data=st.binary(max_size=60), ends=st.sets(st.integers(1, 60), max_size=30))
-def test_bytes_that_are_no_text_survive_any_cut(data: bytes, ends: set[int]) -> None:
-    tokens = [*b"x", *data, *b"."]
-
-    node = path(OCTETS, cut(tokens, ends))
-
-    assert "x" + "".join(node.thoughts) == data.decode(errors="replace").join("x.")
-
-
-def test_little_of_a_path_is_looked_back_at() -> None:
-    node = path(PIECES, [ids("▁the"), *([ids("▁is")] * 40), ids(*["▁42"] * 9), ids(".")])
-
-    assert before(node) == ids(*["▁is"] * (LOOK_BACK - 9), *["▁42"] * 9)
-
-
-@pytest.mark.parametrize("stop", [" is", "€", "é\n", " is 42", "\n", "😀 the"])
-@given(texts=mixed, lead=mixed)
-def test_a_stop_is_found_where_the_text_has_it(
-    stop: str, texts: list[str], lead: list[str]
-) -> None:
-    earlier, tokens = ids("▁the", *lead), ids(*texts)
-    rule = StopRule(PIECES, BlockLimits((stop,), 999, 3), ())
-    known = len(PIECES.decode(earlier))
-
-    for end in range(1, len(tokens) + 1):
-        complete = stop in PIECES.decode(earlier + tokens[:end])[known:]
-        found = rule.after(tokens[:end], earlier[-LOOK_BACK:])
-        assert (found == "step") == complete
-        if complete:
-            break
-
-
 @pytest.mark.parametrize("stop", [" is", "€", "é\n", " is 42", "\n", "😀 the", "er."])
 @given(texts=mixed, most=st.integers(1, 40))
 def test_a_look_at_two_tokens_finds_every_end_that_a_look_at_the_text_finds(
@@ -189,12 +130,3 @@ def test_a_look_at_two_tokens_finds_every_end_that_a_look_at_the_text_finds(
             assert reason is None
         if reason is not None:
             break
-
-
-def test_most_tokens_are_not_looked_at_twice() -> None:
-    rule = StopRule(PIECES, BlockLimits(("\n",), 99, 3), ())
-    words = ids("▁the", "▁answer", "▁is", "▁42")
-
-    assert [rule.goes_on(words[:end]) for end in (1, 2, 3, 4)] == [False, False, True, True]
-    assert not rule.goes_on([*words, *ids("\n")])
-    assert not rule.goes_on([*words, *ids("€")[:1]])  # a part of a character

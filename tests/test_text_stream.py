@@ -64,28 +64,3 @@ def expected(tokens: list[int], stops: list[str]) -> str:
         if found:
             return so_far[: min(found)]
     return added(decode, (), tokens)
-
-
-@given(
-    tokens=TOKENS,
-    stops=st.lists(st.sampled_from(["a", "ab", "aba", "b "]), max_size=2, unique=True),
-)
-@example(tokens=[0, 7, 8], stops=[])
-@example(tokens=[4], stops=[])
-def test_tokens_come_with_the_text_they_begin_in(tokens: list[int], stops: list[str]) -> None:
-    stream = TextStream(decode, (), stops)
-    text, seen = "", []
-
-    for number, token in enumerate(tokens):
-        piece = stream.feed([token], [-float(number)])
-        text += piece.text
-        seen += piece.tokens
-        assert all(each.offset < len(text) for each in seen)
-    piece = stream.end()
-    text += piece.text
-    seen += piece.tokens
-
-    assert stream.stopped or len(seen) == len(tokens)
-    assert [-each.logprob for each in seen] == list(range(len(seen)))
-    assert [each.offset for each in seen] == sorted(each.offset for each in seen)
-    assert "".join(each.text for each in seen).startswith(text)

@@ -6,10 +6,10 @@ import json
 import tomllib
 
 import pytest
-from support.hostile import CHARACTERS, MARKUP, OBEYED, TERMINAL, ZWJ, encodable
+from support.hostile import CHARACTERS, MARKUP, OBEYED, TERMINAL, encodable
 
 from arbor.errors import InputError
-from arbor.support.texts import clipped, one_line, refuse_surrogates, surrogate_of, visible
+from arbor.support.texts import one_line, refuse_surrogates, surrogate_of, visible
 
 EVERY = (*MARKUP, *TERMINAL, *CHARACTERS)
 
@@ -20,11 +20,6 @@ def test_a_visible_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
 
     assert not OBEYED.search(shown) and not surrogate_of(shown)
     assert "\n" not in one_line(text) and not OBEYED.search(one_line(text))
-
-
-@pytest.mark.parametrize("text", ["", "4 5 6 10", "a\tb\nc", "caf\u00e9 \u05d0\u200f \u3000", ZWJ])
-def test_a_harmless_text_is_shown_as_it_is(text: str) -> None:
-    assert visible(text) == text
 
 
 @pytest.mark.parametrize("text", EVERY)
@@ -44,8 +39,3 @@ def test_half_of_a_character_is_refused_with_its_place() -> None:
 
     assert caught.value.code == "not-utf8"
     assert caught.value.message == "the problem: character 2,000 is \\udfff, half of a character."
-
-
-def test_a_long_text_is_cut() -> None:
-    assert clipped("abc", 3) == "abc"
-    assert clipped("abcd", 3) == "ab\u2026"

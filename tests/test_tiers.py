@@ -13,23 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from support.run_cli import in_process
 from support.slow_cases import every
 
 from arbor import Solver
 from arbor.controllers.tot import ToT
-from arbor.errors import UsageError
-from arbor.events import Discarded, Event, Evicted, Header, Rehydrated
+from arbor.events import Discarded, Event, Evicted, Rehydrated
 from arbor.memory import KVMemory
 from arbor.memory.pool import KVPool, LayerKV
-from arbor.memory.records import RecordTable, Tokens
 from arbor.memory.stores import DiskStore, HostStore, LowerRoom, Store
-from arbor.run.tier_sizes import TierSizes
-from arbor.trace import read_trace
 from arbor.trace.fold import Replay
-from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier
+from arbor.tree import Node, ThoughtTree, Tier
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -80,14 +73,6 @@ def test_what_is_read_is_what_was_written_bit_for_bit(kind: str, dtype: torch.dt
     store.close()
 
 
-def test_a_row_holds_every_layer() -> None:
-    pool = pool_of(3)
-    row = pool.gather(np.array([1], np.int32))
-    assert row.shape == (1, pool.numbers)
-    assert pool.numbers * 4 == pool.bytes_per_token
-    assert row[0].tolist() == torch.cat([p[1].flatten() for p in (*pool.k, *pool.v)]).tolist()
-
-
 def test_a_full_disk_keeps_what_was_written_before(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,14 +97,6 @@ def test_a_full_disk_keeps_what_was_written_before(
     assert store.read(records[:2], CPU)[1].all()
 
 
-def test_a_torn_write_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = pool_of(4)
-    store = DiskStore(4, pool.numbers, pool.dtype)
-    right = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, data, place: right(file, data[:5], place))
-    assert not store.write(np.array([1], np.int32), pool.gather(np.array([1], np.int32))).any()
-
-
 @pytest.mark.parametrize("place", [0, 13, -1])
 def test_a_flipped_bit_is_found(place: int) -> None:
     pool = pool_of(4)
@@ -130,30 +107,6 @@ def test_a_flipped_bit_is_found(place: int) -> None:
     (byte,) = os.pread(store._file, 1, at)
     os.pwrite(store._file, bytes([byte ^ 64]), at)
     assert store.read(records, CPU)[1].tolist() == [True, True, False, True]
-
-
-def test_a_file_that_became_shorter_is_found() -> None:
-    pool = pool_of(4)
-    store = DiskStore(4, pool.numbers, pool.dtype)
-    records = np.arange(4, dtype=np.int32)
-    store.write(records, pool.gather(records))
-    os.ftruncate(store._file, 3 * pool.bytes_per_token - 1)
-    assert store.read(records, CPU)[1].tolist() == [True, True, False, False]
-
-
-def test_a_device_that_cannot_read_is_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pool = pool_of(2)
-    store = DiskStore(2, pool.numbers, pool.dtype)
-    store.write(np.array([0], np.int32), pool.gather(np.array([0], np.int32)))
-
-    def fail(*args: Any) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
-    assert not store.read(np.array([0], np.int32), CPU)[1].any()
-    assert "Input/output error" in caplog.text
 
 
 def test_nothing_is_left_on_disk_however_the_process_ends(tmp_path: Path) -> None:
@@ -172,47 +125,6 @@ def test_nothing_is_left_on_disk_however_the_process_ends(tmp_path: Path) -> Non
     assert ended.returncode == -9, ended.stderr
     assert ended.stdout == "[]\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_written_is_named() -> None:
-    with pytest.raises(UsageError, match=r"disk-store.*/proc"):
-        DiskStore(1, 1, torch.float32, folder=Path("/proc"))
-
-
-# Records
-
-
-def some_tokens(count: int, row: int = 0) -> Tokens:
-    return Tokens(np.full(count, row), np.arange(count), np.full(count, 2))
-
-
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), max_size=20))
-def test_records_are_given_once_until_they_are_released(history: list[tuple[int, int]]) -> None:
-    table = RecordTable(12)
-    held: list[int] = []
-    for count, released in history:
-        count = min(count, table.free)
-        records = table.take(some_tokens(count)).tolist()
-        assert not set(records) & set(held)
-        held += records
-        gone, held = held[:released], held[released:]
-        table.release(np.array(gone, np.int32))
-        assert table.used == len(held)
-        assert sorted(np.flatnonzero(table.in_use).tolist()) == sorted(held)
-
-
-def test_the_oldest_are_those_written_first_and_last_tokens_before_first() -> None:
-    table = RecordTable(9)
-    first = table.take(some_tokens(3, row=1))
-    second = table.take(some_tokens(3, row=2))
-    table.release(first[:1])
-    third = table.take(some_tokens(2, row=3))
-    none = np.empty(0, np.int32)
-
-    assert table.oldest(3, none).tolist() == [first[2], first[1], second[2]]
-    assert table.oldest(3, first).tolist() == [second[2], second[1], second[0]]
-    assert table.oldest(99, none).tolist()[-2:] == [third[1], third[0]]
-    assert len(table.oldest(99, none)) == 7
 
 
 # The memory
@@ -239,27 +151,6 @@ def tiers(node: Node) -> str:
     return "".join("dhzf-"[tier] for tier in node.span.tier)
 
 
-def test_what_leaves_goes_down_and_what_comes_back_is_the_same() -> None:
-    memory, tree = memory_of(8)
-    rows = place(memory, tree.root, 0, 1, 2, 3)
-
-    freed = memory.evict(tree.root, np.array([1, 3]))
-    assert freed == 2
-    assert tiers(tree.root) == "dhdh"
-    assert (tree.root.span.slot[[1, 3]] == NO_SLOT).all()
-    assert not tree.root.span.exact[[1, 3]].any()
-    assert memory.lower.used_by(Tier.HOST, tree.number) == 2
-    assert memory.lower.take_moves().stored == {tree.root: 2}
-
-    assert memory.fetch({tree.root: np.array([1, 3])}) == {tree.root: 2}
-    assert tiers(tree.root) == "dddd"
-    assert tree.root.span.exact.all()
-    assert (tree.root.span.record == NO_RECORD).all()
-    assert memory.lower.used(Tier.HOST) == 0
-    assert torch.equal(memory.pool.gather(tree.root.span.slot), rows)
-    assert not memory.lower.take_moves().lost, "what came back was not given up"
-
-
 def test_a_copy_that_is_cut_off_leaves_everything_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -284,81 +175,6 @@ def test_a_copy_that_is_cut_off_leaves_everything_as_it_was(
     memory.check()
     assert memory.fetch({tree.root: np.array([1, 3])}) == {tree.root: 2}
     assert torch.equal(memory.pool.gather(tree.root.span.slot), rows)
-
-
-def test_only_exact_tokens_are_stored() -> None:
-    memory, tree = memory_of(8)
-    place(memory, tree.root, 0, 1)
-    place(memory, tree.root, 2, 3, exact=False)
-    memory.evict(tree.root, np.array([1, 2]))
-    assert tiers(tree.root) == "dh-d"
-
-
-def test_a_full_host_gives_the_oldest_to_the_disk_and_a_full_disk_gives_them_up() -> None:
-    memory, tree = memory_of(2, 2)
-    rows = place(memory, tree.root, 0, 1, 2, 3)
-    for offset in (0, 1, 2):
-        memory.evict(tree.root, np.array([offset]))
-    assert tiers(tree.root) == "fhhd"
-    memory.evict(tree.root, np.array([3]))
-    assert tiers(tree.root) == "ffhh"
-    assert not memory.lower.take_moves().lost
-
-    child = tree.fork(tree.root)
-    for token in range(3):
-        tree.append(child, token)
-    place(memory, child, 0, 1, 2)
-    memory.evict(child, np.array([0]))
-    assert tiers(tree.root) == "-ffh", "the oldest on disk is given up"
-    assert memory.lower.take_moves().lost == {tree.root: 1}
-    assert memory.fetch({tree.root: np.array([1, 2, 3])}) == {tree.root: 3}
-    assert torch.equal(memory.pool.gather(tree.root.span.slot[1:]), rows[1:])
-
-
-def test_more_than_a_tier_holds_is_stored_as_far_as_it_fits() -> None:
-    memory, tree = memory_of(3)
-    place(memory, tree.root, 0, 1, 2, 3)
-    memory.evict(tree.root, np.arange(4))
-    assert tiers(tree.root) == "hhh-"
-
-
-def test_records_that_are_about_to_be_read_stay() -> None:
-    memory, tree = memory_of(2)
-    place(memory, tree.root, 0, 1, 2, 3)
-    memory.evict(tree.root, np.array([0, 1]))
-    memory.lower.spare(tree.root.span.begin + np.array([0]))
-    memory.evict(tree.root, np.array([2, 3]))
-    assert tiers(tree.root) == "h-h-"
-    memory.lower.spare(np.empty(0, np.int64))
-    place(memory, tree.root, 3)
-    memory.evict(tree.root, np.array([3]))
-    assert tiers(tree.root) == "--hh"
-
-
-def test_what_is_computed_again_or_given_up_has_no_record() -> None:
-    memory, tree = memory_of(8)
-    place(memory, tree.root, 0, 1, 2, 3)
-    memory.evict(tree.root, np.array([0, 2]))
-    place(memory, tree.root, 2)
-    assert tiers(tree.root) == "hddd"
-    assert memory.lower.take_moves().lost == {tree.root: 1}
-    assert memory.free_blocks([tree.root]) == 3
-    assert tiers(tree.root) == "----"
-    assert memory.lower.used(Tier.HOST) == 0
-    assert memory.lower.take_moves().lost == {tree.root: 1}
-
-
-def test_a_dropped_tree_leaves_no_record() -> None:
-    memory, tree = memory_of(8)
-    other = ThoughtTree(range(4))
-    memory.adopt(other)
-    for each in (tree, other):
-        place(memory, each.root, 0, 1, 2, 3)
-        memory.evict(each.root, np.array([0, 2]))
-    memory.free_tree(tree)
-    memory.check()
-    assert memory.lower.used(Tier.HOST) == memory.lower.used_by(Tier.HOST, other.number) == 2
-    assert memory.fetch({other.root: np.array([0, 2])}) == {other.root: 2}
 
 
 def test_what_a_tier_has_lost_is_dropped_and_the_rest_comes_back() -> None:
@@ -393,57 +209,6 @@ def test_a_fetch_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     memory.check()
     assert tiers(tree.root) == "dhhd"
     assert memory.fetch({tree.root: np.array([1, 2])}) == {tree.root: 2}
-
-
-@pytest.mark.parametrize("name", ["row", "offset"])
-def test_check_finds_a_record_of_another_token(name: str) -> None:
-    memory, tree = memory_of(4)
-    place(memory, tree.root, 0, 1)
-    memory.evict(tree.root, np.array([1]))
-    (shelf,) = memory.lower
-    getattr(shelf.table, name)[tree.root.span.record[1]] += 1
-    with pytest.raises(AssertionError, match="a record of another"):
-        memory.check()
-
-
-# Sizes
-
-
-def test_sizes_are_bytes_or_tokens() -> None:
-    assert TierSizes.parse("1MiB", "20tok").tokens(1024, 4) == (1024, 20)
-    assert TierSizes.parse(None, "0").tokens(1024, 4) == (0, 0)
-    assert not TierSizes.parse() and not TierSizes.parse(0, "0")
-    assert TierSizes.parse(disk="1tok")
-    assert TierSizes.parse("1B").tokens(1024, 4) == (0, 0)
-    assert LowerRoom().stores(pool_of(1)) == []
-
-
-@pytest.mark.parametrize("given", ["0.5", "full", "8", "many", "-1tok", "8 GB/s"])
-def test_what_is_no_size_is_refused(given: str) -> None:
-    with pytest.raises(UsageError, match=r"tier-size.*--host.*8GiB or 20000tok"):
-        Solver(host=given)
-
-
-def test_a_folder_needs_a_size_and_to_exist(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--disk 50GiB"):
-        Solver(disk_dir=tmp_path)
-    with pytest.raises(UsageError, match="Create it first"):
-        Solver(disk="1GiB", disk_dir=tmp_path / "none")
-
-
-def test_tiers_that_nothing_comes_back_from_are_refused() -> None:
-    with pytest.raises(UsageError, match="tier-unused"):
-        Solver(mode="lossy", host="1MiB")
-    Solver(mode="lossy", rehydrate="selective", host="1MiB")
-
-
-def test_a_host_without_so_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(torch, "empty", fail)
-    with pytest.raises(UsageError, match=r"host-memory.*Lower --host"):
-        HostStore(1 << 50, 1 << 20, torch.float32)
 
 
 # Searches
@@ -495,13 +260,6 @@ def test_a_search_with_room_below_computes_nothing_again(lower: dict[str, str]) 
         assert metrics.peak_host_tokens == 60 and metrics.peak_disk_tokens > 0
 
 
-def test_a_small_tier_is_never_exceeded() -> None:
-    solution, heard = solved("115tok", host="50tok", fetch="always")
-    held = [event.kv.host for event in heard if isinstance(event, Evicted | Discarded)]
-    assert max(held) <= 50
-    assert solution.metrics.tokens_recomputed > 0 < solution.metrics.tokens_fetched
-
-
 def texts(solver: Solver) -> list[tuple[str, float, float]]:
     """Every block of the tree of the last search, with the logarithms of its probability."""
     return [(node.text, node.value, node.logprob) for node in solver.engine.tree]
@@ -526,53 +284,6 @@ def test_every_split_gives_the_same_tree(deterministic: bool) -> None:
             assert other == trees[0], "to the last bit"
         else:
             assert [text for text, *_ in other] == [text for text, *_ in trees[0]]
-
-
-def test_the_settings_are_in_the_header_and_repeat_the_run(tmp_path: Path) -> None:
-    costs = "host=100+1;key=0.1;forward=1:900,64:3000"
-    path = tmp_path / "run.arbor.jsonl"
-    first, heard = solved("115tok", path, host="1MiB", fetch=costs)
-    (header,) = (event for event in heard if isinstance(event, Header))
-    assert header.config["host"] == "1MiB"
-    assert header.config["fetch"] == costs
-    assert header.kv["host_tokens"] == (1 << 20) // header.kv["bytes_per_token"]
-    assert "disk" not in header.config and "disk_tokens" not in header.kv
-
-    with Solver.from_config(header.config) as again:
-        assert again.config == header.config
-        assert again.solve(PUZZLE).metrics.tokens_fetched == first.metrics.tokens_fetched > 0
-    assert Replay.of(read_trace(path)).problems == []
-
-
-def test_by_default_nothing_is_said_of_tiers() -> None:
-    with Solver(controller=SMALL, budget="115tok") as solver:
-        assert not {"host", "disk", "fetch"} & solver.config.keys()
-        solution = solver.solve(PUZZLE)
-    assert "tokens_stored" not in solution.metrics.to_dict()
-
-
-def test_several_problems_share_the_tiers() -> None:
-    puzzles = [PUZZLE, "1 3 4 6", "2 3 7 11"]
-    with Solver(controller=SMALL) as solver:
-        alone = [outcome(each) for each in solver.solve_batch(puzzles, concurrency=1)]
-    with Solver(
-        controller=SMALL, budget="130tok", host="300tok", disk="300tok", fetch="always", debug=True
-    ) as solver:
-        together = solver.solve_batch(puzzles, concurrency=3)
-    assert [outcome(each) for each in together] == alone
-    assert sum(each.metrics.tokens_fetched for each in together) > 0
-
-
-def test_the_command_shows_the_tiers(capsys: pytest.CaptureFixture[str]) -> None:
-    arbor = in_process(capsys)
-    options = ("solve", PUZZLE, "--budget", "0.25", "--host", "2MiB")
-    assert arbor(*options, "--dry-run", "--json").document["host_tokens"] == (2 << 20) // 12288
-    shown = arbor(*options, "--dry-run").out
-    assert "host" in shown and "of what has left the device" in shown
-    wrong = arbor("solve", PUZZLE, "--host", "0.5")
-    assert wrong.code == 2 and "[tier-size]" in wrong.err
-    wrong = arbor(*options, "--fetch", "often")
-    assert wrong.code == 2 and "auto, always" in wrong.err
 
 
 @pytest.mark.parametrize(

@@ -4,37 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
-from arbor.measure.timing import Timing, differs, interleaved, regressed, turned
-
-
-def test_median_and_quartiles_are_of_the_timings() -> None:
-    timing = Timing((5.0, 1.0, 2.0, 4.0, 3.0))
-
-    assert (timing.quartiles, timing.median, timing.spread) == ((2.0, 3.0, 4.0), 3.0, 2.0)
-
-
-def test_a_spread_needs_three_timings() -> None:
-    with pytest.raises(AssertionError, match="3 timings"):
-        Timing((1.0, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "different"),
-    [
-        ((10, 10, 10), (10, 10, 10), False),
-        ((10, 10, 10), (11, 11, 11), True),
-        ((8, 10, 12), (9, 11, 13), False),
-        ((8, 10, 12), (18, 20, 22), True),
-        ((10, 10, 10), (5, 12, 19), False),  # the noise of either counts
-    ],
-)
-def test_less_than_the_noise_is_no_difference(
-    one: tuple[float, ...], other: tuple[float, ...], different: bool
-) -> None:
-    assert differs(Timing(one), Timing(other)) is different
-    assert differs(Timing(other), Timing(one)) is different
+from arbor.measure.timing import Timing, interleaved, regressed
 
 
 def test_a_regression_is_more_than_allowed_and_more_than_the_noise() -> None:
@@ -57,7 +27,3 @@ def test_each_round_begins_with_another_and_warming_up_is_not_timed() -> None:
     assert "".join(lap.name for lap in laps) == "bcacababc"
     assert {(lap.cpu_s, lap.wall_s) for lap in laps} == {(2, 5)}
     assert [lap.result for lap in laps] == [lap.name for lap in laps]
-
-
-def test_nothing_turned_is_nothing() -> None:
-    assert turned([], 3) == []

@@ -17,7 +17,6 @@ from arbor.controllers.beam import Beam
 from arbor.controllers.dpts import DPTS
 from arbor.controllers.mcts import MCTS
 from arbor.controllers.tot import ToT
-from arbor.errors import UsageError
 from arbor.events import KV, Boundary, Detail, Event, Forwarded, Sampled
 from arbor.metrics import Metrics, MetricsFold
 from arbor.trace import Replay, read_trace
@@ -160,8 +159,3 @@ def test_a_finer_level_shows_the_same_run_step_by_step_and_token_by_token(
     assert logprob == pytest.approx({e.node: e.logprob for e in closed})
     assert len(sampled) == counted[0][1], "one a step"
     assert not any(isinstance(e, Sampled) for e in (*runs["events"], *runs["steps"]))
-
-
-def test_there_are_three_levels(solver: Solver) -> None:
-    with pytest.raises(UsageError, match="Known: events, steps, tokens"):
-        solver.solve("4 5 6 10", trace_level="token")

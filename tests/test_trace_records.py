@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,13 +15,9 @@ from support.damage import VALUES
 from support.fake_run import fake_run, tick
 from test_trace_tools import violations
 
-from arbor import Solver
-from arbor.controllers.base import Expansion
-from arbor.events import Boundary, Event, Forwarded, Opened, Sampled, Selected
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.records import (
     MOST_DEPTH,
-    MOST_TOKENS_LEFT_OUT,
     Unreadable,
     from_record,
     number_of,
@@ -33,7 +26,6 @@ from arbor.trace.records import (
 )
 from arbor.trace.repair import repair_trace
 from arbor.trace.schema import trace_schema
-from arbor.tree import Node, ThoughtTree
 from arbor.view import read_page_trace
 
 SCHEMA = trace_schema()
@@ -120,53 +112,6 @@ def test_a_value_of_the_wrong_kind_makes_a_line_unreadable_and_a_repair_removes_
     assert clean.bad == () and clean.events[: line - 1] == read.events[: line - 1]
 
 
-def test_every_bad_line_is_named(trace: Path) -> None:
-    lines = changed(trace, "select", "3", "leaves"), changed(trace, "forward", "null", "rows")
-    read = read_trace(trace)
-
-    problems = Replay.of(read).problems
-
-    first, second = sorted(lines)
-    assert read.bad_lines == 2
-    assert f"2 lines are unreadable, first line {first} is unreadable: " in read.banner
-    for line in (first, second):
-        assert any(each.startswith(f"line {line} is unreadable: ") for each in problems)
-
-
-def test_numbers_keep_their_kind(trace: Path) -> None:
-    changed(trace, "boundary", "0", "logprob")
-    changed(trace, "end", "null", "metrics", "wall_s")
-
-    read = read_trace(trace)
-
-    closed = next(event for event in read.events if isinstance(event, Boundary))
-    assert type(closed.logprob) is float and closed.logprob == 0
-    assert read.end is not None
-    assert math.isnan(read.end.metrics["wall_s"])
-    assert type(read.end.metrics["rows"]) is int
-
-
-def test_a_number_of_ids_that_no_block_has_is_refused(tmp_path: Path) -> None:
-    for tokens in (MOST_TOKENS_LEFT_OUT + 1, -1, 10**12, "true", '"5"'):
-        trace = written(tmp_path / "run.arbor.jsonl", text="none")
-        line = changed(trace, "boundary", str(tokens), "tokens")
-
-        read = read_trace(trace)
-
-        assert read.first_bad_line == line
-        assert "ids: tokens: " in read.banner
-
-
-def test_a_byte_order_mark_is_not_damage(trace: Path) -> None:
-    events = read_trace(trace).events
-    trace.write_bytes(b"\xef\xbb\xbf" + trace.read_bytes())
-
-    assert read_trace(trace).events == events
-
-
-EVENTS: list[Event] = list(fake_run(seed=1))
-
-
 def is_readable(record: dict[str, Any]) -> bool:
     """Whether a reader accepts a record."""
     try:
@@ -227,81 +172,3 @@ def test_the_reader_accepts_what_the_schema_accepts(
         broken = list(violations(SCHEMA, record, SCHEMA))
 
         assert is_readable(record) == (not broken), (record, broken)
-
-
-def test_a_line_that_the_schema_requires_a_field_of_is_not_readable_without_it(
-    records: list[dict[str, Any]],
-) -> None:
-    for record in records:
-        required = SCHEMA["$defs"][record["e"]]["required"]
-        for name in record.keys() - {"e", "i", "t"}:
-            rest = {key: value for key, value in record.items() if key != name}
-            private = {"ids"} & {name}  # left out for privacy, their number is there
-            rest |= {"tokens": 1} if private else {}
-            assert is_readable(rest) == (name not in required), name
-
-
-def test_defaults_and_words_that_were_left_out_are_filled_in() -> None:
-    kv = {"device": 3}
-    record = {"e": "forward", "kind": "decode", "rows": 1, "steps": 1, "read_tokens": 1}
-    record |= {"unique_read_tokens": 1, "kv": kv, "peak": 3, "elapsed_s": 0.5}
-
-    event = from_record(record)
-    opened = from_record(
-        {"e": "node", "node": 1, "parent": None, "index": 0, "depth": 1, "tokens": 2}
-    )
-
-    assert isinstance(event, Forwarded) and (event.held, event.kv.host) == (0, 0)
-    assert isinstance(opened, Opened) and opened.text == ""
-
-
-def test_whole_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
-    """A controller may compute its widths with numpy."""
-
-    class Counting:
-        def __init__(self, tree: ThoughtTree) -> None:
-            self._leaves: list[Node] = [tree.root]
-
-        def ask(self, room: int) -> list[Expansion]:
-            return [Expansion(leaf, np.int64(2)) for leaf in self._leaves]  # type: ignore[arg-type]
-
-        def tell(self, children: Sequence[Node]) -> None:
-            self._leaves = []
-
-        def best(self) -> list[Node]:
-            return []
-
-    class Counts:
-        def start(self, tree: ThoughtTree, max_depth: int) -> Counting:
-            return Counting(tree)
-
-        def max_blocks(self, max_depth: int) -> int:
-            return 2
-
-    path = tmp_path / "run.jsonl"
-    with Solver(controller=Counts(), verifier="exact") as solver:
-        solver.solve("4 5 6 10", trace=path)
-
-    trace = read_trace(path)
-    assert not trace.bad
-    (selected,) = [event for event in trace.events if isinstance(event, Selected)]
-    assert [width for _, width in selected.leaves] == [2]
-
-
-@pytest.mark.parametrize("others", [(), ((), ((3, -0.1), (4, -2.5)))], ids=["none", "some"])
-@pytest.mark.parametrize("text", ["full", "none"])
-def test_alternatives_are_written_where_there_are_any(
-    tmp_path: Path, others: Any, text: Any
-) -> None:
-    event = Sampled((1, 2), (3, 4), (-0.1, -0.2), others)
-    path = tmp_path / "x.arbor.jsonl"
-    with TraceWriter(path, clock=tick(), text=text) as writer:
-        writer(event)
-
-    record = json.loads(path.read_text(encoding="utf-8"))
-
-    assert ("alternatives" in record) == (bool(others) and text == "full")
-    schema = trace_schema()
-    assert list(violations(schema, record, schema)) == []
-    if text == "full":
-        assert from_record(record) == event

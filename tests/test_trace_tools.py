@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import itertools
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_run import fake_run, tick
 
-from arbor.cli import main
-from arbor.errors import TraceError, UsageError
-from arbor.events import EVENTS, Boundary, Ended, Event, Opened, Pruned, Rehydrated, Transition
+from arbor.events import Boundary, Event, Opened
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.diff import diff_traces
-from arbor.trace.perfetto import TRACKS, to_perfetto
+from arbor.trace.perfetto import to_perfetto
 from arbor.trace.repair import repair_trace
 from arbor.trace.schema import trace_schema
-from arbor.trace.write import PRIVATE
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -101,17 +96,6 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@given(seed=st.integers(0, 200), text=st.sampled_from(["full", "none"]))
-def test_every_line_that_is_written_keeps_the_schema(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, text: Any
-) -> None:
-    schema = trace_schema()
-    path = write(tmp_path_factory.mktemp("t") / "run.jsonl", list(fake_run(seed)), text=text)
-
-    for record in records(path):
-        assert list(violations(schema, record, schema)) == []
-
-
 def test_the_golden_traces_keep_the_schema() -> None:
     schema = trace_schema()
     for path in GOLDEN.glob("*.jsonl"):
@@ -143,22 +127,6 @@ def test_a_line_that_breaks_the_schema_is_found(
     assert "no stop" in list(violations(schema, record, schema))
 
 
-def test_types_and_fields_of_a_later_version_pass_the_schema() -> None:
-    schema = trace_schema()
-
-    assert not list(violations(schema, {"e": "dream", "i": 3, "t": 1.5, "of": "sheep"}, schema))
-
-
-def test_the_schema_holds_every_event_and_field() -> None:
-    definitions = trace_schema()["$defs"]
-
-    assert list(definitions) == [kind.name for kind in EVENTS]
-    for kind in EVENTS:
-        names = {field.name for field in dataclasses.fields(kind)}
-        assert set(definitions[kind.name]["properties"]) == names
-        assert not set(PRIVATE) & set(definitions[kind.name]["required"])
-
-
 # Repair
 
 
@@ -182,76 +150,7 @@ def test_a_killed_run_is_repaired_to_a_trace_that_checks(
     assert path.read_bytes() == whole[:-5], "the damaged file stays as it was"
 
 
-def test_a_line_lost_in_the_middle_stays_visible(tmp_path: Path, run: list[Event]) -> None:
-    lines = write(tmp_path / "run.jsonl", run).read_bytes().splitlines(keepends=True)
-    lines[7] = b'{"e":"forward","kind":\n'
-    (tmp_path / "run.jsonl").write_bytes(b"".join(lines))
-
-    repaired = repair_trace(tmp_path / "run.jsonl", tmp_path / "clean.jsonl")
-
-    assert (repaired.dropped, repaired.lost, repaired.ended) == (1, 1, False)
-    trace = read_trace(tmp_path / "clean.jsonl")
-    assert trace.bad_lines == 0 and len(trace.gaps) == 1
-    assert any("event 8 instead of 7" in each for each in Replay.of(trace).problems)
-
-
-def test_a_repair_keeps_what_it_does_not_know(tmp_path: Path, run: list[Event]) -> None:
-    path = write(tmp_path / "run.jsonl", run)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    lines[3] = lines[3][:-1] + ',"mood":"good"}'
-    stranger = f'{{"e":"dream","i":{len(run)},"t":9.5,"of":"sheep"}}'
-    path.write_text("\n".join([*lines, stranger]) + "\n", encoding="utf-8")
-
-    repair_trace(path, tmp_path / "clean.jsonl")
-
-    assert (tmp_path / "clean.jsonl").read_text(encoding="utf-8") == path.read_text("utf-8")
-
-
-def test_a_repair_can_leave_out_the_words(tmp_path: Path, run: list[Event]) -> None:
-    path = write(tmp_path / "run.arbor.jsonl.gz", run)
-
-    repair_trace(path, tmp_path / "public.arbor.jsonl.gz", text="none")
-
-    data = gzip.decompress((tmp_path / "public.arbor.jsonl.gz").read_bytes())
-    assert b"thought" not in data and b"4 5 6 10" not in data
-    assert Replay.of(read_trace(tmp_path / "public.arbor.jsonl.gz")).problems == []
-
-
-def test_a_repair_never_writes_over_its_source(tmp_path: Path, run: list[Event]) -> None:
-    path = write(tmp_path / "run.jsonl", run)
-
-    with pytest.raises(UsageError, match="is the trace itself"):
-        repair_trace(path, path)
-    with pytest.raises(UsageError, match="cannot be written"):
-        repair_trace(path, tmp_path / "no" / "where.jsonl")
-
-
-def test_a_file_that_is_not_a_trace_cannot_be_repaired(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("buy milk\n", encoding="utf-8")
-
-    with pytest.raises(TraceError, match=r"no line is an event of arbor.trace/1"):
-        repair_trace(tmp_path / "notes.txt")
-    assert list(tmp_path.iterdir()) == [tmp_path / "notes.txt"]
-
-
-def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
-    (tmp_path / "run.arbor.jsonl").touch()
-
-    with pytest.raises(TraceError, match="the file is empty"):
-        read_trace(tmp_path / "run.arbor.jsonl")
-
-
 # Comparison
-
-
-def test_a_trace_does_not_differ_from_itself(tmp_path: Path, run: list[Event]) -> None:
-    first = read_trace(write(tmp_path / "a.jsonl", run))
-    second = read_trace(write(tmp_path / "b.jsonl.gz", run))
-
-    diff = diff_traces(first, second)
-
-    assert diff.same_tree and diff.parting is None
-    assert (diff.settings, diff.blocks, diff.metrics) == ((), (), ())
 
 
 def test_a_comparison_names_the_block_the_event_and_the_setting(
@@ -278,99 +177,6 @@ def test_a_comparison_names_the_block_the_event_and_the_setting(
     assert diff.parting is not None
     assert (diff.parting.at, diff.parting.fields) == (at - 1, ("ids", "text"))
     assert diff.parting.second is not None and diff.parting.second["text"] == "other"
-
-
-def test_a_comparison_says_where_the_shorter_one_ends(tmp_path: Path, run: list[Event]) -> None:
-    diff = diff_traces(
-        read_trace(write(tmp_path / "a.jsonl", run)),
-        read_trace(write(tmp_path / "b.jsonl", run[:-2])),
-    )
-
-    assert diff.parting is not None and diff.parting.second is None
-    assert diff.parting.first is not None and diff.parting.first["e"] == "answer"
-    assert diff.same_tree
-
-
-def test_a_comparison_counts_what_a_rehydration_more_costs(tmp_path: Path) -> None:
-    run = list(fake_run(seed=1, rounds=40))
-    at = next(i for i, event in enumerate(run) if isinstance(event, Rehydrated))
-    fewer = [*run[:at], *run[at + 1 : -1]]
-
-    diff = diff_traces(
-        read_trace(write(tmp_path / "a.jsonl", run[:-1])),
-        read_trace(write(tmp_path / "b.jsonl", fewer)),
-    )
-
-    reported = {d.name: d for d in diff.metrics}
-    assert reported["rehydrations"].first == reported["rehydrations"].second + 1
-
-
-def test_a_trace_does_not_differ_from_the_same_run_without_words(
-    tmp_path: Path, run: list[Event]
-) -> None:
-    full = read_trace(write(tmp_path / "a.jsonl", run))
-    none = read_trace(write(tmp_path / "b.jsonl", run, text="none"))
-
-    for first, second in ((full, none), (none, full), (none, none)):
-        diff = diff_traces(first, second)
-
-        assert diff.same_tree and diff.parting is None
-        assert (diff.settings, diff.blocks, diff.metrics) == ((), (), ())
-        assert diff.words == (first.words, second.words)
-    assert diff_traces(full, full).words == (True, True)
-
-
-def test_without_words_the_rest_is_compared(tmp_path: Path, run: list[Event]) -> None:
-    changed = list(run)
-    at = next(i for i, event in enumerate(run) if isinstance(event, Boundary))
-    changed[at] = dataclasses.replace(run[at], ids=(7, *run[at].ids), stop="length")
-    changed[0] = dataclasses.replace(changed[0], seed=5, problem="1 2 3 4")
-
-    diff = diff_traces(
-        read_trace(write(tmp_path / "a.jsonl", run)),
-        read_trace(write(tmp_path / "b.jsonl", changed, text="none")),
-    )
-
-    assert [(d.name, d.first, d.second) for d in diff.settings] == [("seed", 0, 5)]
-    assert not diff.same_tree and len(diff.blocks) == 1
-    assert diff.parting is not None
-    assert (diff.parting.at, diff.parting.fields) == (at - 1, ("stop", "tokens"))
-
-
-def test_a_trace_whose_header_is_lost_has_no_words_all_the_same(
-    tmp_path: Path, run: list[Event]
-) -> None:
-    path = write(tmp_path / "a.jsonl", run, text="none")
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
-
-    assert not read_trace(path).words
-    assert read_trace(write(tmp_path / "b.jsonl", run[1:])).words
-
-
-def test_the_command_says_on_which_side_words_are_left_out(
-    tmp_path: Path, run: list[Event], capsys: pytest.CaptureFixture[str]
-) -> None:
-    full, none = (
-        str(write(tmp_path / "a.jsonl", run)),
-        str(write(tmp_path / "b.jsonl", run, text="none")),
-    )
-
-    code = main(["trace", "diff", full, none, "--exit-code"])
-
-    lines = capsys.readouterr().out.splitlines()
-    assert code == 0
-    assert lines == [
-        f"words     (left out) of {none}: lengths of blocks are compared, not texts",
-        "tree      the same, block by block, by length",
-        "events    the same",
-    ]
-    main(["trace", "diff", none, none])
-    assert f"(left out) of {none} and {none}: " in capsys.readouterr().out
-    main(["trace", "diff", none, full, "--json"])
-    document = json.loads(capsys.readouterr().out)
-    assert (document["words"], document["same_tree"]) == ([False, True], True)
-    main(["trace", "diff", full, full])
-    assert "words" not in capsys.readouterr().out
 
 
 # Timeline
@@ -412,36 +218,3 @@ def test_a_timeline_has_whole_microseconds_and_no_overlaps(
         elif row["ph"] == "e":
             assert alive.pop(row["id2"]["local"]) <= row["ts"], "a block dies after it was born"
     assert alive == {}, "every block dies"
-
-
-def test_overlaps_are_found() -> None:
-    rows = [{"ph": "X", "tid": 1, "ts": 0, "dur": 5}, {"ph": "X", "tid": 1, "ts": 4, "dur": 5}]
-
-    assert overlaps(rows) == ["track 1: a slice begins at 4, the last ended at 5"]
-
-
-def test_a_timeline_holds_every_event(tmp_path: Path, run: list[Event]) -> None:
-    document = to_perfetto(read_trace(write(tmp_path / "run.jsonl", run)))
-    rows = document["traceEvents"]
-    count = defaultdict(int)
-    for row in rows:
-        count[row["ph"], row["name"]] += 1
-
-    for kind in (Boundary, Pruned, Transition, Ended):
-        assert count["i", kind.name] == sum(isinstance(event, kind) for event in run)
-    forwards = [event for event in run if event.name == "forward"]
-    assert count["X", "decode"] == sum(event.kind == "decode" for event in forwards)
-    reported = [event.kv.device for event in run if hasattr(event, "kv") and event.name != "header"]
-    drawn = [row["args"]["tokens"] for row in rows if row["name"] == "KV device"]
-    assert drawn == reported
-    assert {row["args"]["name"] for row in rows if row["name"] == "thread_name"} == set(TRACKS)
-    assert document["otherData"] == {"schema": "arbor.trace/1", "run": "01J"}
-    text = json.dumps(document, allow_nan=False)
-    assert not re.search(r'"ids"', text)
-
-
-def test_a_cut_trace_has_a_timeline_too(tmp_path: Path, run: list[Event]) -> None:
-    path = write(tmp_path / "run.jsonl", run)
-    path.write_bytes(path.read_bytes()[:4000])
-
-    assert overlaps(to_perfetto(read_trace(path))["traceEvents"]) == []

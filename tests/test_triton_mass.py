@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import logging
 import os
 import random
 import subprocess
 import sys
-import types
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_kernels import decode_level, make_case, make_level, make_shape, random_layout
-from torch import Tensor
+from test_kernels import make_case, make_level, make_shape, random_layout
 
-from arbor.kernels.attention import mass_work as mass_kernel
-from arbor.kernels.attention.mass_work import ITEM_KEYS, ITEM_ROWS, MassKernel, MassWork, mass_work
+from arbor.kernels.attention.mass_work import ITEM_KEYS, ITEM_ROWS, mass_work
 from arbor.kernels.attention.reference import ReferenceAttention
-from arbor.kernels.attention.torch_cascade import TorchCascade
 
 CHILD = Path(__file__).parent / "support" / "triton_child.py"
 CPU = torch.device("cpu")
@@ -100,120 +95,7 @@ def test_every_row_meets_each_of_its_keys_in_one_item(seed: int, windowed: bool)
     assert [sorted(slots) for slots in met] == [sorted(slots.tolist()) for slots in expected]
 
 
-def test_a_long_prompt_leaves_out_pairs_that_nothing_reads() -> None:
-    shape = make_shape(window=100)
-    prompt = make_level([(3000, list(range(3000)))], True)
-
-    work = mass_work(make_case([prompt], shape).layout, shape, CPU)
-
-    pairs = (work.items[:, 1] - work.items[:, 0]).sum() * ITEM_KEYS
-    assert pairs <= 3000 * (100 + 2 * ITEM_KEYS)
-    assert int(work.count) == len(work.items)
-
-
-@pytest.mark.parametrize(("rows", "tile"), [(1, 16), (8, 16), (9, 64)])
-def test_short_requests_have_small_tiles(rows: int, tile: int) -> None:
-    shape = make_shape()  # two query heads per KV head
-    level = make_level([(rows, list(range(20)))], True)
-
-    assert mass_work(make_case([level], shape).layout, shape, CPU).tile == tile
-
-
 # Where the kernel is used
-
-
-def queries(device: str, dtype: torch.dtype) -> Any:
-    return types.SimpleNamespace(device=torch.device(device), dtype=dtype)
-
-
-def test_the_kernel_is_for_half_precision_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mass_kernel, "_installed", lambda: True)
-    kernel = MassKernel()
-
-    assert kernel.runs(queries("cuda", torch.bfloat16))
-    assert kernel.runs(queries("cuda", torch.float16))
-    assert not kernel.runs(queries("cuda", torch.float32))
-    assert not kernel.runs(queries("cpu", torch.bfloat16))
-    monkeypatch.setattr(mass_kernel, "_installed", lambda: False)
-    assert not kernel.runs(queries("cuda", torch.bfloat16))
-
-
-def test_the_kernel_is_not_for_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mass_kernel, "_installed", lambda: True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert not MassKernel().runs(queries("cuda", torch.bfloat16))
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def use_kernel(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
-    """Let `function` stand for `triton_mass`, and every backend use it."""
-    module = types.ModuleType("arbor.kernels.attention.triton_mass")
-    module.triton_mass = function  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(MassKernel, "runs", lambda self, q: not self._failed)
-
-
-def test_a_kernel_that_fails_is_replaced_by_matmuls(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls = []
-
-    def fails(*arguments: Any) -> Tensor:
-        calls.append(arguments)
-        raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
-
-    shared = make_level([(3, list(range(50)))], False)
-    case = make_case([shared, decode_level([4, 9, 4], 20)], make_shape())
-    backend = TorchCascade()
-    plan = backend.plan(case.layout, case.shape)
-    _, lse = backend.run(plan, case.q, case.k_pool, case.v_pool)
-    expected = backend.mass(plan, case.q, case.k_pool, lse)
-    use_kernel(monkeypatch, fails)
-
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            by_mass = backend.plan_mass(case.layout, case.shape)
-            assert torch.equal(backend.mass(by_mass, case.q, case.k_pool, lse), expected)
-
-    assert len(calls) == 1
-    message = (
-        "Attention mass runs on torch: triton failed (RuntimeError: Failed to find C compiler.)."
-    )
-    assert [record.getMessage() for record in caplog.records] == [message]
-
-
-def test_too_little_memory_is_not_a_failure_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    case = make_case([decode_level([4, 9, 4], 20)], make_shape())
-    backend = TorchCascade()
-    plan = backend.plan_mass(case.layout, case.shape)
-    use_kernel(monkeypatch, full)
-
-    with pytest.raises(torch.OutOfMemoryError):
-        backend.mass(plan, case.q, case.k_pool, torch.zeros(3, 4))
-    assert backend._mass_kernel.runs(case.q)
-
-
-def test_the_kernel_plans_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[MassWork] = []
-
-    def kernel(work: MassWork, q: Tensor, k_pool: Tensor, lse: Tensor, heads: Any) -> Tensor:
-        seen.append(work)
-        return torch.ones(len(k_pool))
-
-    case = make_case([decode_level([4, 9, 4], 20)], make_shape())
-    backend = TorchCascade()
-    plan = backend.plan_mass(case.layout, case.shape)
-    use_kernel(monkeypatch, kernel)
-
-    for _ in range(2):
-        mass = backend.mass(plan, case.q, case.k_pool, torch.zeros(3, 4))
-        assert torch.equal(mass, torch.ones(len(case.k_pool)))
-    assert seen[0] is seen[1] and not plan.tasks
 
 
 @pytest.mark.slow

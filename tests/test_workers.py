@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,23 +16,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.run_cli import in_process
 
 from arbor import Solver, Workers, errors
-from arbor.errors import ArborError, BudgetInfeasible, ModelError, UsageError, WorkerError
+from arbor.errors import ArborError, BudgetInfeasible, UsageError, WorkerError
 from arbor.measure.outcomes import Job, Outcome
 from arbor.measure.workers.cluster import (
-    Broken,
     Delivered,
     Died,
     Finished,
     News,
     Ready,
-    Refused,
 )
 from arbor.measure.workers.engine_process import EngineProcess
-from arbor.measure.workers.hand_out import HandOut
-from arbor.measure.workers.worker_place import WorkerPlace
 from arbor.metrics import Metrics
 from arbor.run.solution import Solution
 from arbor.trace import Replay, read_trace
@@ -212,199 +207,7 @@ def test_problems_that_kill_their_worker_fail_and_harm_no_other(
     assert all(cluster.given[place] <= 2 for place in set(range(12)) - poison)
 
 
-def test_a_few_jobs_are_dealt_in_equal_parts() -> None:
-    hand_out = HandOut(range(6), workers=3, places=8, tries=3)
-
-    assert [[ticket.job for ticket in hand_out.give(worker)] for worker in "abc"] == [
-        *([0, 1], [2, 3], [4, 5]),
-    ]
-
-
-def test_jobs_are_read_only_as_far_ahead_as_there_are_places() -> None:
-    read = []
-
-    def endless() -> Iterator[int]:
-        for number in range(10**6):
-            read.append(number)
-            yield number
-
-    hand_out = HandOut(endless(), workers=2, places=3, tries=3)
-    hand_out.give("a")
-
-    assert len(read) <= 2 * 2 * 3
-
-
-def test_no_more_workers_begin_than_there_are_problems() -> None:
-    cluster = FakeCluster(size=8)
-
-    with workers(cluster) as many:
-        list(many.imap(problems(3)))
-
-    assert cluster.begun == 3
-
-
-def test_workers_live_from_one_loop_to_the_next() -> None:
-    cluster = FakeCluster()
-
-    with workers(cluster) as many:
-        for _ in range(3):
-            assert len(list(many.imap(problems(5)))) == 5
-
-    assert cluster.begun == 2
-
-
-def test_a_loop_that_is_left_gives_up_what_is_in_progress() -> None:
-    cluster = FakeCluster(size=3)
-
-    with workers(cluster) as many:
-        first = next(many.imap(problems(20), ordered=False))
-        again = list(many.imap(problems(4)))
-
-    assert first.answer is not None
-    assert [each.problem for each in again] == problems(4)
-
-
-def test_two_loops_at_once_are_refused() -> None:
-    with workers(FakeCluster()) as many:
-        loop = many.imap(problems(20), ordered=False)
-        next(loop)
-        with pytest.raises(UsageError, match="workers-busy"):
-            next(many.imap(problems(2)))
-
-
-def test_stop_ends_the_loop() -> None:
-    with workers(FakeCluster()) as many:
-        found = []
-        for each in many.imap(problems(50), ordered=False):
-            found.append(each)
-            if len(found) == 5:
-                many.stop()
-
-    assert 5 <= len(found) < 50
-
-
-def test_an_error_is_raised_unless_it_is_asked_for() -> None:
-    cluster = FakeCluster(poison=["problem 1"])
-
-    with workers(cluster) as many, pytest.raises(WorkerError, match="3 workers died"):
-        list(many.imap(problems(3)))
-
-
-def test_what_the_first_worker_is_refused_is_raised() -> None:
-    error = ModelError("model-missing", "no such model.")
-    cluster = FakeCluster(refuses=Refused(0, error))
-
-    with workers(cluster) as many, pytest.raises(ModelError) as raised:
-        list(many.imap(problems(3)))
-
-    assert raised.value is error
-
-
-def test_a_bug_in_a_worker_is_raised_with_its_traceback() -> None:
-    cluster = FakeCluster(refuses=Broken(0, "Traceback: a plank came loose"))
-
-    with workers(cluster) as many, pytest.raises(RuntimeError, match="a plank came loose"):
-        list(many.imap(problems(3)))
-
-
-def test_workers_that_die_while_they_load_are_not_begun_for_ever() -> None:
-    cluster = FakeCluster(stillborn=True)
-
-    with workers(cluster) as many, pytest.raises(WorkerError) as raised:
-        list(many.imap(problems(30)))
-
-    assert raised.value.code == "worker-start"
-    assert cluster.begun <= TRIES + 2
-
-
-def test_the_number_in_progress_is_reported() -> None:
-    counts: list[int] = []
-    jobs = [Job(place, each, {}) for place, each in enumerate(problems(9))]
-
-    with workers(FakeCluster(size=3), concurrency=2) as many:
-        assert len(list(many.outcomes(jobs, counts.append))) == 9
-
-    assert max(counts) == 6 and min(counts) >= 0
-
-
 # Settings
-
-
-@pytest.mark.parametrize(
-    ("text", "number", "address"),
-    [
-        ("2", 2, None),
-        (4, 4, None),
-        ("ray", None, "ray"),
-        ("ray://head:10001", None, "ray://head:10001"),
-        ("8@ray://head:10001", 8, "ray://head:10001"),
-        ("10.0.0.1:6379", None, "10.0.0.1:6379"),
-        ("3@ray", 3, "ray"),
-    ],
-)
-def test_workers_are_a_number_or_a_cluster(
-    text: str | int, number: int | None, address: str | None
-) -> None:
-    place = WorkerPlace.parse(text)
-
-    assert place == WorkerPlace(number, address)
-    assert WorkerPlace.parse(str(place)) == place
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "two", "", "2@", "@ray", "ray://", "2@2", "1.5", True])
-def test_other_forms_are_refused_with_one_that_works(text: Any) -> None:
-    with pytest.raises(UsageError, match="--workers 2") as raised:
-        WorkerPlace.parse(text)
-
-    assert raised.value.code == "workers"
-
-
-@pytest.mark.parametrize(
-    ("config", "more", "says"),
-    [
-        ({"device_map": "auto"}, {}, "device-map.*--workers"),
-        ({"share": "similar", "mode": "lossy"}, {}, "--share exact"),
-        ({}, {"device": "cuda:1"}, "--device cuda"),
-        ({"controller": "bem"}, {}, "beam"),
-        ({"listeners": [print]}, {}, "listeners"),
-    ],
-)
-def test_settings_that_workers_cannot_have_are_refused(
-    config: dict[str, Any], more: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(UsageError, match=says):
-        Workers({**CONFIG, **config}, 2, cluster=FakeCluster(), **more)
-
-
-def test_without_the_folder_of_ray_the_error_says_where_it_would_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("arbor.registry.PARTS", {"cluster": {}})
-
-    with pytest.raises(UsageError, match=r"unknown cluster 'ray'.*arbor/integrations") as raised:
-        Workers(CONFIG, 2)
-
-    assert raised.value.code == "unknown-cluster"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--workers", "none"], "--workers 2"),
-        (["--workers", "2", "--share", "similar", "--mode", "lossy"], "--share exact"),
-        (["--workers", "2", "--device", "cuda:0"], "--device cuda"),
-        (["--device-map", "auto"], "--workers"),
-    ],
-)
-def test_the_command_refuses_what_workers_cannot_have(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str
-) -> None:
-    output = tmp_path / "out"
-
-    ran = in_process(capsys)("eval", "chains", *arguments, "--output", str(output))
-
-    assert ran.code == 2 and says in ran.err
-    assert not output.exists()
 
 
 def test_a_solver_and_its_settings_make_the_same_solver_elsewhere(tmp_path: Path) -> None:
@@ -486,24 +289,3 @@ def test_a_process_finds_what_a_solver_finds(tmp_path: Path, concurrency: int) -
         path = tmp_path / "trace.arbor.jsonl.gz"
         path.write_bytes(each.trace)
         assert Replay.of(read_trace(path)).problems == []
-
-
-def test_a_process_says_why_it_cannot_load() -> None:
-    missing = EngineProcess({**CONFIG, "model": "./no/such/model"}, {}, 1).load()
-    other = EngineProcess(CONFIG, {}, 1, version="0.0.1").load()
-
-    assert isinstance(missing, ModelError) and "process" in missing.data["worker"]
-    assert isinstance(other, ModelError) and other.code == "worker-version"
-
-
-def test_an_error_of_one_job_leaves_the_others_of_a_process() -> None:
-    process = EngineProcess({**CONFIG, "max_depth": 2, "step_tokens": 12}, {}, 2)
-    process.load()
-    with Solver(**CONFIG) as solver:
-        good = next(iter(solver.task.problems("test", 1)))
-
-    process.give([Job(0, "not a problem of this task", {}), Job(1, good, {})], alone=False)
-    results = {each.outcome.job.place: each.outcome.result for each in taken(process, 2)}
-
-    assert isinstance(results[0], ArborError)
-    assert isinstance(results[1], Solution) and results[1].error is None

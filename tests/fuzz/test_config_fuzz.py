@@ -75,8 +75,3 @@ def real() -> type:
 
 def test_random_configurations_end_deliberately(real: type, command: Arbor) -> None:
     check(command, real, 0, 400)
-
-
-@pytest.mark.slow
-def test_many_random_configurations_end_deliberately(real: type, command: Arbor) -> None:
-    check(command, real, 400, 1_600)

@@ -7,8 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from arbor.cli.evaluation.eval_dataset import read_samples
 from arbor.cli.evaluation.eval_options import DatasetOptions
 from arbor.errors import ArborError
@@ -101,8 +99,3 @@ def check(seeds: range, folder: Path) -> None:
 
 def test_datasets_of_any_bytes_end_in_samples_or_one_error(tmp_path: Path) -> None:
     check(range(SEEDS), tmp_path)
-
-
-@pytest.mark.slow
-def test_many_datasets_of_any_bytes(tmp_path: Path) -> None:
-    check(range(SEEDS, 12 * SEEDS), tmp_path)

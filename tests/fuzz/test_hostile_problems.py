@@ -15,7 +15,6 @@ from support.hostile import CHARACTERS, LONG, MARKUP, OBEYED, TERMINAL, hostile
 
 from arbor import Solver
 from arbor.cli import main
-from arbor.cli.encoding import decoded
 from arbor.controllers.chain import Chain
 from arbor.errors import ArborError, InputError, UsageError
 from arbor.tasks.base import Problem
@@ -24,7 +23,6 @@ from arbor.tasks.countdown import Countdown
 from arbor.tasks.game24 import Game24
 from arbor.tasks.reasoning import Reasoning
 from arbor.tasks.recall import Recall
-from arbor.trace import Replay, read_trace
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -75,40 +73,6 @@ def test_a_task_reads_a_text_or_refuses_it_in_one_line(task: Any) -> None:
     assert refused and (read or task.name != "reasoning")
 
 
-@pytest.mark.parametrize("text", ["\ud800", "What is 2+3?\udfff", "\ud83d\ude00"])
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: str(task.name))
-def test_half_of_a_character_is_one_input_error(task: Any, text: str) -> None:
-    with Solver(task=task, verifier="self") as solver, pytest.raises(InputError) as caught:
-        solver.solve(text)
-
-    assert caught.value.code == "not-utf8"
-    assert caught.value.message.startswith("the problem: character ")
-
-
-def test_a_search_of_a_hostile_text_is_a_search(solver: Solver, tmp_path: Path) -> None:
-    texts = [*MARKUP, *TERMINAL, *CHARACTERS]
-    searched = 0
-    for number, text in enumerate(texts):
-        path = tmp_path / f"{number}.arbor.jsonl"
-        try:
-            solution = solver.solve(f"What is 2+3? {text}", trace=path)
-        except InputError as error:
-            assert error.code in ("not-utf8", "problem-too-long"), refusal(error)
-            continue
-        searched += 1
-        trace = read_trace(path)
-        assert trace.header is not None and trace.header.problem == solution.problem
-        assert Replay.of(trace).problems == []
-    assert searched > len(texts) // 2
-
-
-@pytest.mark.parametrize("text", (*LONG[:1], MILLION))
-def test_a_text_longer_than_the_context_is_refused_by_its_tokens(solver: Solver, text: str) -> None:
-    with pytest.raises(InputError, match="problem-too-long") as caught:
-        solver.solve(text)
-    refusal(caught.value)
-
-
 def test_half_of_a_character_is_refused_wherever_it_comes_from(solver: Solver) -> None:
     with pytest.raises(InputError, match="the answer key: character 1 is"):
         solver.solve("What is 2+3?", expected="\ud800")
@@ -119,28 +83,6 @@ def test_half_of_a_character_is_refused_wherever_it_comes_from(solver: Solver) -
             Reasoning(**{setting: ("a", "\ud800")})
     found = solver.solve_batch(["\ud800", "What is 2+3?"], on_error="return")
     assert [each.error is None for each in found] == [False, True]
-
-
-def test_a_problem_of_another_type_is_one_of_many_errors(solver: Solver) -> None:
-    (failed,) = solver.solve_batch([24], on_error="return")  # type: ignore[list-item]
-
-    assert failed.error is not None and failed.error["code"] == "problem-type"
-    with pytest.raises(UsageError, match="expected=24: the answer key is a text"):
-        solver.solve("What is 2+3?", expected=24)  # type: ignore[arg-type]
-
-
-class Halves(Reasoning):
-    """A task of a user, whose question to the model has half of a character."""
-
-    def question(self, problem: Problem, thoughts: Any) -> Any:
-        asked = super().question(problem, thoughts)
-        return type(asked)(f"{asked.text}\ud800", asked.values)
-
-
-def test_a_question_with_half_of_a_character_is_refused() -> None:
-    task = Halves()
-    with Solver(task=task) as solver, pytest.raises(InputError, match="the question to the model:"):
-        solver.solve("What is 2+3?")
 
 
 # The command line
@@ -176,76 +118,4 @@ def test_a_hostile_text_on_the_command_line_is_read_or_refused(
     assert sys.stdin
 
 
-@pytest.mark.usefixtures("no_bug")
-def test_hostile_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--task", "--controller", "--verifier", "--policy", "--budget", "--model", "--set")
-    for flag in (*flags, "--expected", "--dtype", "--device", "--encoding", "--file"):
-        for text in ("\udcff", "\x1b[2J", "\u202e", "a=\udcff", "reasoning,stop=\udcff", "a\rb"):
-            code = main(["solve", "4 5 6 10", "--dry-run", flag, text])
-            said = capsys.readouterr()
-            unused = flag == "--encoding"  # the problem is not in a file
-            allowed = (0, 2, 4, 5) if flag == "--expected" or unused else (2, 4, 5)
-            assert code in allowed, (flag, text, said.err)
-            assert not OBEYED.search(said.out + said.err), (flag, text, said)
-
-
-@pytest.mark.parametrize(
-    ("encoding", "data", "code"),
-    [
-        ("utf-7", b"4 5 6 +2AA-", "not-utf8"),
-        ("utf-8\0", b"4 5 6 10", "encoding"),
-        ("punycode", b"a-99999999", "encoding"),
-        ("idna", b"xn--999999999", "encoding"),
-        ("undefined", b"4", "encoding"),
-        ("\ud800", b"4", "encoding"),
-        ("utf\x1b8", b"\xff", "not-utf8"),
-        ("x" * 100_000, b"4", "encoding"),
-        ("ascii", b"\xff", "not-ascii"),
-    ],
-)
-def test_a_strange_encoding_is_one_error(encoding: str, data: bytes, code: str) -> None:
-    with pytest.raises((InputError, UsageError)) as caught:
-        decoded(data, encoding, "problem.txt")
-
-    assert caught.value.code == code
-    refusal(caught.value)
-
-
 # Datasets
-
-
-@pytest.mark.usefixtures("no_bug")
-def test_a_dataset_of_hostile_texts_is_one_evaluation(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = [text for text in (*MARKUP, *TERMINAL, *CHARACTERS) if "\ud800" not in text]
-    rows = [{"problem": f"2+3? {text}", "answer": text, "id": text} for text in words]
-    path = tmp_path / "hostile.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    command = ["eval", str(path), "--task", "reasoning", "--output", "runs", "--max-depth", "1"]
-    command += ["--on-error", "continue", "--step-tokens", "2", "--controller", "chain,samples=1"]
-
-    code = main(command)
-
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    assert not OBEYED.search(said.out + said.err), said
-    kept = [json.loads(line) for line in Path("runs/samples.jsonl").read_bytes().splitlines()]
-    assert sorted(row["id"] for row in kept) == sorted(words)
-    assert all(Replay.of(read_trace(Path("runs", row["trace"]))).problems == [] for row in kept)
-    assert main(command) == 0, "a finished evaluation is shown again"
-    assert "left out" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("column", ["problem", "answer"])
-def test_half_of_a_character_in_a_dataset_is_named(
-    column: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, no_bug: None
-) -> None:
-    row = {"problem": "4 5 6 10", "answer": "24"} | {column: "4 \ud800"}
-    path = tmp_path / "halves.jsonl"
-    path.write_text(json.dumps(row), encoding="utf-8")
-
-    assert main(["eval", str(path), "--output", "runs"]) == 4
-
-    err = capsys.readouterr().err
-    assert f"halves.jsonl: line 1 has \\ud800 in '{column}', half of a character" in err

@@ -9,12 +9,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import gzip
-import html
 import io
 import json
 import random
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,21 +24,12 @@ from support.chromium import MISSING, Page, chromium, program
 from support.fake_run import fake_run, header, tick
 from support.hostile import CHARACTERS, LONG, MARKUP, OBEYED, TERMINAL, hostile
 
-from arbor.cli import main
-from arbor.cli.evaluation.eval_report import result_lines
-from arbor.cli.output import Output
-from arbor.errors import InputError
 from arbor.events import Answered, Boundary, Event, Header, Opened, Terminal, Verified
-from arbor.measure.evaluation.list_page import LONGEST
-from arbor.measure.evaluation.page import index_page
-from arbor.measure.evaluation.results import results
 from arbor.metrics import Metrics
 from arbor.run.recording import Recording
 from arbor.run.solution import Candidate, Solution, Step
-from arbor.support.texts import clipped, visible
-from arbor.trace import Replay, TraceWriter
-from arbor.view import html_page, notebook_frame, page_trace_of, read_page_trace, search_picture
-from arbor.view.draw import ASCII, draw
+from arbor.trace import TraceWriter
+from arbor.view import html_page, page_trace_of, read_page_trace
 from arbor.view.live import LiveView, ShowView
 
 SEEDS = 10
@@ -139,48 +128,6 @@ def test_a_page_has_its_own_elements_only_and_every_text_as_data(seed: int, tmp_
     assert texts == [line.get("text") for line in lines]
 
 
-def test_a_frame_holds_the_whole_page_in_one_attribute() -> None:
-    page = html_page(page_trace_of("\"'><script>", enumerate(hostile_run(1))))
-
-    frame = Elements(notebook_frame(page))
-
-    assert [tag for tag, _ in frame.tags] == ["div", "iframe"]
-    assert frame.values[1]["srcdoc"] == page and frame.values[1]["sandbox"] == "allow-scripts"
-
-
-def row(text: str, **more: Any) -> dict[str, Any]:
-    """A line of samples.jsonl with one text wherever there is text of others."""
-    failed = {"code": text, "message": text, "hint": text, "data": {}}
-    return {
-        "id": text,
-        "problem": text,
-        "answer": text,
-        "expected": text,
-        "correct": None,
-        "error": failed,
-        "trace": f"traces/{text}.arbor.jsonl.gz",
-    } | more
-
-
-def test_the_page_of_an_evaluation_shows_every_text_as_text() -> None:
-    found = results([row(text) for text in EVERY]) | {"folder": "\x1b[2J<b>", "missing": 0}
-    # the errors' codes are sorted, so each text is in the lines too
-    page = index_page(MARKUP[0], result_lines(found), [row(text) for text in EVERY])
-
-    seen = Elements(page, ("td", "h1"))
-
-    harmless = index_page("x", result_lines(found), [row("x") for _ in EVERY])
-    assert seen.tags == Elements(harmless).tags
-    assert not OBEYED.search(page)
-    assert seen.texts["h1"] == [MARKUP[0]]
-    for number, text in enumerate(EVERY):
-        cells = seen.texts["td"][10 * number : 10 * number + 4]
-        assert cells == [visible(clipped(text, LONGEST + 1))] * 4, repr(text[:80])
-    for link in (each["href"] for each in seen.values if "href" in each):
-        assert link is not None and link.startswith(("data:,", "traces/"))
-        assert not re.search(r"[\s<>\"':\x00-\x20]", link.removeprefix("data:,"))
-
-
 def solution(text: str, events: Iterator[Event] | None = None) -> Solution:
     """A solution with one text wherever it has text of others."""
     recording = Recording() if events is not None else None
@@ -204,19 +151,6 @@ def solution(text: str, events: Iterator[Event] | None = None) -> Solution:
         config={"model": text},
         recording=recording,
     )
-
-
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_a_picture_is_xml_with_every_text_in_titles(seed: int) -> None:
-    replay = Replay()
-    for event in hostile_run(seed):
-        replay(event)
-
-    picture = search_picture(replay)
-
-    names = {each.tag.rpartition("}")[2] for each in ET.fromstring(picture).iter()}
-    assert names <= {"svg", "title", "path", "circle", "text", "polygon", "polyline"}
-    assert picture.isprintable()
 
 
 @pytest.mark.parametrize("text", EVERY)
@@ -254,72 +188,6 @@ def test_a_live_view_emits_its_own_control_sequences_only(view: type[Any], seed:
     file.getvalue().encode()
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.parametrize("width", [20, 80, 200])
-def test_a_tree_keeps_to_its_lines(seed: int, width: int) -> None:
-    replay = Replay()
-    for event in hostile_run(seed):
-        replay(event)
-    file = io.StringIO()
-    console = Console(file=file, width=width, color_system=None, legacy_windows=False)
-
-    console.print(draw(replay, width, 60, ASCII))
-
-    text = file.getvalue()
-    assert text.isascii() and not obeyed(text)
-    assert max(map(len, text.splitlines())) <= width
-
-
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_commands_print_no_control_sequences(
-    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = str(written(tmp_path / "run.arbor.jsonl", seed))
-    other = str(written(tmp_path / "\x1b[2J\u202e.arbor.jsonl", seed + 1))
-    for words, lines in (
-        (["trace", "info", trace], 7),
-        (["trace", "check", trace], None),
-        (["trace", "events", trace], len(list(hostile_run(seed)))),
-        (["trace", "diff", trace, other], None),
-        (["trace", "config", trace], None),
-        (["trace", "convert", trace], 1),
-        (["trace", "info", trace, "--json"], 1),
-        (["trace", "events", other, "--json"], 1),
-        (["view", trace, "--term", "--color", "never"], None),
-        (["view", other, "-o", str(tmp_path / "page.html")], 1),
-        (["trace", "check", other], None),
-    ):
-        main(words)
-        said = capsys.readouterr()
-        assert not obeyed(said.out + said.err), words
-        assert lines is None or len(said.out.splitlines()) == lines, words
-
-
-@pytest.mark.parametrize("text", EVERY)
-def test_lines_of_the_command_hold_no_control_sequences(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = Output(verbose=1, color="never")
-    output.print(text)
-    output.say(text)
-    output.warn(text)
-    output.document({"text": text})
-
-    said = capsys.readouterr()
-    assert not obeyed(said.out + said.err)
-    assert json.loads(said.out[said.out.index('{"text"') :].splitlines()[0]) == {"text": text}
-    error = InputError("problem-invalid", f"'{text}' is wrong.", text)
-    assert not obeyed(str(error))
-
-
-@pytest.mark.parametrize("text", EVERY)
-def test_a_solution_is_shown_without_control_sequences(text: str) -> None:
-    for events in (None, hostile_run(2)):
-        file = io.StringIO()
-        solution(text, events).show(file)
-        assert not obeyed(file.getvalue())
-
-
 # A browser
 
 
@@ -342,18 +210,3 @@ def test_a_browser_runs_nothing_of_a_text(tab: Page, tmp_path: Path) -> None:
             tab.settle()
         assert tab.evaluate("window.hit === undefined && !document.querySelector('img, iframe')")
         assert tab.errors == []
-
-
-def test_a_browser_shows_the_list_of_an_evaluation_as_text(tab: Page, tmp_path: Path) -> None:
-    texts = [text for text in EVERY if text not in LONG]
-    page = tmp_path / "index.html"
-    text = index_page("evaluation", ["x"], [row(text) for text in texts])
-    page.write_text(text.replace("<html", "<html data-ready"), "utf-8")
-    tab.blank()
-
-    tab.open(page)
-
-    assert tab.evaluate("window.hit === undefined && !document.querySelector('img, svg')")
-    cells = "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[1].textContent)"
-    assert tab.evaluate(cells) == [visible(clipped(each, LONGEST + 1)) for each in texts]
-    assert tab.errors == [] and html.escape(MARKUP[0]) in text

@@ -72,9 +72,3 @@ def check(seeds: range, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_model_directories_end_in_a_model_or_one_error(tmp_path: Path) -> None:
     check(range(SEEDS), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_many_damaged_model_directories(tmp_path: Path) -> None:
-    check(range(SEEDS, 4 * SEEDS), tmp_path)

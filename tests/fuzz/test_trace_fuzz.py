@@ -18,7 +18,6 @@ from arbor.trace.repair import repair_trace
 
 SEED = 20240
 CASES = 60
-SLOW_CASES = 60
 SOURCES: tuple[tuple[Search, Literal["full", "none"]], ...] = (
     (PREEMPTED, "full"),
     (PREEMPTED, "none"),
@@ -120,10 +119,3 @@ def test_a_damaged_trace_is_read_or_refused_by_every_command(
     traces: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(traces, range(CASES), capsys)
-
-
-@pytest.mark.slow
-def test_many_damaged_traces_are_read_or_refused_by_every_command(
-    traces: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(traces, range(CASES, CASES + SLOW_CASES), capsys)

@@ -78,11 +78,6 @@ class Page:
         self._page.wait_for_selector(READY, state="attached")
         return self
 
-    def reload(self) -> None:
-        """Load the same page again and wait until it is drawn."""
-        self._page.reload(wait_until="commit")
-        self._page.wait_for_selector(READY, state="attached")
-
     def emulate(self, colours: Literal["light", "dark"] | None = None) -> None:
         """Set the system's preferred colour scheme; None: the browser's default."""
         self._page.emulate_media(color_scheme=colours or "null")
@@ -125,13 +120,6 @@ class Page:
         """Turn the wheel with the mouse at a point of the window."""
         self._page.mouse.move(x, y)
         self._page.mouse.wheel(0, by)
-
-    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
-        """Press at one point, release at another."""
-        self._page.mouse.move(*start)
-        self._page.mouse.down()
-        self._page.mouse.move(*end)
-        self._page.mouse.up()
 
     def frame(self) -> Frame:
         """The page's first frame, once its view is drawn."""

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,15 @@ import pytest
 pytest.importorskip("inspect_ai", reason="the extra `inspect` is not installed")
 import anyio
 import torch
-from inspect_ai._util.error import PrerequisiteError
 from inspect_ai.model import (
     ChatMessage,
-    ChatMessageSystem,
     ChatMessageUser,
-    ContentImage,
     GenerateConfig,
     ModelOutput,
 )
-from inspect_ai.tool import ToolInfo
 from support.run_cli import ROOT, environment
 
 from arbor import Solver, __version__
-from arbor.errors import BudgetInfeasible
 from arbor.integrations.inspect_ai.model import ArborAPI
 from arbor.model.loading import load_model, load_tokenizer, locate_model
 
@@ -80,56 +75,6 @@ def test_a_greedy_message_is_that_of_transformers(plain: ArborAPI) -> None:
     assert output.usage.output_tokens == len(own)
 
 
-def test_a_message_ends_before_a_stop_sequence(plain: ArborAPI) -> None:
-    whole = message(plain).completion
-    end = whole[5:7]
-
-    output = message(plain, GenerateConfig(temperature=0, max_tokens=24, stop_seqs=[end]))
-
-    assert output.completion == whole[: whole.find(end)]
-    assert output.stop_reason == "stop"
-
-
-def test_every_token_has_its_log_probability(plain: ArborAPI) -> None:
-    config = GREEDY.merge(GenerateConfig(logprobs=True))
-    choice = message(plain, config).choices[0]
-    assert choice.logprobs is not None
-    with Solver() as solver:
-        before = solver.tokenizer.encode(LINE)
-        whole = solver.tokenizer.encode(LINE + choice.message.text)
-        (scores,) = solver.logprobs([(before, whole[len(before) :])])
-
-    found = choice.logprobs.content
-
-    assert "".join(each.token for each in found) == choice.message.text
-    assert [each.logprob for each in found][: len(scores.logprobs)] == pytest.approx(
-        list(scores.logprobs), abs=1e-4
-    )
-
-
-def test_choices_and_epochs_differ_and_a_seed_repeats_them(plain: ArborAPI) -> None:
-    config = GenerateConfig(temperature=2, max_tokens=24, num_choices=3)
-
-    one, other = message(plain, config), message(plain, config)
-    seeded = config.merge(GenerateConfig(seed=5))
-    first, again = message(plain, seeded), message(plain, seeded)
-
-    texts = [[each.message.text for each in output.choices] for output in (one, other)]
-    assert len(set(texts[0])) == 3 and texts[0] != texts[1]
-    assert first.choices == again.choices or [c.message.text for c in first.choices] == [
-        c.message.text for c in again.choices
-    ]
-    assert first.metadata is not None and first.metadata["arbor"]["seed"] == 5
-
-
-def test_a_message_that_fills_the_context_says_so(plain: ArborAPI) -> None:
-    config = GenerateConfig(max_tokens=10**6, temperature=0)
-    too_long = message(plain, config, LINE * 5000)
-
-    assert too_long.stop_reason == "model_length" and too_long.completion == ""
-    assert "context" in str(too_long.error)
-
-
 # Searches
 
 
@@ -152,102 +97,7 @@ def test_a_search_of_a_task_finds_what_the_solver_finds() -> None:
     assert output.usage.output_tokens == wanted.metrics.tokens_generated > len(wanted.path)
 
 
-def test_a_search_continues_a_conversation(plain: ArborAPI) -> None:
-    asked = search({"max_tokens": 40, "seed": 1}, controller="best-of-n,samples=4", step_tokens=20)
-
-    output, again = message(plain, asked), message(plain, asked)
-
-    assert output.completion == again.completion != ""
-    assert output.metadata is not None and output.metadata["arbor"]["finished_paths"] == 4
-    assert output.completion != message(plain).completion
-
-
-def test_a_search_has_the_log_probabilities_of_its_best_path(plain: ArborAPI) -> None:
-    asked = search(
-        {"max_tokens": 40, "seed": 1, "logprobs": True, "stop_seqs": [" ="]},
-        controller="best-of-n,samples=4",
-        verifier="exact",
-    )
-
-    choice = message(plain, asked).choices[0]
-
-    assert choice.logprobs is not None
-    assert "".join(each.token for each in choice.logprobs.content).startswith(choice.message.text)
-    assert all(each.logprob <= 0 for each in choice.logprobs.content)
-    assert " =" not in choice.message.text
-
-
-def test_the_command_line_cuts_settings_at_commas() -> None:
-    api = ArborAPI(SAPLING, controller=["tot", "beam=3"], task="game24")
-
-    assert api._solver.config["controller"] == {
-        **Solver(controller="tot,beam=3").config["controller"]
-    }
-
-
 # Refusals
-
-
-def without_tools(api: ArborAPI, config: GenerateConfig = GREEDY) -> None:
-    message(api, config)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: ArborAPI("no/such/model"), "no such directory"),
-        (lambda: ArborAPI(SAPLING, controler="tot"), "controler"),
-        (lambda: ArborAPI(SAPLING, controller="tott"), "Did you mean 'tot'"),
-        (lambda: ArborAPI(SAPLING, concurrency=0), "concurrency"),
-    ],
-)
-def test_an_invalid_model_is_refused_in_a_sentence(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(PrerequisiteError, match=words):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (GenerateConfig(frequency_penalty=1.0), "frequency_penalty"),
-        (GenerateConfig(top_logprobs=3, logprobs=True), "top_logprobs"),
-        (GenerateConfig(extra_body={"arbor": 3}), "object"),
-        (search({}, controller="tot", depth=3), "depth"),
-        (search({}, controller="tot", verifier="prm,model=/nowhere"), "model of its own"),
-        (search({"stop_seqs": ["x"]}, task="game24"), "stop sequences"),
-        (GenerateConfig(temperature=-1), "temperature"),
-    ],
-)
-def test_what_arbor_does_not_have_is_refused(
-    plain: ArborAPI, config: GenerateConfig, words: str
-) -> None:
-    with pytest.raises(PrerequisiteError, match=words):
-        message(plain, config)
-
-
-def test_other_messages_are_refused(plain: ArborAPI) -> None:
-    picture = ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AAAA")])
-    two: list[ChatMessage] = [ChatMessageUser(content="1 2 3 4"), ChatMessageUser(content="x")]
-    system: list[ChatMessage] = [
-        ChatMessageSystem(content="Be brief."),
-        ChatMessageUser(content="1 2 3 4"),
-    ]
-
-    with pytest.raises(PrerequisiteError, match="image"):
-        message(plain, GREEDY, [picture])
-    with pytest.raises(PrerequisiteError, match="one problem"):
-        message(plain, search({}, task="game24"), two)
-    with pytest.raises(PrerequisiteError, match="no system message"):
-        message(plain, search({}, task="game24"), system)
-    with pytest.raises(PrerequisiteError, match="tools"):
-        tool = ToolInfo(name="calculator", description="adds")
-        asyncio.run(plain.generate([ChatMessageUser(content="x")], [tool], "auto", GREEDY))
-
-
-def test_a_budget_that_is_too_small_fails_its_own_message(plain: ArborAPI) -> None:
-    with pytest.raises(BudgetInfeasible):
-        message(plain, search({}, task="game24", budget="10tok"), "4 5 6 10")
-    assert message(plain).completion
 
 
 def test_a_cancelled_message_gives_its_kv_back(plain: ArborAPI) -> None:

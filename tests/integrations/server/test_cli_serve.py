@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -88,23 +87,6 @@ def test_what_cannot_be_served_is_refused(
     done = command("serve", *words)
 
     assert done.code == code and says in done.err, done
-
-
-def test_a_port_that_is_taken_is_named(command: Arbor) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = command("serve", "--port", port)
-
-    assert done.code == 2 and "[address]" in done.err and port in done.err
-
-
-def test_missing_packages_are_named(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arbor.integrations.server.serve.PACKAGES", ("fastapi", "arbor_nothing"))
-
-    done = command("serve")
-
-    assert done.code == 2 and "needs arbor_nothing" in done.err
-    assert "arbor-search[server]" in done.err
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from arbor.integrations.server.planned import Planned
 from arbor.integrations.server.responses import Format
-from arbor.integrations.server.tool_calls import writes_calls
 from arbor.run.choices import Delta
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": [2]}}}\n</tool_call>'
@@ -20,16 +19,6 @@ NOW = '<tool_call>{"name": "now"}</tool_call>'
 
 def form(calls: int) -> Format:
     return Format("m", Planned((), 1, 0, 1.0, (), False, False, calls), "chat.completion")
-
-
-def read(text: str, calls: int = 9, finish: Any = "stop") -> tuple[Any, list[Any], str]:
-    """Content, calls and finish of a whole response."""
-    (choice,) = form(calls).whole([(0, Delta(0, text, (), finish))], [])["choices"]
-    found = choice["message"].get("tool_calls", [])
-    named = [(each["function"]["name"], each["function"]["arguments"]) for each in found]
-    assert all(each["type"] == "function" and each["id"] for each in found)
-    assert len({each["id"] for each in found}) == len(found)
-    return choice["message"]["content"], named, choice["finish_reason"]
 
 
 ADDED = ("add", '{"a": 1, "b": {"c": [2]}}')
@@ -53,11 +42,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "found"), CASES, ids=range(len(CASES)))
-def test_calls_are_read_and_what_is_none_stays_text(text: str, found: Any) -> None:
-    assert read(text) == found
-
-
 @pytest.mark.parametrize(("text", "found"), CASES[:6], ids=range(6))
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_a_stream_has_the_calls_of_the_whole(text: str, found: Any, size: int) -> None:
@@ -76,18 +60,3 @@ def test_a_stream_has_the_calls_of_the_whole(text: str, found: Any, size: int) -
     named = [(each["function"]["name"], each["function"]["arguments"]) for each in calls]
     content = said if said or not calls else None
     assert (content, named, choices[-1]["finish_reason"]) == found
-
-
-def test_no_more_calls_are_read_than_were_asked_for() -> None:
-    assert read(f"{ADD}{NOW}", calls=1)[1] == [ADDED]
-    assert read(ADD, calls=0) == (ADD, [], "stop")
-    assert read(ADD, finish="length") == (None, [ADDED], "length")
-
-
-def test_calls_are_read_where_the_template_has_their_form() -> None:
-    class Tokenizer:
-        chat_template: str | None = None
-
-    assert not writes_calls(Tokenizer())
-    Tokenizer.chat_template = "{{ '<tool_call>' }}{{ call }}{{ '</tool_call>' }}"
-    assert writes_calls(Tokenizer())

@@ -7,26 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.masked_reads import Reads, masked_logits, recorded
 from support.models import build
 from support.policies import POLICIES
-from support.trees import GREEDY, PROMPT, SAMPLED, Lab, relative_error
+from support.trees import GREEDY, PROMPT, Lab, relative_error
 
-from arbor import Solver
 from arbor.components import build as component
-from arbor.errors import UsageError
 from arbor.events import Evicted
 from arbor.papers.hierarchy.hierarchy import Evict, Hierarchy
-from arbor.retention.base import Blocks, Ints, Scorer, Tokens
+from arbor.retention.base import Blocks, Ints, Tokens
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.random_tokens import RandomTokens
-from arbor.retention.scorers.recency import Recency
 from arbor.retention.selection import select
 from arbor.retention.trigger import Trigger
-from arbor.tree import NodeState, ThoughtTree
 
 EVERY = 8
 LONG = 60
@@ -127,13 +122,6 @@ def test_the_worst_eligible_tokens_are_packed_and_those_that_were_count(
     assert sorted(blocks.tokens.position[chosen].tolist()) == found
 
 
-def test_a_path_that_waits_loses_nothing() -> None:
-    # its newest tokens are not protected while it does
-    for evict in ("cumulative", "per_event", "size"):
-        allocator = Hierarchy(0.9, evict, size=0)  # type: ignore[arg-type]
-        assert allocator.excess(path_of(MASS, prompt=3, runs=False)) == 0
-
-
 @given(
     mass=st.lists(st.floats(0, 9), min_size=1, max_size=30),
     ratio=st.floats(0, 1),
@@ -217,81 +205,6 @@ def test_at_every_instant_no_more_than_the_part_of_all_eligible_tokens_is_gone()
     assert lost > 0.3 * eligible - 3, "the bound is used"
 
 
-@pytest.mark.parametrize("evict", ["cumulative", "per_event", "size"])
-def test_running_paths_lose_tokens_at_the_clock_although_pressure_spares_them(evict: Evict) -> None:
-    policy = small(evict)
-    kept = []
-    for spares_paths in (False, True):
-        given = dataclasses.replace(policy, spares_paths=spares_paths)
-        lab = Lab(build("llama"), policy=given, mode="lossy", rehydrate="off", debug=True)
-        tree = lab.plant()
-        (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
-        gone = [event for event in lab.events if isinstance(event, Evicted)]
-        assert gone and {event.cause for event in gone} == {"clock"}
-        kept.append((block.tokens, block.span.resident.tolist()))
-
-    assert kept[0] == kept[1]
-
-
-def eligible_of(tree: ThoughtTree, first: int) -> int:
-    """Tokens of thoughts but the first ones of each path."""
-    ends = [max(0, node.end - max(node.start, len(PROMPT) + first)) for node in tree.nodes[1:]]
-    return sum(ends)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    ratio=st.floats(0.05, 0.95),
-    scorer=st.sampled_from([HeavyHitters(), Recency(), RandomTokens()]),
-    every=st.integers(1, 6),
-    recent=st.integers(1, 8),
-    first=st.integers(0, 3),
-    rounds=st.lists(
-        st.tuples(st.integers(0, 99), st.integers(1, 3), st.integers(1, 9)), min_size=4, max_size=9
-    ),
-)
-@example(0.3, Recency(), 4, 6, 2, [(99, 1, 5)] * 14)
-@example(0.6, HeavyHitters(), 4, 6, 2, [(99, 3, 5)] * 8)
-def test_blocks_that_lose_all_they_have_count_in_the_bound(
-    ratio: float,
-    scorer: Scorer,
-    every: int,
-    recent: int,
-    first: int,
-    rounds: list[tuple[int, int, int]],
-) -> None:
-    """In chains and trees, each round grown from a block among the newest."""
-    policy = Policy(
-        Hierarchy(ratio, first=first),
-        scorer,
-        Protect(recent=recent, prompt=True),
-        trigger=Trigger(every=every),
-    )
-    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off")
-    tree = lab.plant()
-    for place, width, length in rounds:
-        newest = [node for node in tree.nodes if not node.children]
-        lab.sprout([(newest[place % len(newest)], width)], SAMPLED, length)
-        lost = sum(int((~node.span.resident).sum()) for node in tree.nodes)
-        assert lost <= ratio * eligible_of(tree, first)
-
-
-def test_blocks_given_up_do_not_count_as_destroyed() -> None:
-    lab = lab_of("cumulative", ratio=0.5)
-    tree = lab.plant()
-    (given_up,) = lab.sprout([(tree.root, 1)], GREEDY, 2)
-    (other,) = lab.sprout([(given_up, 1)], GREEDY, 5)
-    for node in (given_up, other):
-        node.state = NodeState.PRUNED
-    lab.forget([given_up, other])
-
-    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
-
-    lost = int((~block.span.resident).sum())
-    eligible = LONG // EVERY * EVERY - 2 - 6  # at the last event
-    assert 0.5 * eligible - 2 < lost <= 0.5 * (LONG - 2 - 6)
-
-
 def test_a_part_of_what_is_left_at_each_event_adds_up() -> None:
     counts = {}
     for evict in ("cumulative", "per_event"):
@@ -306,15 +219,6 @@ def test_a_part_of_what_is_left_at_each_event_adds_up() -> None:
     assert counts["cumulative"] <= 0.2 * (LONG - 8)
     assert abs(counts["per_event"] - alone) <= 2
     assert counts["per_event"] > 2 * counts["cumulative"]
-
-
-def test_trees_of_one_engine_lose_their_own_part() -> None:
-    policy = "hierarchy,ratio=0.3,every=4,recent=4,first=2"
-    with Solver(controller="chain", mode="lossy", policy=policy) as solver:
-        solutions = solver.solve_batch(["4 5 6 10", "1 3 4 6", "2 3 7 11"], concurrency=3)
-    for solution in solutions:
-        eligible = solution.metrics.tokens_generated - 2 - 4
-        assert 0 < solution.metrics.evicted_tokens <= 0.3 * eligible
 
 
 @pytest.mark.parametrize("among", ["together", "fair", "first-come", "shortest-first"])
@@ -355,25 +259,3 @@ def test_a_search_that_waits_loses_nothing_at_the_clock(among: str) -> None:
     counts, _ = select(blocks, 88 - excess, policy.shared_allocator, policy.scorer)
 
     assert counts.tolist() == [4, 12, 4, 60]
-
-
-def test_the_settings_of_the_paper_are_the_defaults() -> None:
-    policy = component("policy", "hierarchy")
-    assert policy.allocator == Hierarchy(0.03, "cumulative", first=4)
-    assert (policy.protect.recent, policy.protect.prompt, policy.trigger.every) == (128, True, 64)
-    assert policy.scorer == HeavyHitters()
-    other = component("policy", "hierarchy,ratio=0.1,evict=per_event,every=16,recent=32")
-    assert other.allocator == Hierarchy(0.1, "per_event")
-    assert other.trigger.every == 16
-
-
-@pytest.mark.parametrize("given", [{}, {"mode": "lossy", "rehydrate": "selective"}])
-def test_nothing_is_destroyed_where_it_would_come_back(given: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"\[mode\]|destroys tokens"):
-        Solver(policy="hierarchy", **given)
-
-
-@pytest.mark.parametrize("settings", [{"ratio": 1.5}, {"ratio": -1}, {"size": -1}, {"first": -1}])
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(settings))):
-        Hierarchy(**settings)

@@ -13,7 +13,6 @@ import pytest
 from support.run_cli import in_process
 
 from arbor import Solver
-from arbor.errors import UsageError
 from arbor.papers.lazyeviction.calibrate import Recurrence, calibrate_window
 from arbor.retention.token_statistics import TokenStatistics
 from arbor.tasks.base import Problem
@@ -77,11 +76,6 @@ def test_intervals_are_those_of_the_attention_of_every_forward(intervals: list[i
     assert 0.2 < found.heavy < 1
 
 
-def test_a_threshold_that_no_token_reaches_is_named() -> None:
-    with solver(1.0) as running, pytest.raises(UsageError, match="Lower --threshold"):
-        calibrate_window(running, itertools.islice(running.task.problems("train"), 1))
-
-
 def test_the_command_solves_the_calibration_split_of_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -103,24 +97,3 @@ def test_the_command_solves_the_calibration_split_of_a_file(
     assert [each.text for each in solved] == expected[:8]
     assert {each.expected for each in solved} == {"6"}, "the task has read them"
     assert result.document["dataset"] == str(tmp_path / "gsm8k.jsonl")
-
-
-def test_a_task_without_problems_asks_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    result = in_process(capsys)("calibrate", "window", "--task", "gsm8k")
-
-    assert result.code == 2
-    assert "arbor calibrate window problems.jsonl --task gsm8k" in result.err
-
-
-@pytest.mark.slow
-def test_what_the_command_prints_is_a_policy_that_runs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = in_process(capsys)
-    result = run("calibrate", "window", "--n", "8", "--threshold", str(ALPHA), "--percentile", "50")
-    assert result.code == 0
-    policy = result.out.strip()
-    assert policy.startswith("lazyeviction,window=")
-
-    result = run("solve", "4 5 6 10", "--policy", policy, "--mode", "lossy", "--json")
-    assert json.loads(result.out.splitlines()[-1])["metrics"]["steps"] > 0

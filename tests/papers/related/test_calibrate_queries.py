@@ -18,12 +18,9 @@ from support.run_cli import in_process
 from support.trees import GREEDY, Lab
 from transformers import AutoModelForCausalLM
 
-import arbor.model.weights
 from arbor import Solver
-from arbor.components import build, spec_of
-from arbor.errors import UsageError
+from arbor.components import build
 from arbor.events import Evicted
-from arbor.measure.replay import replay
 from arbor.model.loading import BUILTIN
 from arbor.model.runner import ModelRunner
 from arbor.papers.related.calibrate_queries import CollectedQueries, EveryQuery, collect_queries
@@ -33,7 +30,6 @@ from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.token_kv import KVSequence, plain_queries
 from arbor.tasks.base import Problem
-from arbor.testing import random_kv
 from arbor.trace.read import read_trace
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -123,46 +119,7 @@ def test_the_means_are_those_of_all_queries_of_all_paths(
         assert 0 < concentration < 1
 
 
-def test_of_more_queries_than_the_window_holds_the_last_ones_count() -> None:
-    policy = Policy(Pooled(), EveryQuery(window=2))
-    with Solver(task=SHORT, controller="chain", policy=policy, share="off") as solver:
-        found = collect_queries(solver, itertools.islice(solver.task.problems("train"), 1))
-        blocks = len(solver.engine.tree.nodes)
-        tokens = solver.engine.tree.nodes[-1].end
-        assert solver.listeners == ()
-    assert 2 <= found.means.queries <= 2 * blocks < tokens
-
-
-def test_a_file_holds_what_was_saved(tmp_path: Path) -> None:
-    means = random_means(2, 4, 8)
-    path = tmp_path / "queries.npz"
-
-    means.save(path, model="some/model", task="chains", seed=3)
-
-    again = QueryMeans.load(path)
-    assert (again.queries, again.path) == (9, str(path))
-    for mine, other in zip(means.layers, again.layers, strict=True):
-        assert (mine.query == other.query).all() and (mine.length == other.length).all()
-    with np.load(path) as archive:
-        about = json.loads(str(archive["about"]))
-    assert about["provenance"] == {"model": "some/model", "task": "chains", "seed": 3}
-
-
 # The scorer
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_means_of_the_window_score_as_the_window(seed: int, tmp_path: Path) -> None:
-    given = random_kv(seed, 20).sequences[0]
-    # the last query is that of the last token on the device
-    given = dataclasses.replace(given, asked=given.asked - given.asked.max() + len(given) - 1)
-    scorer = calibrated(tmp_path / "queries.npz", means_of_window(given))
-
-    for layer in given.layers:
-        wanted = TriAttention().of_heads(given, layer)
-        assert torch.allclose(scorer.of_heads(given, layer), wanted, rtol=1e-5, atol=1e-5)
-    blind = dataclasses.replace(given, asked=np.empty(0, np.int64))
-    assert torch.equal(scorer.of(blind, 3), scorer.of(given, 3))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_yarn", "glm"])
@@ -207,106 +164,7 @@ def test_no_queries_are_kept_where_they_are_calibrated(
     assert asked == set() and lab.query_window is None
 
 
-def test_the_setting_is_a_text_and_part_of_a_trace_only_where_it_is_set() -> None:
-    policy = build("policy", "triattention,queries=my,means.npz,window=7")
-    assert (policy.scorer.queries, policy.scorer.window) == ("my,means.npz", 7)
-    assert spec_of(policy)["scorer"]["queries"] == "my,means.npz"
-    assert "queries" not in spec_of(POLICIES["triattention"])["scorer"]
-
-
 # Errors
-
-
-def damaged(path: Path, kind: str) -> None:
-    random_means(2, 4, 8).save(path)
-    if kind == "folder":
-        path.unlink()
-        path.mkdir()
-    elif kind == "missing":
-        path.unlink()
-    elif kind == "text":
-        path.write_text("no archive", encoding="utf-8")
-    elif kind == "cut":
-        path.write_bytes(path.read_bytes()[:-200])
-    elif kind == "array":
-        with path.open("wb") as stream:
-            np.save(stream, np.zeros(3))
-    else:
-        with np.load(path) as archive:
-            members = dict(archive)
-        if kind == "schema":
-            members["about"] = np.array('{"schema": "arbor.queries/9", "queries": 1}')
-        elif kind == "shapes":
-            members["length_1"] = members["length_1"][:2]
-        elif kind == "numbers":
-            members["query_0"][0, 0] = np.nan
-        elif kind == "layers":
-            members = {"about": members["about"]}
-        np.savez(path, **members)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("missing", r"queries\.npz cannot be read: No such file"),
-        ("folder", "cannot be read: Is a directory"),
-        ("text", "holds no means of queries"),
-        ("cut", "holds no means of queries"),
-        ("array", "holds no means of queries"),
-        ("schema", "its schema is arbor.queries/9, not arbor.queries/1"),
-        ("shapes", r"layer 1 has the shapes \(4, 8\) and \(2, 4\)"),
-        ("numbers", "layer 0 has a number that is not finite"),
-        ("layers", "it has no layers"),
-    ],
-)
-def test_an_unreadable_file_is_refused_when_the_solver_is_made(
-    kind: str, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "queries.npz"
-    damaged(path, kind)
-
-    with pytest.raises(UsageError, match=message) as caught:
-        Solver(policy=f"triattention,queries={path}")
-
-    assert caught.value.code == "queries-unreadable"
-    assert "arbor calibrate queries" in caught.value.hint
-
-
-def test_queries_of_another_model_are_refused_before_weights_are_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    scorer = calibrated(tmp_path / "queries.npz", random_means(3, 4, 8))
-    monkeypatch.setattr(arbor.model.weights, "load_weights", None)
-
-    with (
-        Solver(policy=Policy(Pooled(), scorer), mode="lossy") as solver,
-        pytest.raises(UsageError) as caught,
-    ):
-        solver.solve("4 5 6 10")
-
-    assert caught.value.code == "queries-model"
-    assert "3 layers, the first with 4 query heads of 8 numbers" in caught.value.message
-    assert f"6 layers, the first with {HEADS} of {DIM}" in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("means", "message"),
-    [
-        (random_means(2, 4, 8), r"they have 2 layers; .* in layer 2"),
-        (random_means(3, 8, 8), r"8 query heads of 8 numbers, 4 pairs .* has 4 query heads of 8"),
-        (random_means(3, 4, 16), "4 query heads of 16 numbers"),
-    ],
-)
-def test_a_layer_of_other_sizes_is_refused(means: QueryMeans, message: str, tmp_path: Path) -> None:
-    scorer = calibrated(tmp_path / "queries.npz", means)
-    policy = dataclasses.replace(POLICIES["triattention"], scorer=scorer)
-    lab = Lab(build_model("llama"), policy=policy, mode="lossy", rehydrate="off")
-    tree = lab.plant(24)
-
-    with pytest.raises(UsageError, match=message) as caught:
-        lab.sprout([(tree.root, 1)], GREEDY, 40)
-
-    assert caught.value.code == "queries-model"
 
 
 # The commands
@@ -339,14 +197,3 @@ def test_what_the_command_writes_is_read_by_a_search(
     assert (wrong.code, wrong.out) == (2, "") and "[queries-unreadable] none.npz" in wrong.err
     unwritable = run("calibrate", "queries", "--out", "nowhere/queries.npz")
     assert unwritable.code == 2 and "[output-nowhere]" in unwritable.err
-
-
-def test_a_replay_needs_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.arbor.jsonl"
-    with Solver(controller="beam", verifier="exact", max_expansions=2) as solver:
-        solver.solve("4 5 6 10", trace=path)
-        found = [
-            replay(read_trace(path), solver.tokenizer, policy=policy, slots=200)
-            for policy in ("triattention", "triattention,queries=none.npz")
-        ]
-    assert found[0].tokens_recomputed == found[1].tokens_recomputed

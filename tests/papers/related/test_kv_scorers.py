@@ -10,14 +10,10 @@ import numpy as np
 import pytest
 import torch
 from support.models import build
-from support.policies import POLICIES
 from support.trees import GREEDY, PROMPT, Lab
 from torch import Tensor
 
-from arbor.engine.query_window import QueryWindow, last_of_each
-from arbor.errors import ModelError, UsageError
-from arbor.events import Evicted
-from arbor.model.plan import ForwardPlan
+from arbor.errors import UsageError
 from arbor.model.runner import ModelRunner
 from arbor.papers.related.expected_attention import ExpectedAttention
 from arbor.papers.related.keydiff import KeyDiff
@@ -29,9 +25,9 @@ from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Tokens
 from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.token_kv import KVScorer, KVSequence, PairRotation, attention_of, neighbours
+from arbor.retention.token_kv import KVScorer, KVSequence, attention_of
 from arbor.testing import random_kv
-from arbor.tree import Node, ThoughtTree
+from arbor.tree import Node
 
 LONG = 40
 
@@ -218,82 +214,6 @@ def test_triattention_is_the_sum_over_pairs_and_distances() -> None:
     assert TriAttention(farthest=31).of(given, 1).numpy() == pytest.approx(found)
 
 
-def test_queries_of_the_first_positions_are_not_expected_again() -> None:
-    given = sequence(2)
-    early = dataclasses.replace(given, asked=np.arange(4))
-    norm = given.values(1).norm(dim=-1).mean(-1)
-    found = ExpectedAttention(epsilon=0.5).of(early, 1)
-    assert found[4:].tolist() == pytest.approx((norm[4:] / 2).tolist())
-
-
-def test_without_queries_no_coming_ones_are_known() -> None:
-    given = sequence(2)
-    none = {"asked": np.empty(0, np.int64), "queries": lambda layer: given.queries(layer)[:0]}
-    blind = dataclasses.replace(given, **none)
-    assert not ExpectedAttention().of(blind, 1)[4:].any()
-    assert not TriAttention().of(blind, 1).any()
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_rotation_is_undone_and_averaged(interleaved: bool) -> None:
-    frequencies = torch.tensor([0.7, 0.02], dtype=torch.float64)
-    rotation = PairRotation(interleaved, frequencies, 1.5)
-    plain = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
-    at = [5, 90, 1000]
-    encoded = torch.stack([rotation.mean(x, np.array([p])) for x, p in zip(plain, at, strict=True)])
-
-    assert torch.allclose(rotation.undone(encoded, np.array(at)), plain, atol=1e-5)
-    assert torch.equal(encoded[..., 4:], plain[..., 4:])  # the rest is not turned
-    both = (rotation.mean(plain, np.array([3])) + rotation.mean(plain, np.array([8]))) / 2
-    assert torch.allclose(rotation.mean(plain, np.array([3, 8])), both, atol=1e-6)
-
-
-def test_of_alike_keys_the_newest_is_not_redundant() -> None:
-    alike = torch.tensor([1.0, 0, 0, 0])
-    keys = torch.eye(4)[[1, 0, 2, 0, 3]][:, None]
-    assert (keys[[1, 3], 0] == alike).all()
-
-    redundant = RKV().redundancy(keys)[0]
-
-    # the older copy counts for the newer one's row and not the other way round: each row leaves
-    # out its most recent similar token
-    assert redundant.tolist() == [0, 0, 0, 0, 0]
-    third = torch.cat([keys, keys[1:2]])
-    # rows of the copies at 1 and 3 leave out the one at 5, whose own row leaves out that at 3
-    assert RKV().redundancy(third)[0].tolist() == pytest.approx([0, 2 / 6, 0, 1 / 6, 0, 0])
-
-
-def test_keys_that_are_compared_in_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(40, 3, 8, generator=generator)
-    whole = RKV().redundancy(keys)
-    monkeypatch.setattr("arbor.papers.related.rkv._PIECE", 7)
-    assert RKV().redundancy(keys).flatten().tolist() == pytest.approx(
-        whole.flatten().tolist(), rel=1e-6, abs=1e-8
-    )
-
-
-def test_attention_is_zero_where_nothing_is_seen() -> None:
-    logits = torch.tensor([[0.0, 0.0, -torch.inf], [-torch.inf] * 3])
-    assert attention_of(logits).tolist() == [[0.5, 0.5, 0], [0, 0, 0]]
-
-
-def test_neighbours_beyond_the_ends_have_the_value_given() -> None:
-    assert neighbours(torch.tensor([1.0, 2.0]), 3, 9.0).tolist() == [[9, 1, 2], [1, 2, 9]]
-
-
-def test_without_queries_importance_is_zero() -> None:
-    given = sequence(1)
-    blind = dataclasses.replace(
-        given,
-        logits=lambda layer: [],
-        recent=np.zeros(len(given), np.bool_),
-    )
-    assert not WindowAttention().of(blind, 1).any()
-    redundant = RKV().redundancy(given.keys(1)).softmax(-1).mean(0)
-    assert RKV(mix=0.5).of(blind, 1).tolist() == pytest.approx((-redundant / 2).tolist())
-
-
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -314,34 +234,7 @@ def test_settings_are_checked(kind: Any, settings: dict[str, Any]) -> None:
         kind(**settings)
 
 
-def test_a_token_of_unknown_value_is_below_all_others() -> None:
-    kv = dataclasses.replace(random_kv(3, 5), place=np.array([2, -1, 0]))
-    tokens = Tokens.when_read({}, mass=np.array([0.5, 9.0, 0.1]), kv=kv)
-    assert VATP().scores(tokens)[1] == -1
-    assert (VATP().scores(tokens)[[0, 2]] > 0).all()
-
-
 # The column
-
-
-def test_a_token_that_is_not_on_the_device_scores_below_all_others() -> None:
-    kv = random_kv(3, 5)
-    some = dataclasses.replace(kv, place=np.array([2, -1, 0]))
-
-    first, gone, last = some.scores(KeyDiff())
-
-    every = [KeyDiff().of(kv.sequences[0], layer).numpy() for layer in (1, 3)]
-    assert [first, last] == pytest.approx(np.mean(every, axis=0)[[2, 0]])
-    assert gone == pytest.approx(np.mean(every, axis=0).min() - 1)
-    assert some[np.array([1])].place.tolist() == [-1]  # type: ignore[union-attr]
-    assert len(some) == 3
-
-
-def test_observed_layers_are_one_of_four_unless_others_are_named() -> None:
-    assert Observation().layers_of(12) == (3, 7, 11)
-    assert Observation(every=1).layers_of(3) == (0, 1, 2)
-    assert Observation(layers=(5, 0, 9)).layers_of(6) == (0, 5)
-    assert [Observation(keys=True).anything, Observation(window=1).anything] == [False, True]
 
 
 # Engines
@@ -405,77 +298,6 @@ def test_logits_of_the_window_are_those_of_the_model(name: str) -> None:
         assert torch.allclose(attention_of(every(found.logits(layer))), wanted, atol=1e-5)
 
 
-def test_chosen_heads_and_layers_are_a_part_of_all() -> None:
-    seen = []
-    for wanted in ({"every": 1}, {"layers": (1,), "heads": (1,)}):
-        policy = watching(3, **wanted)
-        lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off")
-        tree = lab.plant(100)
-        (block,) = lab.sprout([(tree.root, 1)], GREEDY, 9)
-        found, _ = shown(lab, [block])
-        seen.append((found.keys(1), found.values(1), every(found.logits(1))))
-        layers = found.layers
-
-    (keys, values, logits), (one_key, one_value, few) = seen
-    assert layers == (1,)
-    assert (one_key == keys[:, 1:]).all() and (one_value == values[:, 1:]).all()
-    assert torch.allclose(few, logits[:, 2:])
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "llama_yarn", "qwen3", "gemma3_text", "gpt_oss", "phi3", "cohere", "glm", "olmo2"],
-)
-def test_rotations_are_found_and_take_queries_to_other_positions(name: str) -> None:
-    """A query at a position, undone and encoded for another one, is the model's there."""
-    seen = []
-    for start in (0, 5):
-        lab = Lab(build(name), policy=watching(1, every=1, rotation=True), mode="lossy")
-        tree = lab.plant(64, prompt=[9] * start + [7])
-        found, _ = shown(lab, [tree.root])
-        # of the first layer, where a query depends on its token alone
-        seen.append((found.rotation(0), found.queries(0)))
-
-    (rotation, query), (_, later) = seen
-    moved = rotation.mean(rotation.undone(query, np.array([0])), np.array([5]))
-    assert torch.allclose(moved, later, atol=1e-4)
-    assert len(rotation.frequencies) > 0
-    assert not torch.allclose(query, later, atol=1e-2)
-
-
-def test_layers_that_encode_no_positions_turn_nothing() -> None:
-    lab = Lab(build("smollm3"), policy=watching(1, every=1, rotation=True), mode="lossy")
-    counts = [len(each.frequencies) for each in lab.runner.rotations(range(3)).values() if each]
-    assert counts == [4, 0, 4]
-
-
-@pytest.mark.parametrize("name", ["gpt2", "deepseek_v3", "hunyuan_v1_dense"])
-def test_encodings_of_other_kinds_are_not_taken_for_rotations(name: str) -> None:
-    """Learned positions; parts of heads that are joined; norms after the rotation."""
-    runner = Lab(build(name), policy="lru").runner
-    assert set(runner.rotations(range(runner.layer_count)).values()) == {None}
-
-
-def test_an_encoding_that_is_not_a_rotation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = Lab(build("llama"), policy="expected", mode="lossy")
-    monkeypatch.setattr(lab.runner, "rotations", lambda layers: dict.fromkeys(layers))
-    with pytest.raises(ModelError, match=r"layer 2 is not a rotation"):
-        lab.plant()
-
-
-def test_8_bit_keys_are_decoded() -> None:
-    keys = []
-    for dtype in (None, torch.int8):
-        lab = Lab(build("llama"), policy="keydiff", mode="lossy", rehydrate="off")
-        lab.runner.kv_dtype = dtype or lab.runner.dtype
-        tree = lab.plant(100)
-        found, _ = shown(lab, [tree.root])
-        keys.append(found.keys(0))
-    assert keys[0].shape == keys[1].shape
-    assert torch.allclose(keys[0], keys[1], atol=0.05)
-    assert not torch.equal(keys[0], keys[1])
-
-
 def test_each_token_of_a_tree_counts_the_last_queries_below_it() -> None:
     """The reference keeps every query with the attention it gave."""
     window = 7
@@ -516,128 +338,6 @@ def test_each_token_of_a_tree_counts_the_last_queries_below_it() -> None:
     assert probabilities[newest][:, own] == pytest.approx(wanted.numpy(), abs=1e-5)
 
 
-def test_logits_made_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = Lab(build("llama"), policy=watching(5, every=1), mode="lossy", rehydrate="off")
-    tree = lab.plant(400)
-    leaves = lab.sprout([(tree.root, 3)], GREEDY, 7)
-    found, _ = shown(lab, leaves)
-    whole = list(found.logits(1))
-    monkeypatch.setattr("arbor.engine.kv_view.PIECE", 4 * len(found) * 4)
-    pieces = list(found.logits(1))
-    assert [len(whole), len(pieces)] == [1, 4]
-    assert torch.equal(every(pieces), whole[0])
-
-
-def test_a_path_that_runs_alone_counts_its_last_queries_only() -> None:
-    """Though the ring has room for those of several paths."""
-    lab = Lab(build("llama"), policy=watching(3, every=1), mode="lossy", rehydrate="off")
-    tree = lab.plant(400)
-    first, *_ = lab.sprout([(tree.root, 4)], GREEDY, 5)
-    (last,) = lab.sprout([(first, 1)], GREEDY, 4)
-
-    found, tokens = shown(lab, [last])
-
-    assert tokens.kv.place is not None
-    owner = np.zeros(len(found), np.int64)
-    owner[tokens.kv.place] = tokens.block
-    recent = [(int(owner[at]), int(found.positions[at])) for at in np.flatnonzero(found.recent)]
-    assert recent == [(last.id, last.end - back) for back in (3, 2, 1)]
-    both, _ = shown(lab, [last, tree[2]])
-    assert both.recent.sum() == 3 + 2  # of the other leaf's last three, the ring still has two
-    seen = (every(found.logits(0))[:, 0] > -torch.inf).sum(0).numpy()
-    assert (seen <= 3).all() and (seen[owner == 0] == 3).all()
-
-
-@pytest.mark.parametrize("heads", [None, (1,)])
-def test_attention_of_chosen_heads_sums_to_one_for_each_query(heads: tuple[int, ...]) -> None:
-    lab = Lab(build("llama"), policy=watching(0, True, heads=heads), mode="lossy")
-    tree = lab.plant(100)
-    (block,) = lab.sprout([(tree.root, 1)], GREEDY, 9)
-    _, tokens = shown(lab, [block])
-    assert tokens.mass.sum() == pytest.approx(len(PROMPT) + 9, rel=1e-4)
-
-
-def test_what_is_computed_again_and_questions_leave_no_queries(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lab = Lab(build("llama"), policy=watching(4, every=1), debug=True)
-    plans: list[ForwardPlan] = []
-    right = ModelRunner.forward
-
-    def forward(self: ModelRunner, plan: ForwardPlan, *args: Any, **kwargs: Any) -> Any:
-        plans.append(plan)
-        return right(self, plan, *args, **kwargs)
-
-    monkeypatch.setattr(ModelRunner, "forward", forward)
-    tree = lab.plant()
-    first, second = lab.sprout([(tree.root, 2)], GREEDY)
-    found, _ = shown(lab, [first, second])
-    assert len(found.asked) == 8
-
-    lab.ask([first], [[7, 8, 9] * 3])
-    lab.memory.evict(tree.root, np.arange(6, 10))
-    lab.memory.free_blocks([first])
-    lab.state.changed([tree.root, first])
-    lab.extend(first)
-
-    assert first.span.resident.all()
-    again, _ = shown(lab, [first, second])
-    assert torch.equal(again.queries(1), found.queries(1))
-    # a forward in which some rows run again
-    plan = plans[0]
-    plan.table.again[-2:] = True
-    rows = lab._parts.forwards.observer.asked(plan)["queries"][1]
-    assert rows.tolist() == [8, 9]
-
-
-def test_a_tree_that_is_closed_next_to_others_leaves_no_queries_to_its_rows() -> None:
-    lab = Lab(build("llama"), policy=watching(16, every=1), mode="lossy")
-    first = ThoughtTree(PROMPT)
-    lab.open(first, 300, pool=600)
-    lab.extend(first.root)
-    second = ThoughtTree(PROMPT[:6])
-    lab.open(second, 300, alone=False)
-    lab.extend(second.root)
-    lab.close(first)
-    third = ThoughtTree(PROMPT[:4])
-    lab.open(third, 300, alone=False)
-    lab.extend(third.root)
-
-    kv = lab.residency.view.offered([third.root, second.root], where="anywhere").tokens.kv
-
-    assert third.root.row == 0
-    assert [each.asked.tolist() for each in kv.sequences] == [list(range(6)), list(range(4))]
-    assert kv.place is not None and sorted(kv.place.tolist()) == list(range(10))
-
-
-def test_the_queries_of_a_path_are_not_displaced_by_those_of_another_search() -> None:
-    lab = Lab(build("llama"), policy=watching(4, every=1), mode="lossy", debug=True)
-    first = ThoughtTree(PROMPT)
-    lab.open(first, 300, pool=900)
-    lab.extend(first.root)
-    for seed in range(2):  # each of 4 queries, in one forward
-        other = ThoughtTree((seed, *PROMPT))
-        lab.open(other, 300, alone=False)
-        lab.extend(other.root)
-
-    kv = lab.residency.view.offered([first.root], where="anywhere", tree=first).tokens.kv
-
-    (mine,) = kv.sequences  # nothing of the others is looked at
-    assert mine.asked.tolist() == list(range(len(PROMPT) - 4, len(PROMPT)))
-
-
-def test_tokens_without_written_keys_are_left_out() -> None:
-    lab = Lab(build("llama"), policy=watching(3), mode="lossy", rehydrate="off", debug=True)
-    tree = lab.plant(100)
-    lab.memory.evict(tree.root, np.arange(4, 7))
-    lab.memory.place(tree.root, np.arange(4, 6), exact=False, depth=3)
-
-    found, _ = shown(lab, [tree.root])
-
-    assert found.positions.tolist() == [*range(4), *range(7, len(PROMPT))]
-    lab.memory.rollback()
-
-
 @pytest.mark.parametrize(
     ("policy", "asked"),
     [
@@ -665,56 +365,5 @@ def test_nothing_is_collected_that_the_policy_does_not_want(
     assert found == asked
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "vatp", "rkv", "rpc", "expected", "triattention"])
-def test_long_blocks_run_in_small_budgets(policy: str) -> None:
-    protect = Protect(sinks=2, recent=4)
-    lab = Lab(
-        build("llama"),
-        policy=dataclasses.replace(POLICIES[policy], protect=protect),
-        mode="lossy",
-        rehydrate="off",
-        debug=True,
-    )
-    tree = lab.plant(24)
-    blocks = lab.sprout([(tree.root, 2)], GREEDY, LONG)
-
-    assert [len(block.tokens) for block in blocks] == [LONG, LONG]
-    assert any(isinstance(event, Evicted) for event in lab.events)
-    assert tree.root.span.resident[:2].all()
-
-
-def test_a_closed_tree_leaves_no_queries_to_the_next_one() -> None:
-    lab = Lab(build("llama"), policy=watching(8), mode="lossy", rehydrate="off")
-    tree = lab.plant(100)
-    lab.sprout([(tree.root, 1)], GREEDY, 9)
-    again = lab.plant(100)
-
-    found, _ = shown(lab, [again.root])
-
-    assert every(found.logits(2)).shape[0] == 8
-    assert found.recent.tolist() == [False] * 4 + [True] * 8
-
-
 def queries(*values: float) -> dict[int, Tensor]:
     return {0: torch.tensor(values).view(-1, 1, 1)}
-
-
-def test_the_ring_keeps_the_last_queries_of_every_path() -> None:
-    ring = QueryWindow(2, [0])
-    ring.add(np.array([5, 6]), np.array([1, 1]), queries(1, 2), paths=2)
-    ring.add(np.array([5, 6]), np.array([2, 2]), queries(3, 4), paths=2)
-    ring.add(np.array([5, 6]), np.array([3, 3]), queries(5, 6), paths=2)
-    assert sorted(zip(ring.row.tolist(), ring.position.tolist(), strict=True)) == [
-        *((5, 2), (5, 3), (6, 2), (6, 3))
-    ]
-    assert ring.queries(0, np.argsort(ring.age)).flatten().tolist() == [3, 4, 5, 6]
-
-    ring.add(np.array([7]), np.array([0]), queries(7), paths=3)  # grows, and keeps what it has
-    by_age = np.argsort(ring.age)[-5:]
-    assert ring.row[by_age].tolist() == [5, 6, 5, 6, 7]
-    assert ring.queries(0, by_age).flatten().tolist() == [3, 4, 5, 6, 7]
-
-
-def test_of_a_segment_the_last_rows_are_kept() -> None:
-    new = np.array([True, True, True, True, False, True])
-    assert last_of_each(np.array([4, 2]), new, 2).tolist() == [2, 3, 5]

@@ -11,17 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Words, build
-from support.run_cli import in_process
-from support.trees import PROMPT, SAMPLED, Lab, own_logits
-from test_replay import counters
-from test_scheduler import operation, row
+from support.trees import SAMPLED, Lab, own_logits
 
-from arbor import Solver
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.errors import UsageError
 from arbor.events import Boundary, BranchesStopped, Event, Evicted
-from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.papers.rksc.branch_stop import BranchStop
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -163,111 +157,3 @@ def test_what_ends_does_not_depend_on_the_budget(model: Any, ends: Any, slots: i
         assert all(node.state is not NodeState.OPEN for node in tree)
     assert stopped, "some branches end early"
     assert held, "rows had to wait"
-
-
-def test_an_interruption_gives_up_the_rows_that_are_held(model: Any) -> None:
-    rule = BranchStop("all", 1.0, 1.0, least=2)  # never decisive
-    over = [False]
-    lab = Lab(model, debug=True)
-    tree = lab.plant(23, interrupted=lambda: over[0])
-    operation = lab.begin_grow([(tree.root, WIDTH)], growth(rule, stop=()))
-    while not operation.held:
-        lab.step()
-    over[0] = True
-
-    while not operation.done:
-        lab.step()
-
-    assert not operation.held
-    assert all(child.state is not NodeState.OPEN for child in operation.result())
-    assert any(child.state is NodeState.PRUNED for child in operation.children)
-    lab.memory.check()
-
-
-def test_branches_of_one_leaf_alone_are_compared(model: Any) -> None:
-    rule = BranchStop("all", 0.0, 0.0, least=1)
-    lab = Lab(model)
-    tree = lab.plant()
-    first, second = lab.grow([(tree.root, 2)], growth(None))
-    lab.events.clear()
-
-    lab.grow([(first, 1), (second, 1)], growth(rule))
-
-    assert not gated(lab.events), "an only child has no competitor"
-
-
-def test_a_token_that_waits_to_be_computed_belongs_to_the_text() -> None:
-    tree = ThoughtTree(PROMPT)
-    work = operation(tree, 100)
-    rows = [row(work, tree.root, length=2) for _ in range(3)]
-    for each, token, top1 in zip(rows, (5, 5, 6), (0.9, 0.8, 0.3), strict=True):
-        each.pending, each.node.top1, each.top1 = token, 2 * top1, top1
-    branches = BranchStop("others", 0.5, 0.5, least=3).watch(rows)
-
-    stopped = branches.chosen()
-
-    assert stopped is not None and isinstance(stopped.event, BranchesStopped)
-    assert stopped.event.confidences == (0.9, 0.8, 0.3)
-    assert stopped.event.stopped == (rows[2].node.id,), "equal texts go on with the confident one"
-    assert stopped.places == (2,)
-    assert branches.chosen() is None, "once for each token"
-
-
-def test_the_setting_reads_as_it_is_written() -> None:
-    rule = BranchStop.parse("others,gap=0.25,least=5")
-    assert rule == BranchStop("others", 0.72, 0.25, 5)
-    assert BranchStop.parse(str(rule)) == rule
-    with Solver(branch_stop=rule) as solver:
-        config = solver.config
-    assert config["branch_stop"] == "others,confidence=0.72,gap=0.25,least=5"
-    with Solver.from_config(config) as again:
-        assert again.branch_stop == rule
-    with Solver() as plain:
-        assert "branch_stop" not in plain.config
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("some", "branch-stop"),
-        ("all,gap=high", "branch-stop"),
-        ("all,gpa=0.1", "unknown-setting.*gap"),
-        ("all,gap=2", "setting-range"),
-        ("all,least=0", "setting-range"),
-    ],
-)
-def test_a_wrong_setting_is_refused(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Solver(branch_stop=text)
-
-
-def test_lossy_mode_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"branch-stop.*lossy"):
-        Solver(mode="lossy", policy="streaming", branch_stop="all")
-
-
-def test_a_search_counts_what_it_stopped_and_replays_to_the_same_counters() -> None:
-    events: list[Event] = []
-    search = {"name": "tot", "beam": 2, "width": 4}
-    rule = "others,confidence=0.5,gap=0.02,least=4"
-    with Solver(controller=search, branch_stop=rule, listeners=(events.append,)) as solver:
-        metrics = solver.solve("4 5 6 10").metrics
-        tokenizer = solver.tokenizer
-    stopped = [node for event in gated(events) for node in event.stopped]
-
-    assert metrics.branches_stopped == len(stopped) > 0
-    assert not metrics.verifications, "it is not a verification"
-    record = Recording.of(events)
-    slots, again = replay_smallest(record, tokenizer, policy="lru", slots=10)
-    assert again.tokens_generated == metrics.tokens_generated
-    assert counters(replay(record, tokenizer, policy="lru", slots=4096)) == counters(metrics)
-    assert slots < metrics.peak_tokens
-
-
-def test_the_command_has_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    ran = in_process(capsys)(
-        *("solve", "4 5 6 10", "--branch-stop", "others,confidence=0.5,gap=0.02", "--json"),
-        *("--set", "width=3", "--set", "beam=1"),
-    )
-    assert ran.document["config"]["branch_stop"].startswith("others,")
-    assert ran.document["metrics"]["branches_stopped"] > 0

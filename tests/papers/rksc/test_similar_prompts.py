@@ -17,15 +17,12 @@ from support.trees import GREEDY, Lab
 from arbor import Solver
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.errors import UsageError
-from arbor.events import Audited, Boundary, Compared, Event, Opened, Shared
+from arbor.events import Boundary, Compared, Event, Opened, Shared
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.metrics import MetricsFold
 from arbor.model.runner import ModelRunner
 from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing
-from arbor.papers.rksc.similarity import layer_weights, similarity
-from arbor.run.callbacks import StopSearch
-from arbor.run.session import Session
+from arbor.papers.rksc.similarity import similarity
 from arbor.tasks.base import BlockLimits
 from arbor.trace import Replay, read_trace
 from arbor.tree import ThoughtTree
@@ -36,7 +33,6 @@ HEAD = tuple(8 + (7 * i * i + 3 * i) % 80 for i in range(36))
 FIRST = (*HEAD, 9, 3, 60, 61, 62)
 SECOND = (*HEAD, 71, 9, 9, 61, 62)
 POOL = 300
-GROWTH = Growth(3, GREEDY, StopRule(Words(), BlockLimits((), 6, 8), ()))
 PHRASINGS = (
     "Tom has 3 apples and buys 4 more apples. How many apples has he now?",
     "Tom has 3 apples, then buys 4 more apples. How many apples does he have now?",
@@ -81,45 +77,7 @@ def test_similarity_is_the_formula(layers: int, width: int, alpha: float, seed: 
     assert found == pytest.approx(by_numpy(one, other, alpha), abs=1e-9)
 
 
-def test_later_layers_count_more() -> None:
-    weights = layer_weights(4)
-
-    assert weights.tolist() == pytest.approx(
-        (np.exp(1.5 * np.arange(1, 5) / 4) / np.exp(1.5 * np.arange(1, 5) / 4).sum()).tolist()
-    )
-    one, other = torch.eye(4)[:2].clone(), torch.eye(4)[:2].clone()
-    other[1] = torch.eye(4)[3]
-    early = similarity(one.flip(0), other.flip(0))
-    assert similarity(one, one) == pytest.approx(1)
-    assert similarity(one, -one) == pytest.approx(-1)
-    assert similarity(one, other) < early < 1, "a difference in the last layer weighs more"
-
-
-def test_states_without_a_direction_are_similar_to_nothing() -> None:
-    assert similarity(torch.zeros(2, 3), torch.ones(2, 3)) == 0
-
-
-@pytest.mark.parametrize("shapes", [((2, 3), (3, 3)), ((3,), (3,)), ((0, 3), (0, 3))])
-def test_states_of_other_shapes_are_refused(shapes: Sequence[tuple[int, ...]]) -> None:
-    with pytest.raises(UsageError, match="states of shape") as caught:
-        similarity(*(torch.zeros(shape) for shape in shapes))
-    assert caught.value.code == "similarity"
-
-
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(np.array)
-
-
-@given(one=tokens, other=tokens)
-def test_prompts_differ_between_what_they_begin_and_end_with(
-    one: np.ndarray, other: np.ndarray
-) -> None:
-    begin, end, other_end = differing(one, other)
-
-    assert 0 <= begin <= end <= len(one) and begin <= other_end <= len(other)
-    assert one[:begin].tolist() == other[:begin].tolist()
-    assert one[end:].tolist() == other[other_end:].tolist()
-    if begin < min(end, other_end):
-        assert one[begin] != other[begin] and one[end - 1] != other[other_end - 1]
 
 
 # The probe
@@ -193,51 +151,6 @@ def test_the_probe_gives_the_similarity_of_honest_hidden_states(
     assert lab.memory.used == len(first), "the probe's slots were given back"
 
 
-@pytest.mark.parametrize("threshold", [-1.0, 1.0])
-def test_the_threshold_decides(threshold: float) -> None:
-    lab = lab_of(threshold=threshold)
-    opened(lab, FIRST, read=True)
-    found = lab.compare(opened(lab, SECOND))
-
-    assert found is not None
-    assert found.shared == (threshold < 0)
-    assert (found.begin, found.own_end, found.other_end) == (36, 39, 39)
-    assert found.tokens == FIRST
-
-
-def test_there_is_nothing_to_compare_with() -> None:
-    lab = lab_of()
-    assert lab.compare(opened(lab, FIRST)) is None, "no prompt is kept"
-    lab.extend(lab.tree.root)
-    assert lab.compare(opened(lab, FIRST)) is None, "the same prompt"
-    lab.extend(lab.tree.root)
-    other = tuple(reversed(FIRST)) * 3
-    assert lab.compare(opened(lab, other, pool=POOL)) is not None
-    lab = lab_of()
-    opened(lab, FIRST, read=True, pool=len(FIRST) + 5)
-    assert lab.compare(opened(lab, SECOND, pool=len(FIRST) + 5)) is None, "the probe has no room"
-    exact = Lab(build("llama"))
-    opened(exact, FIRST, read=True)
-    assert exact.other_prompt(opened(exact, SECOND), exact.listener) is None
-
-
-def test_a_prompt_of_which_a_part_has_left_is_not_read_instead() -> None:
-    lab = lab_of()
-    first = opened(lab, FIRST, read=True)
-    lab.memory.evict(first.root, np.array([38]))
-
-    assert lab.compare(opened(lab, SECOND)) is None
-
-
-def test_of_several_prompts_the_one_with_the_most_tokens_in_common_is_compared() -> None:
-    lab = lab_of()
-    for prompt in (FIRST, (*HEAD, 71, 9, 60, 61, 62), tuple(range(10, 50))):
-        opened(lab, prompt, read=True)
-    found = lab.compare(opened(lab, SECOND))
-
-    assert found is not None and found.tokens == (*HEAD, 71, 9, 60, 61, 62)
-
-
 def test_kept_prompts_give_way_before_a_lossy_search_loses_a_token() -> None:
     lab = lab_of()
     pool = 2 * len(FIRST)
@@ -303,112 +216,3 @@ def test_a_search_reads_the_similar_prompt_and_says_so(tmp_path: Path) -> None:
     assert metrics.tokens_probed == compared.rows > 0
     assert metrics.probe_s == compared.elapsed_s > 0
     assert metrics.tokens_shared == root.tokens
-
-
-def test_a_search_keeps_its_own_prompt_below_the_threshold() -> None:
-    with Solver(share="off", **SMALL) as solver:
-        alone = [run(solver, problem) for problem in PHRASINGS]
-    with Solver(share="similar", share_threshold=1.0, debug=True, **SMALL) as solver:
-        found = [run(solver, problem) for problem in PHRASINGS]
-
-    (compared,) = of(found[1], Compared)
-    assert not compared.shared
-    for one, other in zip(alone, found, strict=True):
-        assert [e.ids for e in of(one, Boundary)] == [e.ids for e in of(other, Boundary)]
-
-
-def test_an_audit_searches_from_the_own_prompt_too() -> None:
-    with Solver(share="off", **SMALL) as solver:
-        honest = solver.solve(PHRASINGS[1])
-        earlier = solver.solve(PHRASINGS[0])
-    with Solver(share="audit", share_threshold=-1.0, debug=True, **SMALL) as solver:
-        assert not of(run(solver, PHRASINGS[0]), Audited), "nothing was substituted"
-        heard = run(solver, PHRASINGS[1])
-
-    (audited,) = of(heard, Audited)
-    assert audited.answer == honest.answer
-    assert audited.same == (honest.answer == earlier.answer)
-    fold = MetricsFold()
-    for event in heard:
-        fold(event)
-    assert (fold.metrics().audits, fold.metrics().audits_differ) == (1, int(not audited.same))
-    assert len(of(heard, Opened)) == len(of(heard, Boundary)) + 1, (
-        "the audit's blocks are not reported"
-    )
-
-
-def test_a_search_that_is_stopped_is_not_audited() -> None:
-    with Solver(share="audit", share_threshold=-1.0, **SMALL) as solver:
-        solver.solve(PHRASINGS[0])
-        heard: list[Event] = []
-
-        def stop(event: Event) -> None:
-            heard.append(event)
-            if isinstance(event, Boundary):
-                raise StopSearch
-
-        solver.listeners = [stop]
-        solver.solve(PHRASINGS[1])
-
-    assert of(heard, Compared) and not of(heard, Audited)
-
-
-def test_an_audit_that_does_not_end_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, begun = Session.steps, []
-
-    def stopped_second(session: Session, *given: Any) -> Any:
-        begun.append(session)
-        if len(begun) == 2:
-            session.stop("timeout")
-        return (yield from steps(session, *given))
-
-    with Solver(share="audit", share_threshold=-1.0, **SMALL) as solver:
-        run(solver, PHRASINGS[0])
-        monkeypatch.setattr(Session, "steps", stopped_second)
-        heard = run(solver, PHRASINGS[1])
-
-    assert len(begun) == 2 and of(heard, Compared) and not of(heard, Audited)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"share": "similar"},
-        {"share": "audit", "mode": "lossless"},
-        {"share": "similar", "mode": "lossy", "rehydrate": "selective"},
-        {"share_threshold": 1.5},
-        {"share_threshold": float("nan")},
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as caught:
-        Solver(**given)
-    assert caught.value.code == "share"
-    assert caught.value.hint
-
-
-def test_a_budget_that_depends_on_the_problem_is_refused() -> None:
-    with (
-        Solver(share="similar", **SMALL | {"budget": 0.5}) as solver,
-        pytest.raises(UsageError, match="another for each") as caught,
-    ):
-        solver.solve(PHRASINGS[0])
-    assert caught.value.code == "share"
-
-
-def test_a_quarter_of_the_layers_is_probed() -> None:
-    class Layers:
-        layer_count = 24
-
-    deep: Any = Layers()
-    assert SimilarPrompts(deep, Words())._layers == 6
-    assert SimilarPrompts(deep, Words(), probed=1.0)._layers == 24
-    assert SimilarPrompts(deep, Words(), probed=0.0)._layers == 2
-    deep.layer_count = 1
-    assert SimilarPrompts(deep, Words())._layers == 1
-
-
-def test_8_bit_kv_is_shared_as_well() -> None:
-    with Solver(**SMALL, share="similar", share_threshold=-1.0, kv_dtype="int8") as solver:
-        several = [solver.solve(each).metrics for each in PHRASINGS]
-    assert several[1].tokens_substituted
