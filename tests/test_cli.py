@@ -95,14 +95,14 @@ def test_shared_options_may_stand_before_the_command(command: Arbor) -> None:
 
 
 def test_a_search_without_an_answer_ends_with_three(command: Arbor) -> None:
-    ran = command("solve", "4 5 6 10", "--device", "none")
+    ran = command("solve", "4 5 6 10", "--revision", "none")
 
     assert (ran.code, ran.out) == (3, "")
     assert ran.err.startswith("arbor: [no-answer] search exhausted after ")
 
 
 def test_a_search_without_an_answer_is_still_one_document(command: Arbor) -> None:
-    ran = command("solve", "4 5 6 10", "--device", "none", "--json")
+    ran = command("solve", "4 5 6 10", "--revision", "none", "--json")
 
     assert (ran.code, ran.document["answer"]) == (3, None)
 
@@ -117,13 +117,13 @@ def test_a_trace_is_written_and_checks(command: Arbor) -> None:
 
 def test_a_guessed_answer_is_marked(command: Arbor) -> None:
     plain = command("solve", "4 5 6 10")
-    ran = command("solve", "4 5 6 10", "--device", "guess")
+    ran = command("solve", "4 5 6 10", "--revision", "guess")
 
     assert "guess" not in plain.err
     assert (ran.code, ran.out) == (0, plain.out)
     assert "[guessed-answer] the text marks no answer" in ran.err
     for words, guessed in (("cpu", False), ("guess", True)):
-        document = command("solve", "4 5 6 10", "--device", words, "--json").document
+        document = command("solve", "4 5 6 10", "--revision", words, "--json").document
         assert document["guessed"] is guessed
 
 
@@ -411,7 +411,7 @@ def test_debug_shows_the_traceback(command: Arbor) -> None:
 
 
 def test_a_bug_keeps_its_traceback_in_a_file(command: Arbor, tmp_path: Path) -> None:
-    ran = command("solve", "4 5 6 10", "--device", "bug")
+    ran = command("solve", "4 5 6 10", "--revision", "bug")
 
     report = next(tmp_path.glob("arbor-crash-*.txt"))
     assert ran.code == 1
@@ -630,7 +630,7 @@ def test_the_first_signal_gives_the_best_so_far(
     tmp_path: Path, number: int, exit_code: int
 ) -> None:
     trace = tmp_path / "run.arbor.jsonl"
-    with spawn("solve", "4 5 6 10", "--device", "endless", "--trace", str(trace)) as process:
+    with spawn("solve", "4 5 6 10", "--revision", "endless", "--trace", str(trace)) as process:
         await_line(process, b"running")
 
         process.send_signal(number)
@@ -645,7 +645,7 @@ def test_the_first_signal_gives_the_best_so_far(
 
 
 def test_the_second_signal_ends_at_once() -> None:
-    with spawn("solve", "4 5 6 10", "--device", "endless,stuck") as process:
+    with spawn("solve", "4 5 6 10", "--revision", "endless,stuck") as process:
         await_line(process, b"running")
         process.send_signal(signal.SIGINT)
         await_line(process, b"stopping")

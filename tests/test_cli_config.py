@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -10,12 +9,9 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import types
-import typing
 import webbrowser
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import huggingface_hub.constants
@@ -33,17 +29,9 @@ import arbor.measure.calibrate_window
 import arbor.server.serving
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
-from arbor.cli.bench import BenchOptions
 from arbor.cli.command import SHORT_HELP_END, Group
-from arbor.cli.demo import DemoOptions
-from arbor.cli.evaluation.eval_options import EvalOptions
-from arbor.cli.option_records import SolverOptions
 from arbor.cli.options import COMPLETION
-from arbor.cli.prompt import PromptOptions
-from arbor.cli.serve import ServeOptions
-from arbor.cli.solve import SolveOptions
-from arbor.cli.trace import ConvertOptions, RepairOptions
-from arbor.cli.view import ViewOptions
+from arbor.cli.solve import solve
 from arbor.measure.calibrate import Example
 from arbor.measure.calibrate_exit import Verification
 from arbor.measure.calibrate_queries import CollectedQueries
@@ -51,7 +39,9 @@ from arbor.measure.calibrate_window import Recurrence
 from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
 from arbor.retention.query_means import LayerMeans, QueryMeans
+from arbor.run.limits import RunLimits
 from arbor.run.presets import preset
+from arbor.support.setting import settings_of
 from arbor.tasks.splits import dataset_split_of
 from arbor.trace import TraceWriter
 
@@ -82,8 +72,9 @@ def test_a_printed_configuration_is_a_configuration(command: Arbor) -> None:
     first = saved(
         *(command, "4 5 6 10", "--controller", "beam", "--set", "beam_size=3", "--budget", "0.5"),
         *("--seed", "7", "--max-depth", "3", "--temperature", "0.5", "--verifier", "exact"),
-        *("--max-tokens", "99", "--max-expansions", "8", "--deterministic", "--timeout", "5"),
-        "--no-cuda-graphs",
+        *("--max-tokens", "99", "--set", "max_expansions=8", "--deterministic", "--timeout", "5"),
+        "--set",
+        "cuda_graphs=false",
     )
 
     again = command("solve", "--config", "run.toml", "--print-config")
@@ -292,90 +283,83 @@ def test_a_former_key_of_a_configuration_is_refused_with_its_new_name(
     assert f"[unknown-setting] run.toml: '{former}' is now '{name}'." in ran.err
 
 
-# Records
+# Settings
 
 
-RECORDS: dict[str, type[Any]] = {
-    "solve": SolveOptions,
-    "eval": EvalOptions,
-    "bench": BenchOptions,
-    "demo": DemoOptions,
-    "serve": ServeOptions,
-    "view": ViewOptions,
-    "info": SolverOptions,
-    "prompt": PromptOptions,
-    "trace convert": ConvertOptions,
-    "trace repair": RepairOptions,
-}
+def test_solve_has_few_options_and_the_list_has_every_setting(command: Arbor) -> None:
+    context = solve.make_context("solve", ["4 5 6 10"])
+    options = [each for each in solve.get_params(context) if isinstance(each, click.Option)]
+
+    assert len([each for each in options if getattr(each, "common", False)]) <= 16
+    assert len([each for each in options if each.help]) <= 45
+    rows = {row["name"]: row for row in command("list", "settings", "--json").document["settings"]}
+    shown = {each.name for each in options}
+    assert {name for name, row in rows.items() if row["option"]} <= shown
+    assert not {name for name, row in rows.items() if not row["option"]} & shown
+    assert rows.keys() >= settings_of(RunLimits).keys() | {"kv_probe", "top_k", "staging"}
 
 
-def types_of(record: type[Any]) -> dict[str, Any]:
-    """Option -> type, of a record and the records in it."""
-    found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(record).items():
-        found |= types_of(hint) if dataclasses.is_dataclass(hint) else {name: hint}
-    return found
+GIVEN_BY_SET = [
+    *(("adapter", "lora"), ("branch_stop", "others"), ("confidence", "0.9"), ("disk", "1GiB")),
+    *(("cuda_graphs", "false"), ("fetch", "always"), ("first", "answer"), ("host_bits", "8")),
+    *(("keep_kv", "kv"), ("kv_dtype", "int8"), ("kv_probe", "8,4,2"), ("max_expansions", "8")),
+    *(("msve", "2,1,1,-2"), ("share", "similar"), ("staging", "64tok"), ("threads", "2")),
+    *(("step_format", "regex:a b"), ("top_p", "0.5"), ("trace_level", "steps")),
+]
 
 
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value has a type, as an annotation names it."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return value in arguments
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, each) for each in arguments)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(fits(each, arguments[0]) for each in value)
-    return isinstance(value, float | int if hint is float else hint)
+@pytest.mark.parametrize(("name", "value"), GIVEN_BY_SET)
+def test_a_flag_that_is_a_setting_is_refused_with_the_form_that_works(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    flag, form = f"--{name.replace('_', '-')}", f"--set {name}={shlex.quote(value)}"
+
+    for words in ([flag, value], [f"{flag}={value}"]):
+        ran = command("solve", "4 5 6 10", *words, "--print-config")
+        assert (ran.code, ran.out) == (2, "")
+        assert f"[usage] {flag} is now {form}." in ran.err
+
+    monkeypatch.setenv(f"ARBOR_SOLVE_{name.upper()}", value)
+    ran = command("solve", "4 5 6 10", "--print-config")
+    assert (ran.code, ran.out) == (2, "")
+    assert f"is now ARBOR_SOLVE_SET={shlex.quote(f'{name}={value}')}." in ran.err
 
 
-def found_command(name: str) -> click.Command:
-    return dict(commands(cli))[name]
+def test_switches_that_are_settings_are_refused_too(command: Arbor) -> None:
+    ran = command("solve", "4 5 6 10", "--no-cuda-graphs", "--print-config")
+    assert (ran.code, "--set cuda_graphs=false" in ran.err) == (2, True)
+    ran = command("solve", "4 5 6 10", "--audit-verify")
+    assert (ran.code, "--set audit=true" in ran.err) == (2, True)
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_record_has_every_option_of_its_command(name: str) -> None:
-    options = {each.name for each in found_command(name).params if each.expose_value}
-    own = {"bench": {"policies", "budgets"}, "serve": {"budget"}}.get(name, set())
-    of_other_commands = {"temperature", "top_p", "top_k", "threads", "seed", "deterministic"}
+def test_set_takes_what_a_solver_takes_and_refuses_the_rest(command: Arbor) -> None:
+    given = {"mode": "lossy", "host": "2MiB", "rehydrate": "selective", "host_bits": 8}
+    words = [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+    config = saved(command, "4 5 6 10", *words)
 
-    fields = set(types_of(RECORDS[name])) - own
-    assert fields - options == (of_other_commands if name == "info" else set())
-    assert options - fields == set()
-
-
-GIVEN = {
-    "solve": ["x", "--file", "f", "--timeout", "1", "--top-p", "1", "--set", "a=1", "--html", "h"],
-    "eval": ["x", "--fail-under", "1", "--output", "o", "--sample-id", "a", "--seed", "3"],
-    "bench": ["x", "--compare", "c", "--max-depth", "2", "--rehydrate", "span"],
-    "demo": ["-o", "page.html", "--seed", "2"],
-    "view": ["a", "b", "--event", "3", "-o", "page.html"],
-    "serve": ["model", "--kv", "5tok", "--timeout", "3", "--api-keys", "keys.txt", "--set", "a=1"],
-    "info": ["model", "--max-depth", "2", "--msve", "m"],
-    "prompt": ["math", "x", "--set", "shots=1", "--model", "m"],
-    "trace convert": ["a", "-o", "b"],
-    "trace repair": ["a", "-o", "b", "--trace-text", "none"],
-}
+    wanted = Solver(**given).config | {"problem": "4 5 6 10"}
+    assert config == {key: value for key, value in wanted.items() if value is not None}
+    assert command("solve", "--config", "run.toml", "--print-config").code == 0
+    for setting, message in (
+        ("threads=many", "[setting-type] threads=many: it must be a whole number."),
+        ("threads=0", "[limit] threads is 0."),
+        ("kv_dtype=int4", "[setting-choice] unknown kv_dtype 'int4'. Known: auto, int8."),
+        ("stagin=64tok", "Did you mean 'staging'?"),
+        ("staging", "it is neither KEY=VALUE nor PART.KEY=VALUE"),
+        ("host_bits=2", "KV is packed in 8 or 4 bits. Take 8 or 4."),
+    ):
+        ran = command("solve", "4 5 6 10", "--set", setting)
+        assert (ran.code, ran.out, message in ran.err) == (2, "", True), ran.err
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_what_click_parses_has_the_types_of_the_record(name: str) -> None:
-    found, hints = found_command(name), types_of(RECORDS[name])
-    several = {"bench": {"policy", "budget", "max_regress"}}.get(name, set())
-    for arguments in (GIVEN[name], GIVEN[name][:1] if name not in ("demo",) else []):
-        context = found.make_context(name, list(arguments))
-        for option, value in context.params.items():
-            assert option in several or fits(value, hints[option]), (option, value)
-    for parameter in found.params:
-        if isinstance(parameter.type, click.Choice) and parameter.expose_value:
-            assert all(fits(each, hints[parameter.name or ""]) for each in parameter.type.choices)
+def test_a_setting_of_a_component_and_of_the_solver_says_whose_it_is(command: Arbor) -> None:
+    asked = ("4 5 6 10", "--verifier", "cgee", "--set")
+    ran = command("solve", *asked, "confidence=0.9")
 
-
-def test_an_option_of_the_wrong_type_does_not_fit() -> None:
-    hints = types_of(SolveOptions)
-
-    assert not fits("3", hints["max_depth"]) and not fits("x.toml", hints["file"])
-    assert not fits("lossles", hints["mode"]) and not fits(["a=1"], hints["set"])
+    assert (ran.code, "[setting-ambiguous]" in ran.err) == (2, True)
+    assert "--set verifier.confidence=0.9 or --set solver.confidence=0.9" in ran.err
+    assert saved(command, *asked, "verifier.confidence=0.9")["verifier"]["confidence"] == 0.9
+    assert saved(command, *asked, "solver.confidence=0.9")["confidence"] == 0.9
 
 
 def test_a_preset_gives_info_its_settings_too(command: Arbor) -> None:

@@ -297,7 +297,7 @@ def test_head_ends_a_long_answer_quietly(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_a_trace_that_can_be_repaired(tmp_path: Path) -> None:
     path = tmp_path / "run.arbor.jsonl"
-    with spawn("solve", PUZZLE, "--device", "endless", "--trace", str(path)) as process:
+    with spawn("solve", PUZZLE, "--revision", "endless", "--trace", str(path)) as process:
         await_line(process, b"running")
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.run_cli import environment, in_process, spawn
 
 from arbor.model import chat_rendering, description_cache
-from arbor.model.checkpoint import Checkpoint
+from arbor.model.checkpoint import Checkpoint, ModelSettings
 from arbor.model.description_cache import (
     SHIPPED,
     PlainTokenizer,
@@ -436,17 +436,7 @@ def test_a_config_of_another_package_is_not_kept(folder: Path, sapling: Files) -
 
 
 def test_where_torch_is_imported_the_files_are_read(sapling: Files) -> None:
-    checkpoint = Checkpoint(
-        "builtin:sapling",
-        None,
-        revision=None,
-        trust_remote_code=False,
-        dtype="auto",
-        device="cpu",
-        backend="auto",
-        deterministic=False,
-        cuda_graphs=True,
-    )
+    checkpoint = Checkpoint(ModelSettings(device="cpu"))
 
     assert checkpoint.read() is checkpoint.read_files()
     assert isinstance(checkpoint.read(), Files)

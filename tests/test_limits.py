@@ -18,7 +18,8 @@ from arbor.errors import UsageError
 from arbor.events import Boundary, Ended, Event, Terminal, Verified
 from arbor.run.answers import confidence
 from arbor.run.config import config_text
-from arbor.run.limits import Limits, check_confidence, check_first
+from arbor.run.limits import Limits
+from arbor.run.request import Request
 from arbor.run.solution import Solution
 from arbor.trace import read_trace
 
@@ -95,15 +96,15 @@ def test_a_plug_ins_confidence_is_checked(answer: Any) -> None:
 
 @pytest.mark.parametrize("wrong", ["path", "", 1, True])
 def test_first_is_one_of_two_words(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="answer or verified") as caught:
-        check_first(wrong)
-    assert caught.value.code == "limit"
+    with pytest.raises(UsageError, match="answer, verified") as caught:
+        Request(first=wrong)
+    assert caught.value.code == "setting-choice"
 
 
 @pytest.mark.parametrize("wrong", [0, -0.1, 1.01, "0.5", True, float("nan"), 10**400])
 def test_a_confidence_is_above_zero_and_at_most_one(wrong: Any) -> None:
     with pytest.raises(UsageError, match="at most 1") as caught:
-        check_confidence(wrong)
+        Request(confidence=wrong)
     assert caught.value.code == "limit"
 
 

@@ -7,13 +7,16 @@ import pytest
 
 from arbor import Solver
 from arbor.budget import Budget, Footprint
-from arbor.cli.option_records import SolverOptions, read_options
+from arbor.cli.record_options import read_options
+from arbor.cli.solve import SolveOptions
 from arbor.cli.solve import solve as command
 from arbor.errors import BudgetInfeasible, UnknownName
 from arbor.events import Opened, Selected, Verified
 from arbor.retention.base import NEVER
 from arbor.retention.future_reads import FutureReads
 from arbor.run.presets import PRESETS, preset
+from arbor.run.settings import Settings
+from arbor.support.setting import settings_of
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -49,12 +52,16 @@ def test_an_unknown_preset_names_the_nearest() -> None:
     "given", [(), ("--mode", "lossy"), ("--mode", "lossy", "--rehydrate", "span")], ids=str
 )
 def test_the_command_and_the_solver_have_the_same_defaults(given: tuple[str, ...]) -> None:
-    options = read_options(
-        SolverOptions, command.make_context("solve", ["4 5 6 10", *given]).params
-    )
-    solver = Solver(mode=options.mode, rehydrate=options.rehydrate)
-    assert options.components["policy"] == solver.policy.name
-    assert Solver().mode == command.make_context("solve", ["4 5 6 10"]).params["mode"]
+    values = command.make_context("solve", ["4 5 6 10", *given]).params
+    asked = read_options(SolveOptions, values).solver
+    solver = Solver(mode=asked.settings.mode, rehydrate=asked.settings.rehydrate)
+
+    assert asked.components["policy"] == solver.policy.name
+    for name in settings_of(Settings).keys() - {
+        "msve",
+        "sampling",
+    }:  # the model's, once it is known
+        assert getattr(asked.settings, name) == getattr(solver.setup, name), name
 
 
 def test_a_lossy_budget_may_be_smaller_than_a_path_and_says_when_it_is_too_small() -> None:

@@ -66,7 +66,7 @@ def values(solution: Solution) -> list[float]:
 
 
 def engine_of(solver: Solver) -> RewardEngine:
-    [model] = solver.verifier_models.values()
+    [model] = solver.setup.verifier_models.values()
     assert isinstance(model, RewardEngine)
     return model
 
@@ -205,7 +205,7 @@ def test_parts_of_a_combination_run_in_their_own_engines(asked: list[Solution]) 
     both = Combined(("self", OWN), rule="product")
     with Solver(verifier=both, **SMALL) as solver:
         solution = solver.solve(PROBLEMS[0])
-        assert list(solver.verifier_models) == [OWN]
+        assert list(solver.setup.verifier_models) == [OWN]
         again = Solver.from_config(json.loads(json.dumps(solver.config)))
         assert again.verifier == both
 
@@ -287,7 +287,7 @@ def test_the_larger_model_decides_the_number_of_threads(monkeypatch: pytest.Monk
         try:
             with solver._computing():
                 assert get_num_threads() == 1
-            solver.verifier_models[OWN] = Large(OWN, Placement())
+            solver.setup.verifier_models[OWN] = Large(OWN, Placement())
             with solver._computing():
                 assert get_num_threads() == 2
         finally:

@@ -382,7 +382,7 @@ def test_a_model_directory_and_the_ready_model_give_the_same_tree(small: Path) -
     ("settings", "code", "words"),
     [
         ({"dtype": "bfloat16"}, "dtype", "the ready model's is float32. Leave dtype out"),
-        ({"dtype": "nonsense"}, "dtype", "the ready model's is float32. Leave dtype out"),
+        ({"dtype": "float16"}, "dtype", "the ready model's is float32. Leave dtype out"),
         ({"device": "cuda"}, "device", "the ready model is on cpu. Leave device out"),
     ],
 )

@@ -17,7 +17,7 @@ import torch
 
 from arbor import Solver, StopSearch, UsageError, read_trace
 from arbor.cli.build import build_solver
-from arbor.cli.option_records import read_options
+from arbor.cli.record_options import read_options
 from arbor.cli.solve import SolveOptions, solve
 from arbor.controllers.tot import ToT
 from arbor.events import Event, Selected
@@ -309,8 +309,8 @@ def test_two_solvers_search_at_once(solver: Solver) -> None:
 
 
 def test_the_command_leaves_threads_to_the_solver() -> None:
-    for arguments, threads in ((["--threads", "2"], 2), ([], None)):
+    for arguments, threads in ((["--set", "threads=2"], 2), ([], None)):
         context = solve.make_context("solve", [PUZZLE, *arguments])
         options = read_options(SolveOptions, context.params)
 
-        assert build_solver(options.solver).threads == threads
+        assert build_solver(options.solver).setup.threads == threads

@@ -420,12 +420,12 @@ def test_sizes_are_bytes_or_tokens() -> None:
 
 @pytest.mark.parametrize("given", ["0.5", "full", "8", "many", "-1tok", "8 GB/s"])
 def test_what_is_no_size_is_refused(given: str) -> None:
-    with pytest.raises(UsageError, match=r"tier-size.*--host.*8GiB or 20000tok"):
+    with pytest.raises(UsageError, match=r"tier-size.*host=.*8GiB or 20000tok"):
         Solver(host=given)
 
 
 def test_a_folder_needs_a_size_and_to_exist(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--disk 50GiB"):
+    with pytest.raises(UsageError, match="disk=50GiB"):
         Solver(disk_dir=tmp_path)
     with pytest.raises(UsageError, match="Create it first"):
         Solver(disk="1GiB", disk_dir=tmp_path / "none")

@@ -15,11 +15,13 @@ from arbor import components
 from arbor.cli.command import Command, F, Group, Integer, Number, option, option_group
 from arbor.cli.evaluation.eval import complete_dataset, task_of
 from arbor.cli.evaluation.eval_dataset import is_task, name_of, read_samples
-from arbor.cli.evaluation.eval_options import DatasetOptions, column_options
-from arbor.cli.options import output_options, revision_option, trust_option
+from arbor.cli.evaluation.eval_options import ColumnOptions, DatasetOptions
+from arbor.cli.options import output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
+from arbor.cli.record_options import options_of
 from arbor.errors import UsageError
+from arbor.model.checkpoint import ModelSource
 from arbor.support.cache_dir import exit_file, msve_file
 
 if TYPE_CHECKING:
@@ -33,16 +35,7 @@ def fitted_to(task: str) -> Callable[[F], F]:
     """Options of what is calibrated: the model, and the problems; `task` by default."""
     return option_group(
         click.argument("dataset", required=False, shell_complete=complete_dataset),
-        option(
-            "--model",
-            default="builtin:sapling",
-            metavar="NAME|DIR",
-            heading="Model",
-            common=True,
-            help="Model to calibrate.",
-        ),
-        revision_option,
-        trust_option,
+        options_of(ModelSource),
         option(
             "--task",
             default=task,
@@ -60,24 +53,21 @@ def fitted_to(task: str) -> Callable[[F], F]:
             common=True,
             help="Problems to solve, the first of the split.",
         ),
-        column_options,
+        options_of(ColumnOptions),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class Fitted(ModelSource):
     """What is calibrated, and the problems: the options of `fitted_to`.
 
     Attributes:
-        model, revision, trust_remote_code, task: as `Solver` takes them.
+        task: as `Solver` takes it.
         n: problems.
         rows: the split ``calibration`` of a data set, which ``arbor eval --split evaluation``
             leaves out; None: the training split of the task's own problems.
     """
 
-    model: str
-    revision: str | None
-    trust_remote_code: bool
     task: str
     n: int
     rows: DatasetOptions | None
@@ -160,7 +150,7 @@ def calibrate() -> None:
     \b
       arbor calibrate msve --task chains --n 100
       arbor calibrate msve --model ./model --out msve.json
-      arbor solve "4 5 6 10" --policy arborkv --msve msve.json
+      arbor solve "4 5 6 10" --policy arborkv --set msve=msve.json
       arbor calibrate exit --task game24 --n 200 --risk 0.02
       arbor calibrate window --task chains
       arbor calibrate queries --task chains
@@ -184,7 +174,7 @@ def calibrate() -> None:
     metavar="FILE",
     heading="Output",
     common=True,
-    help="File for --msve; default: msve.json, or for a Hub model or GGUF file the cache.",
+    help="File for the setting msve; default: msve.json, or for a Hub model or GGUF file the cache.",
 )
 @output_options
 @click.pass_obj

@@ -7,7 +7,9 @@ from typing import Any, Literal, Self, get_args
 
 from arbor.components import setting_text, split_spec
 from arbor.engine.confidence_gap import leading_two, relative_gap
+from arbor.engine.mode_names import ModeSettings
 from arbor.errors import UsageError, unknown_setting
+from arbor.support.setting import setting
 
 Ends = Literal["all", "others"]
 
@@ -92,3 +94,35 @@ class BranchStop:
             and leading[0] >= self.confidence
             and relative_gap(*leading) >= self.gap
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchStopSettings(ModeSettings):
+    """The rule of a search.
+
+    Attributes:
+        branch_stop: a `BranchStop` or its text, by which blocks of one expansion end early where
+            one of them is confident (docs/early-exit.md); None: never.
+    """
+
+    branch_stop: BranchStop | None = setting(
+        None,
+        "End branches early where one is confident: all, or the others.",
+        metavar="WHICH",
+        shown="set",
+        read=BranchStop.parse,
+    )
+
+    def check_branch_stop(self) -> None:
+        """Refuses the rule in lossy mode.
+
+        Raises:
+            UsageError: these settings contradict each other.
+        """
+        if self.branch_stop is not None and self.mode == "lossy":
+            raise UsageError(
+                "branch-stop",
+                "branches are compared at the same length, and in lossy mode not all of them decode "
+                "together.",
+                "Use branch_stop in lossless mode.",
+            )

@@ -11,6 +11,7 @@ Measurements are kept in the cache folder (`arbor.support.cache_dir`) per model 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -21,9 +22,11 @@ from arbor.errors import UsageError
 from arbor.memory.pool import KVPool
 from arbor.model.level_rule import BUCKET, NEVER, LevelRule
 from arbor.model.measurement_file import identity_of, read_measurement, write_measurement
-from arbor.model.plan import ForwardPlan, Piece, Segment, plan_forward
+from arbor.model.plan import ForwardPlan, Piece, Segment, least_saved_reads, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.support.cache_dir import kv_probe_file
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = "arbor.kv-probe/2"
 ROWS = (2, 4, 8, 16)  # decoding rows that share a span
@@ -91,6 +94,30 @@ def _pays(seconds: Seconds, tokens: int, rows: int) -> bool:
     times = [[seconds(plan) for plan in plans] for _ in range(TIMES)]
     together, alone = (min(column) for column in zip(*times, strict=True))
     return together < alone
+
+
+def chosen_rule(kv_probe: str, runner: ModelRunner, model: str, backend: str) -> LevelRule:
+    """The rule that a setting asks for, where rows may be read together.
+
+    Args:
+        kv_probe: the setting, see `LevelSettings`.
+        runner: the model.
+        model: its name.
+        backend: what computes attention.
+    """
+    fixed = LevelRule(least_saved_reads(runner.device))
+    if kv_probe == "off":
+        return fixed
+    if kv_probe == "kept":
+        rule = kept_rule(runner, model, backend) or fixed
+    elif kv_probe == "measure":
+        rule = measure(runner)
+        keep_rule(rule, runner, model, backend)
+    else:
+        rule = LevelRule.parse(kv_probe)
+    if rule.least_rows:
+        logger.info("KV probe: rows from which shared spans are read once: %s", rule)
+    return rule
 
 
 def kept_rule(runner: ModelRunner, model: str, backend: str) -> LevelRule | None:

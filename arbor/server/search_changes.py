@@ -11,11 +11,11 @@ from typing import Any, Literal
 from arbor import components, registry
 from arbor.aggregate.base import Aggregate
 from arbor.controllers.base import Controller
+from arbor.run.boundary import limited
 from arbor.run.breadth import with_breadth
 from arbor.run.component_checks import resolve_component
 from arbor.run.plugin_answers import check_boundary, most_blocks
 from arbor.run.request import Options
-from arbor.run.settings import resolve_boundary
 from arbor.run.setup import Setup
 from arbor.server.refusals import Refusal
 from arbor.server.schema import Component, Search
@@ -53,7 +53,7 @@ def search_changes(search: Search, setup: Setup, settings: ServerSettings) -> di
     step = _within("step_tokens", search.step_tokens, settings.max_tokens)
     most = _within("max_expansions", search.max_expansions, settings.max_expansions)
     usual = setup.boundary if task is setup.task else check_boundary(task)
-    boundary = resolve_boundary(usual, depth, step, path_tokens=path)
+    boundary = limited(usual, depth, step, path)
     blocks = most_blocks(controller, boundary.max_depth)
     if blocks > settings.max_blocks:
         raise Refusal(

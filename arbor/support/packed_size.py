@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-BITS = (8, 4, 2)  # of a number
+BITS = (8, 4)  # of a number
 GROUP = 32  # tokens that share scales of K per channel; channels that share a scale of V per token
 SCALE_BYTES = 4  # of a group of numbers: its least one and its step, float16
 
