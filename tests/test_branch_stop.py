@@ -267,7 +267,7 @@ def test_a_search_counts_what_it_stopped_and_replays_to_the_same_counters() -> N
 
 def test_the_command_has_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     ran = in_process(capsys)(
-        *("solve", "4 5 6 10", "--branch-stop", "others,confidence=0.5,gap=0.02", "--json"),
+        *("solve", "4 5 6 10", "--set", "branch_stop=others,confidence=0.5,gap=0.02", "--json"),
         *("--set", "width=3", "--set", "beam=1"),
     )
     assert ran.document["config"]["branch_stop"].startswith("others,")

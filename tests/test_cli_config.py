@@ -167,8 +167,6 @@ def log() -> Iterator[logging.Logger]:
         (["-q"], []),
         (["-v"], ["info", "warning"]),
         (["-vv"], ["debug", "info", "warning"]),
-        (["--log-level", "debug"], ["debug", "info", "warning"]),
-        (["-vv", "--log-level", "error"], []),
     ],
     ids=" ".join,
 )
@@ -201,8 +199,6 @@ def test_the_log_is_shown_as_asked_and_written_whole(
 @pytest.mark.parametrize(
     ("variable", "value", "shown"),
     [
-        ("ARBOR_LOG_LEVEL", "info", ["info", "warning"]),
-        ("ARBOR_LIST_LOG_LEVEL", "error", []),
         ("ARBOR_QUIET", "1", []),
         ("ARBOR_VERBOSE", "1", ["info", "warning"]),
     ],

@@ -301,7 +301,7 @@ def test_a_smaller_limit_compares_those_only(command: Arbor) -> None:
 
 
 def test_the_settings_of_a_comparison_repeat_it(command: Arbor) -> None:
-    more = ("--tokens", "100", "--seeds", "2", "--temperature", "0.5", "--first", "answer")
+    more = ("--tokens", "100", "--seeds", "2", "--temperature", "0.5", "--set", "first=answer")
     first = run(command, *more, "--set", "sampling.top_k=4")
     before = searched()
 

@@ -282,9 +282,9 @@ def test_without_the_kernels_or_in_another_dtype_the_reason_is_named() -> None:
 def test_the_command_keeps_and_prints_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     arbor = in_process(capsys)
 
-    config = arbor("solve", "--weights", "int8", "--print-config")
-    info = arbor("info", "--weights", "int8", "--json")
-    solved = arbor("solve", "4 5 6 10", "--weights", "int8", "--trace", "off", "--verbose")
+    config = arbor("solve", "--set", "weights=int8", "--print-config")
+    info = arbor("info", "--set", "weights=int8", "--json")
+    solved = arbor("solve", "4 5 6 10", "--set", "weights=int8", "--trace", "off", "--verbose")
 
     assert 'weights = "int8"' in config.out
     assert info.document["model"]["weights"] == "int8"

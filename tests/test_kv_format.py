@@ -308,17 +308,17 @@ def test_a_gpu_that_auto_found_is_refused_too(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_plan_says_that_it_is_lossy(capsys: pytest.CaptureFixture[str]) -> None:
     arbor = in_process(capsys)
-    ran = arbor("solve", PUZZLES[0], "--kv-dtype", "int8", "--budget", "2MiB", "--dry-run")
+    ran = arbor("solve", PUZZLES[0], "--set", "kv_dtype=int8", "--budget", "2MiB", "--dry-run")
 
     assert ran.code == 0
     assert "KV                int8, lossy: 3.19 KiB per token, scales included" in ran.out
-    document = arbor("solve", PUZZLES[0], "--kv-dtype", "int8", "--dry-run", "--json").document
+    document = arbor("solve", PUZZLES[0], "--set", "kv_dtype=int8", "--dry-run", "--json").document
     assert document["kv_dtype"] == "int8" and document["bytes_per_token"] == 3_264
 
 
 def test_a_trace_holds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.arbor.jsonl"
-    given = ("--kv-dtype", "int8", "--max-tokens", "60", "--budget", "0.5", "--trace", str(path))
+    given = ("--set", "kv_dtype=int8", "--max-tokens", "60", "--budget", "0.5", "--trace", str(path))
     ran = in_process(capsys)("solve", PUZZLES[0], *given, "-v")
 
     header = json.loads(path.read_text().splitlines()[0])
@@ -329,6 +329,6 @@ def test_a_trace_holds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_an_unknown_dtype_is_an_error_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
     arbor = in_process(capsys)
-    assert arbor("solve", PUZZLES[0], "--kv-dtype", "int4").code == 2
-    ran = arbor("solve", PUZZLES[0], "--kv-dtype", "int8", "--device", "cuda")
+    assert arbor("solve", PUZZLES[0], "--set", "kv_dtype=int4").code == 2
+    ran = arbor("solve", PUZZLES[0], "--set", "kv_dtype=int8", "--device", "cuda")
     assert ran.code == 2 and "--device cpu" in ran.err

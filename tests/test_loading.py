@@ -123,7 +123,7 @@ def test_a_ready_model_has_no_revision() -> None:
 
 
 def test_code_next_to_the_weights_runs_only_if_it_is_trusted(command: Arbor, own: Path) -> None:
-    asked = ("solve", "4 5 6 10", "--model", str(own), "--max-expansions", "1")
+    asked = ("solve", "4 5 6 10", "--model", str(own), "--set", "max_expansions=1")
 
     refused = command(*asked)
 
@@ -150,7 +150,7 @@ def test_trust_is_in_no_configuration(command: Arbor, own: Path) -> None:
 
 
 def test_a_replay_trusts_code_only_on_request(command: Arbor, own: Path) -> None:
-    asked = ("--model", str(own), "--max-expansions", "1", "--trust-remote-code")
+    asked = ("--model", str(own), "--set", "max_expansions=1", "--trust-remote-code")
     command("solve", "4 5 6 10", *asked, "--trace", "run.jsonl")
     settings = json.loads((own / "tokenizer_config.json").read_text("utf-8"))
     settings |= {

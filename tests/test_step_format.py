@@ -232,8 +232,8 @@ def test_without_xgrammar_the_extra_is_named() -> None:
 
 def test_the_command_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     arbor = in_process(capsys)
-    words = ["solve", "4 5 6 10", "--controller", "chain", "--step-format"]
-    ran = arbor(*words, f"regex:{ODD}", "--json")
+    words = ["solve", "4 5 6 10", "--controller", "chain", "--set"]
+    ran = arbor(*words, f"step_format=regex:{ODD}", "--json")
     assert ran.document["steps"] and ran.document["config"]["step_format"] == f"regex:{ODD}"
-    refused = arbor(*words, "regex:a(")
+    refused = arbor(*words, "step_format=regex:a(")
     assert refused.code == 2 and "[step-format]" in refused.err

@@ -571,7 +571,7 @@ def test_the_command_shows_the_tiers(capsys: pytest.CaptureFixture[str]) -> None
     assert "host" in shown and "of what has left the device" in shown
     wrong = arbor("solve", PUZZLE, "--host", "0.5")
     assert wrong.code == 2 and "[tier-size]" in wrong.err
-    wrong = arbor(*options, "--fetch", "often")
+    wrong = arbor(*options, "--set", "fetch=often")
     assert wrong.code == 2 and "auto, always" in wrong.err
 
 

@@ -893,12 +893,12 @@ def test_the_folder_is_not_part_of_a_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["many", "0.5", "100tok", "full"])
 def test_what_is_no_size_in_bytes_is_refused(size: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"keep-kv\].*--keep-kv-size.*4GiB or 512MiB"):
+    with pytest.raises(UsageError, match=r"keep-kv\].*keep_kv_size.*4GiB or 512MiB"):
         Solver(keep_kv=tmp_path, keep_kv_size=size)
 
 
 def test_where_nothing_can_be_kept_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"keep-kv\].*not exact.*--mode lossless"):
+    with pytest.raises(UsageError, match=r"keep-kv\].*not exact.*mode=lossless"):
         Solver(keep_kv=tmp_path, mode="lossy")
     (tmp_path / "file").write_bytes(b"")
     for wrong, reason in (
@@ -907,7 +907,7 @@ def test_where_nothing_can_be_kept_is_refused(tmp_path: Path) -> None:
         ("x" * 5000, "File name too long"),
         ("~nobody-of-this-name/kv", "home directory"),
     ):
-        with pytest.raises(UsageError, match=rf"keep-kv\] --keep-kv .*{reason}.*Name a folder"):
+        with pytest.raises(UsageError, match=rf"keep-kv\] keep_kv=.*{reason}.*Name a folder"):
             Solver(keep_kv=wrong)
     with pytest.raises(UsageError, match=r"keep-kv\].*ready model"):
         Solver(build("llama"), tokenizer=object(), keep_kv=tmp_path)
@@ -923,13 +923,13 @@ def test_the_command_line_keeps_and_loads(
 ) -> None:
     arbor = in_process(capsys)
     words = ["solve", PROBLEM.format(7), "--task", "reasoning", "--max-depth", "2", "--json"]
-    words += ["--step-tokens", "8", "--keep-kv", str(tmp_path), "--keep-kv-size", "1GiB"]
+    words += ["--step-tokens", "8", "--set", f"keep_kv={tmp_path}", "--set", "keep_kv_size=1GiB"]
     first, second = arbor(*words), arbor(*words)
     assert first.code == second.code
     assert "tokens_loaded" not in first.document["metrics"]
     assert second.document["metrics"]["tokens_loaded"] > BLOCK
     assert second.document["answer"] == first.document["answer"]
-    wrong = arbor("solve", "4 5 6 10", "--keep-kv", str(tmp_path), "--keep-kv-size", "7tok")
+    wrong = arbor("solve", "4 5 6 10", "--set", f"keep_kv={tmp_path}", "--set", "keep_kv_size=7tok")
     assert wrong.code == 2 and "[keep-kv]" in wrong.err
 
 
@@ -943,7 +943,7 @@ def test_the_cost_of_a_run_names_what_was_loaded() -> None:
 def test_a_full_disk_ends_no_search(tmp_path: Path) -> None:
     words = ["solve", PROBLEM.format(7), "--task", "reasoning", "--max-depth", "1"]
     done = subprocess.run(
-        [sys.executable, "-c", REAL, *words, "--step-tokens", "8", "--keep-kv", "kv"],
+        [sys.executable, "-c", REAL, *words, "--step-tokens", "8", "--set", "keep_kv=kv"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,

@@ -363,8 +363,7 @@ def test_other_forms_are_refused_with_one_that_works(text: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "more", "says"),
     [
-        ({"device_map": "auto"}, {}, "device-map.*--workers"),
-        ({"share": "similar", "mode": "lossy"}, {}, "--share exact"),
+        ({"share": "similar", "mode": "lossy"}, {}, "share=exact"),
         ({}, {"device": "cuda:1"}, "--device cuda"),
         ({"controller": "bem"}, {}, "beam"),
         ({"listeners": [print]}, {}, "listeners"),
@@ -402,7 +401,7 @@ def test_the_command_without_ray_is_one_error(
     ("arguments", "says"),
     [
         (["--workers", "none"], "--workers 2"),
-        (["--workers", "2", "--share", "similar", "--mode", "lossy"], "--share exact"),
+        (["--workers", "2", "--set", "share=similar", "--mode", "lossy"], "share=exact"),
         (["--workers", "2", "--device", "cuda:0"], "--device cuda"),
         (["--device-map", "auto"], "--workers"),
     ],

@@ -51,14 +51,15 @@ class BenchOptions:
         max_regress: a fraction.
     """
 
+    HEADING = "Output"
+
     problem: str | None
-    warmup: int = setting(2, "Untimed rounds.", heading="Timing", metavar="N", least=0)
+    warmup: int = setting(2, "Untimed rounds.", heading="Timing", least=0)
     repeat: int = setting(
         5,
         "Timed rounds; each solves the problem once per budget and policy.",
         heading="Timing",
         shown="short",
-        metavar="N",
         least=FEWEST,
     )
     policies: tuple[str, ...]
@@ -66,25 +67,17 @@ class BenchOptions:
     solver: SolverOptions
     run: RunLimits
     output_json: Path | None = setting(
-        None,
-        "Write all timings, for --compare.",
-        heading="Output",
-        shown="short",
-        metavar="FILE",
-        kind=FILE,
+        None, "Write all timings, for --compare.", shown="short", kind=FILE
     )
     compare: Path | None = setting(
         None,
         "Compare with timings of --output-json that have the same settings.",
-        heading="Output",
         shown="short",
-        metavar="FILE",
         kind=FILE,
     )
     max_regress: float | None = setting(
         None,
         "With --compare: exit code 7 if a median grew by more than this and than the noise.",
-        heading="Output",
         shown="short",
         metavar="P%",
         kind=click.STRING,

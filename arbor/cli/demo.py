@@ -40,17 +40,12 @@ Open the page in a browser:
 class DemoOptions:
     """Options of ``arbor demo``, named as on the command line."""
 
-    output: Path = setting(
-        PAGE, "The page.", heading="Page", shown="short", metavar="FILE", also=("-o",)
-    )
-    open: bool = setting(False, "Open the page in the browser.", heading="Page", shown="short")
+    HEADING = "Page"
+
+    output: Path = setting(PAGE, "The page.", shown="short", also=("-o",))
+    open: bool = setting(False, "Open the page in the browser.", shown="short")
     seed: int = setting(
-        FIRST_SEED,
-        "First seed to try.",
-        heading="Sampling",
-        shown="short",
-        metavar="N",
-        least=0,
+        FIRST_SEED, "First seed to try.", heading="Sampling", shown="short", least=0
     )
 
 

@@ -26,7 +26,7 @@ class Extra:
 
 
 EXTRAS: Mapping[str, Extra] = {
-    "adapters": Extra("--adapter, LoRA weights", ("peft",)),
+    "adapters": Extra("LoRA weights (adapter)", ("peft",)),
     "cuda": Extra(
         "FlashInfer's attention on NVIDIA GPUs", ("flashinfer-python", "accelerate", "triton")
     ),
@@ -39,7 +39,7 @@ EXTRAS: Mapping[str, Extra] = {
     "parquet": Extra("Parquet files in arbor eval", ("pyarrow",)),
     "ray": Extra("arbor eval --workers", ("ray",)),
     "server": Extra("arbor serve", ("fastapi", "prometheus_client", "pydantic", "uvicorn")),
-    "structured": Extra("--step-format", ("xgrammar",)),
+    "structured": Extra("formats of thoughts (step_format)", ("xgrammar",)),
 }
 
 

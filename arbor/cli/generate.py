@@ -26,60 +26,27 @@ NOT_OF_MODELS = SolverOptions.known().keys() - settings_of(ModelSettings) - {"bu
 class GenerateOptions:
     """Options of ``arbor generate``, named as on the command line."""
 
+    HEADING = "Beam search"
+
     prompt: str
-    beams: int = setting(
-        4,
-        "Hypotheses that go on at each token.",
-        heading="Beam search",
-        shown="short",
-        metavar="N",
-        least=1,
-    )
-    max_tokens: int = setting(
-        64,
-        "Tokens of the longest continuation.",
-        heading="Beam search",
-        shown="short",
-        metavar="N",
-        least=1,
-    )
-    best: int = setting(
-        1,
-        "Continuations to print, best first.",
-        heading="Beam search",
-        shown="short",
-        metavar="N",
-        least=1,
-    )
+    beams: int = setting(4, "Hypotheses that go on at each token.", shown="short", least=1)
+    max_tokens: int = setting(64, "Tokens of the longest continuation.", shown="short", least=1)
+    best: int = setting(1, "Continuations to print, best first.", shown="short", least=1)
     length_penalty: float = setting(
         1.0,
         "Exponent of the length that a log probability is divided by; above 0 favours long ones.",
-        heading="Beam search",
-        metavar="X",
     )
     early_stopping: Literal["first", "heuristic", "never"] = setting(
         "heuristic",
         "End once enough are finished (first), or none can become better (heuristic, never).",
-        heading="Beam search",
     )
     groups: int = setting(
-        1,
-        "Diverse beam search: groups that the beams are divided into.",
-        heading="Beam search",
-        metavar="N",
-        least=1,
+        1, "Diverse beam search: groups that the beams are divided into.", least=1
     )
     diversity: float = setting(
-        0.0,
-        "Penalty of a token for each beam of an earlier group that has chosen it.",
-        heading="Beam search",
-        metavar="X",
+        0.0, "Penalty of a token for each beam of an earlier group that has chosen it."
     )
-    chat: bool = setting(
-        True,
-        "Use the model's chat template, if it has one; default: yes.",
-        heading="Beam search",
-    )
+    chat: bool = setting(True, "Use the model's chat template, if it has one; default: yes.")
     solver: SolverOptions
 
 

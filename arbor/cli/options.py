@@ -9,7 +9,7 @@ import click
 
 from arbor.cli.command import GENERAL, option, option_group
 from arbor.cli.configure import take_defaults, take_preset
-from arbor.cli.output import LOG_LEVELS, LOG_SETTINGS, Output, configure_log
+from arbor.cli.output import LOG_SETTINGS, Output, configure_log
 from arbor.run.presets import PRESETS
 
 EXIT_GATE = 7  # a check or a gate failed
@@ -69,12 +69,6 @@ output_options = option_group(
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         help="Colors; auto follows the terminal, NO_COLOR and FORCE_COLOR.",
-        **_OUTPUT_OPTION,
-    ),
-    option(
-        "--log-level",
-        type=click.Choice(LOG_LEVELS),
-        help="Least severe log messages shown; warning without -q and -v.",
         **_OUTPUT_OPTION,
     ),
     option(

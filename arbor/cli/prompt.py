@@ -33,20 +33,18 @@ PROMPT_SCHEMA = "arbor.prompt/1"
 class PromptOptions:
     """Options of ``arbor prompt``, named as on the command line."""
 
+    HEADING = "Problem"
+
     task: str
     source: ProblemOptions
     set: tuple[str, ...] = setting(
         (),
         "Setting of the task, as in shots=2, template=FILE or chat=off; may be repeated.",
-        heading="Problem",
         shown="short",
         metavar="KEY=VALUE",
     )
     template: bool = setting(
-        False,
-        "Print the task's template instead, to copy and change.",
-        heading="Problem",
-        shown="short",
+        False, "Print the task's template instead, to copy and change.", shown="short"
     )
     origin: ModelSource
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     Record = TypeVar("Record", bound=DataclassInstance)
 
 PLAIN = (bool, int, float, str)
+METAVARS: Mapping[Any, str] = {int: "N", float: "X", Path: "FILE"}
 ANYWHERE = ("short", "long")  # where an option is shown
 
 
@@ -151,8 +152,9 @@ def _option(each: Setting, known: Mapping[str, Setting]) -> Callable[[F], F]:
             flag, more["show_default"] = f"{flag}/--no-{flag[2:]}", False
     if several:
         more["multiple"] = True
-    if about.metavar:
-        more["metavar"] = about.metavar
+    kind = kinds[0] if len(kinds) == 1 else None
+    if metavar := about.metavar or METAVARS.get(kind, ""):
+        more["metavar"] = metavar
     if about.names:
         more["shell_complete"] = names_of(about.names)
     if each.name == "set":

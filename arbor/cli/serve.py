@@ -36,92 +36,45 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 class ServeOptions:
     """Options of ``arbor serve``, named as on the command line."""
 
+    HEADING = "Server"
+
     bind: str = setting(
         "127.0.0.1",
         "Address to listen on; others than this machine's own need --api-keys.",
-        heading="Server",
         shown="short",
         metavar="ADDRESS",
     )
     port: int = setting(
-        8000,
-        "Port to listen on; 0 takes a free one.",
-        heading="Server",
-        shown="short",
-        metavar="N",
-        least=0,
-        most=65_535,
+        8000, "Port to listen on; 0 takes a free one.", shown="short", least=0, most=65_535
     )
     name: str | None = setting(
-        None,
-        "Name of the model in requests; default: the model's own.",
-        heading="Server",
-        metavar="NAME",
+        None, "Name of the model in requests; default: the model's own.", metavar="NAME"
     )
     api_keys: Path | None = setting(
-        None,
-        f"API keys, one a line; also in {KEYS_VARIABLE}, separated by commas.",
-        heading="Server",
-        shown="short",
-        metavar="FILE",
+        None, f"API keys, one a line; also in {KEYS_VARIABLE}, separated by commas.", shown="short"
     )
     concurrency: int = setting(
-        8,
-        "Requests in progress at a time.",
-        heading="Server",
-        shown="short",
-        metavar="N",
-        least=1,
-        most=1024,
+        8, "Requests in progress at a time.", shown="short", least=1, most=1024
     )
-    queue: int = setting(
-        64,
-        "Requests that may wait; further ones are refused (429).",
-        heading="Server",
-        metavar="N",
-        least=0,
-    )
+    queue: int = setting(64, "Requests that may wait; further ones are refused (429).", least=0)
     kv: str | None = setting(
         None,
         "KV of all requests (16384tok, 6GiB); default: half of the free memory, at most a context "
         "each.",
-        heading="Server",
         shown="short",
         metavar="SIZE",
     )
-    max_tokens: int = setting(
-        1024, "Most tokens of one choice.", heading="Server", metavar="N", least=1
-    )
-    max_search_tokens: int = setting(
-        16_384,
-        "Most tokens that one search generates.",
-        heading="Server",
-        metavar="N",
-        least=1,
-    )
+    max_tokens: int = setting(1024, "Most tokens of one choice.", least=1)
+    max_search_tokens: int = setting(16_384, "Most tokens that one search generates.", least=1)
     timeout: float = setting(
-        600.0,
-        "Most seconds of a request, its wait included.",
-        heading="Server",
-        metavar="S",
-        least=0,
-        above=True,
+        600.0, "Most seconds of a request, its wait included.", metavar="S", least=0, above=True
     )
-    body_bytes: int = setting(
-        2**20, "Most bytes of a request's body.", heading="Server", metavar="N", least=1
-    )
+    body_bytes: int = setting(2**20, "Most bytes of a request's body.", least=1)
     drain: float = setting(
-        10.0,
-        "Seconds that requests in progress get after Ctrl-C or SIGTERM.",
-        heading="Server",
-        metavar="S",
-        least=0,
+        10.0, "Seconds that requests in progress get after Ctrl-C or SIGTERM.", metavar="S", least=0
     )
     live: bool = setting(
-        False,
-        "Show searches on a page, with the words of all requests.",
-        heading="Server",
-        shown="short",
+        False, "Show searches on a page, with the words of all requests.", shown="short"
     )
     solver: SolverOptions
 

@@ -68,16 +68,11 @@ class ProblemOptions:
         file, encoding: of a file that holds it.
     """
 
+    HEADING = "Problem"
+
     problem: str | None
-    file: Path | None = setting(
-        None,
-        "Read the problem from a file; '-' as PROBLEM reads stdin.",
-        heading="Problem",
-        metavar="FILE",
-    )
-    encoding: str = setting(
-        "utf-8", "Encoding of the file or of stdin.", heading="Problem", metavar="NAME"
-    )
+    file: Path | None = setting(None, "Read the problem from a file; '-' as PROBLEM reads stdin.")
+    encoding: str = setting("utf-8", "Encoding of the file or of stdin.", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +83,18 @@ class TraceOptions(TraceDetail):
         trace_text: whether the words of problem, thoughts and answer are in it.
     """
 
+    HEADING = "Output"
+
     trace_text: Literal["full", "none"] = setting(
-        "full",
-        "none omits the text of problem, thoughts and answer.",
-        heading="Output",
-        shown="set",
+        "full", "none omits the text of problem, thoughts and answer."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SolveOptions:
     """Options of ``arbor solve``, named as on the command line."""
+
+    HEADING = "Output"
 
     source: ProblemOptions
     expected: str | None = setting(
@@ -108,26 +104,14 @@ class SolveOptions:
     run: RunLimits
     dry_run: bool = setting(False, "Print only the plan; reads no weights.", heading="Limits")
     trace: Path | None = setting(
-        None,
-        "Write all events to FILE (.arbor.jsonl or .gz); off: no trace.",
-        heading="Output",
-        shown="short",
-        metavar="FILE",
+        None, "Write all events to FILE (.arbor.jsonl or .gz); off: no trace.", shown="short"
     )
     trace_detail: TraceOptions
-    force: bool = setting(False, "Overwrite an existing trace.", heading="Output")
-    html: Path | None = setting(
-        None,
-        "Write the search as an HTML page.",
-        heading="Output",
-        shown="short",
-        metavar="FILE",
-    )
-    open: bool = setting(False, "Open the page in the browser; needs --html.", heading="Output")
+    force: bool = setting(False, "Overwrite an existing trace.")
+    html: Path | None = setting(None, "Write the search as an HTML page.", shown="short")
+    open: bool = setting(False, "Open the page in the browser; needs --html.")
     print_config: bool = setting(
-        False,
-        "Print only the resolved configuration, as --config reads it.",
-        heading="Output",
+        False, "Print only the resolved configuration, as --config reads it."
     )
 
 
@@ -502,7 +486,7 @@ def no_answer(solution: Solution) -> str:
     reasons = {
         "exhausted": ("search exhausted", "another --seed, or a wider search (--set width=N)"),
         "cut": ("paths cut at a limit of paths", "a larger --path-tokens, or --max-depth"),
-        "max_expansions": ("limit of expansions reached", "a larger --max-expansions"),
+        "max_expansions": ("limit of expansions reached", "a larger max_expansions"),
         "max_tokens": ("limit of tokens reached", "a larger --max-tokens"),
         "timeout": ("time up", "a larger --timeout"),
     }

@@ -41,20 +41,14 @@ _file = click.argument("file", type=TRACE_PATH)
 class ConvertOptions:
     """Options of ``arbor trace convert``, named as on the command line."""
 
+    HEADING = "Conversion"
+
     file: Path
     format: Literal["perfetto", "otlp"] = setting(
-        "perfetto",
-        "A timeline, or spans of OpenTelemetry.",
-        heading="Conversion",
-        shown="short",
+        "perfetto", "A timeline, or spans of OpenTelemetry.", shown="short"
     )
     output: Path | None = setting(
-        None,
-        "The file; default: stdout.",
-        heading="Conversion",
-        shown="short",
-        metavar="PATH",
-        also=("-o",),
+        None, "The file; default: stdout.", shown="short", metavar="PATH", also=("-o",)
     )
 
 
@@ -62,20 +56,18 @@ class ConvertOptions:
 class RepairOptions:
     """Options of ``arbor trace repair``, named as on the command line."""
 
+    HEADING = "Repair"
+
     file: Path
     output: Path | None = setting(
         None,
         "The copy; default: NAME.repaired.arbor.jsonl in the folder of the trace.",
-        heading="Repair",
         shown="short",
         metavar="PATH",
         also=("-o",),
     )
     trace_text: Literal["full", "none"] = setting(
-        "full",
-        "none omits the text of problem, thoughts and answer.",
-        heading="Repair",
-        shown="short",
+        "full", "none omits the text of problem, thoughts and answer.", shown="short"
     )
 
 

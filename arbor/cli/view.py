@@ -29,20 +29,19 @@ PIPED_WIDTH = 120  # columns where stdout is not a terminal
 class ViewOptions:
     """Options of ``arbor view``, named as on the command line."""
 
+    HEADING = "Page"
+
     traces: tuple[Path, ...]
     output: Path | None = setting(
         None,
         "The page; '-' is stdout, the default the trace's name with .html.",
-        heading="Page",
         shown="short",
-        metavar="FILE",
         also=("-o",),
     )
-    open: bool = setting(False, "Open the page in the browser.", heading="Page", shown="short")
+    open: bool = setting(False, "Open the page in the browser.", shown="short")
     samples: bool = setting(
         False,
         "Of an evaluation's folder: a page of each sample too, linked from the list.",
-        heading="Page",
         shown="short",
     )
     term: bool = setting(False, "Print the tree instead.", heading="Terminal", shown="short")
@@ -51,7 +50,6 @@ class ViewOptions:
         "With --term: the tree after the Nth event, from 0.",
         heading="Terminal",
         shown="short",
-        metavar="N",
         least=0,
     )
 

@@ -46,28 +46,26 @@ class ModeSettings:
         share_threshold: the least similarity; by default the tau of RKSC.
     """
 
+    HEADING = "KV budget"
+
     mode: Mode = setting(
         "lossless",
         "lossless: same answer at any budget; lossy: running paths lose tokens too.",
-        heading="KV budget",
         recorded="always",
     )
     rehydrate: Rehydrate = setting(
         None,
         "Recompute missing tokens (selective), whole blocks (span), or nothing (off; lossy only).",
-        heading="KV budget",
         recorded="always",
     )
     share: Share = setting(
         "exact",
         "Equal beginnings share KV: exact, prompts or off; lossy: similar prompts do too, or audit.",
-        heading="KV budget",
         shown="set",
     )
     share_threshold: float = setting(
         SHARE_THRESHOLD,
         "Least similarity of prompts for share=similar.",
-        heading="KV budget",
         shown="set",
         least=-1,
         most=1,

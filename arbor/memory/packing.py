@@ -1,4 +1,4 @@
-"""Packing: numbers as codes of 8, 4 or 2 bits between a least and a largest one; lossy.
+"""Packing: numbers as codes of 8 or 4 bits between a least and a largest one; lossy.
 
 A group of numbers has a `low` and a `step`, both float16: ``low + step * code`` is the number.
 `low` is rounded down and `step` up, so that no code saturates and a number changes by at most half

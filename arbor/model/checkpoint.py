@@ -52,10 +52,11 @@ class ModelSource:
             configuration, so that nobody trusts by accident.
     """
 
+    HEADING = "Model"
+
     model: Any = setting(
         "builtin:sapling",
         "The built-in model, a directory, or a Hugging Face id.",
-        heading="Model",
         shown="short",
         metavar="NAME|DIR",
         recorded="always",
@@ -63,15 +64,11 @@ class ModelSource:
     revision: str | None = setting(
         None,
         "Branch, tag or commit on the Hub; default: the main branch.",
-        heading="Model",
         metavar="NAME",
         recorded="always",
     )
     trust_remote_code: bool = setting(
-        False,
-        "Run Python code shipped with the model; only if you have read it.",
-        heading="Model",
-        recorded="never",
+        False, "Run Python code shipped with the model; only if you have read it.", recorded="never"
     )
 
 
@@ -103,18 +100,20 @@ class ModelSettings(ModelSource):
             that; elsewhere it is slower; see docs/determinism.md.
     """
 
-    tokenizer: Any = setting(None, "Of a ready model.", shown="code", recorded="never")
+    HEADING = "Model"
+
+    tokenizer: Any = setting(
+        None, "Of a ready model.", heading="Search", shown="code", recorded="never"
+    )
     adapter: str | os.PathLike[str] | None = setting(
         None,
         "LoRA weights of peft, a directory or Hub id, merged when it loads.",
-        heading="Model",
         shown="set",
         metavar="DIR",
     )
     dtype: str = setting(
         "auto",
         "Data type; auto: that of the weights.",
-        heading="Model",
         metavar="NAME",
         read=check_dtype,
         recorded="always",
@@ -122,19 +121,14 @@ class ModelSettings(ModelSource):
     kv_dtype: Literal["auto", "int8"] = setting(
         "auto",
         "Data type of the KV; int8: 8 bits with scales, lossy, CPU only; auto: the model's.",
-        heading="Model",
         shown="set",
     )
     weights: Literal["auto", "int8"] = setting(
-        "auto",
-        "Weights of linear layers; int8: 8 bits with scales, lossy, CPU only.",
-        heading="Model",
-        shown="set",
+        "auto", "Weights of linear layers; int8: 8 bits with scales, lossy, CPU only.", shown="set"
     )
     device: str = setting(
         "auto",
         "cpu or cuda; auto: cuda where available.",
-        heading="Model",
         metavar="NAME",
         read=check_device,
         recorded="never",
@@ -142,17 +136,13 @@ class ModelSettings(ModelSource):
     backend: str = setting(
         "auto",
         "Attention kernels: auto, native, flashinfer, torch, rowwise, invariant or reference.",
-        heading="Model",
         metavar="NAME",
         read=check_backend,
         recorded="always",
         names="backend",
     )
     cuda_graphs: bool = setting(
-        True,
-        "Capture and replay decode steps (CUDA with FlashInfer).",
-        heading="Model",
-        shown="set",
+        True, "Capture and replay decode steps (CUDA with FlashInfer).", shown="set"
     )
     deterministic: bool = setting(
         False,

@@ -159,10 +159,11 @@ class FetchSettings:
             this machine; ``always``; or the numbers of a measurement.
     """
 
+    HEADING = "KV budget"
+
     fetch: str = setting(
         "auto",
         "Copy KV back where that is faster than computing it (auto), or always.",
-        heading="KV budget",
         shown="set",
         read=check_fetch,
     )

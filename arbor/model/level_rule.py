@@ -78,10 +78,11 @@ class LevelSettings:
             fixed rule, as always if `deterministic`; or the numbers of a measurement (``8,4,2``).
     """
 
+    HEADING = "Model"
+
     kv_probe: str = setting(
         "kept",
         "When rows read a shared span once: as measured before (kept), measure, off, or 8,4,2.",
-        heading="Model",
         shown="set",
         read=check_kv_probe,
     )

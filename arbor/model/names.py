@@ -45,6 +45,6 @@ def check_int8_weights(device: str) -> None:
     if device.startswith("cuda"):
         raise UsageError(
             "weights",
-            f"--weights {INT8} runs on a CPU only, and the device is {device}.",
+            f"weights={INT8} runs on a CPU only, and the device is {device}.",
             "Use --device cpu, or a quantised checkpoint (docs/compatibility.md).",
         )

@@ -26,32 +26,20 @@ class Sampling:
             itself.
     """
 
-    temperature: float = setting(
-        0.7,
-        "0 is greedy; default: the model's.",
-        heading="Sampling",
-        shown="short",
-        metavar="X",
-        least=0,
-    )
+    HEADING = "Sampling"
+
+    temperature: float = setting(0.7, "0 is greedy; default: the model's.", shown="short", least=0)
     top_p: float = setting(
         0.9,
         "Nucleus sampling; 1 is off, 0 is greedy; default: the model's.",
-        heading="Sampling",
         shown="set",
         least=0,
         most=1,
     )
     top_k: int = setting(
-        0,
-        "Only the N most likely tokens; 0 is off; default: the model's.",
-        heading="Sampling",
-        shown="set",
-        least=0,
+        0, "Only the N most likely tokens; 0 is off; default: the model's.", shown="set", least=0
     )
-    arithmetic: bool = setting(
-        True, "Spread siblings over the texts that may follow.", heading="Sampling", shown="set"
-    )
+    arithmetic: bool = setting(True, "Spread siblings over the texts that may follow.", shown="set")
 
     def __post_init__(self) -> None:
         for name, each in settings_of(Sampling).items():

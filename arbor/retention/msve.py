@@ -238,10 +238,11 @@ class MSVESettings:
             ``arbor calibrate`` kept for this revision of a Hub model, or `MSVE()`.
     """
 
+    HEADING = "KV budget"
+
     msve: MSVE | None = setting(
         None,
         "Block values written by 'arbor calibrate msve'; default: those of the model.",
-        heading="KV budget",
         shown="set",
         metavar="FILE",
         read=_given,

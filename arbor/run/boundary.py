@@ -23,25 +23,13 @@ class BoundarySettings:
     """
 
     max_depth: int | None = setting(
-        None,
-        "Most thoughts on one path; default: the task's.",
-        metavar="N",
-        least=1,
-        recorded="always",
+        None, "Most thoughts on one path; default: the task's.", least=1, recorded="always"
     )
     path_tokens: int | None = setting(
-        None,
-        "Most tokens of one path; default: the task's.",
-        shown="short",
-        metavar="N",
-        least=1,
+        None, "Most tokens of one path; default: the task's.", shown="short", least=1
     )
     step_tokens: int | None = setting(
-        None,
-        "Most tokens in one thought; default: the task's.",
-        metavar="N",
-        least=1,
-        recorded="always",
+        None, "Most tokens in one thought; default: the task's.", least=1, recorded="always"
     )
     step_format: StepFormat | None = setting(
         None,

@@ -105,10 +105,11 @@ class KeepKVSettings(ModeSettings):
         keep_kv_size: most bytes in that folder; what was used least recently goes first.
     """
 
+    HEADING = "KV budget"
+
     keep_kv: str | os.PathLike[str] | None = setting(
         None,
         "Keep the KV of prompts in a folder, for later runs that begin alike.",
-        heading="KV budget",
         shown="set",
         metavar="DIR",
         recorded="never",
@@ -116,7 +117,6 @@ class KeepKVSettings(ModeSettings):
     keep_kv_size: str | int = setting(
         "4GiB",
         "Most bytes in that folder; the least recently used go first.",
-        heading="KV budget",
         shown="set",
         metavar="SIZE",
         recorded="never",

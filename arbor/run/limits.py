@@ -30,32 +30,23 @@ class RunLimits:
             under a voting aggregate the probability that it stays ahead.
     """
 
+    HEADING = "Limits"
+
     timeout: float | None = setting(
-        None,
-        "Most seconds; then the best answer so far.",
-        heading="Limits",
-        metavar="S",
-        least=0,
+        None, "Most seconds; then the best answer so far.", metavar="S", least=0
     )
     max_tokens: int | None = setting(
-        None,
-        "Most tokens in finished thoughts; then the best answer so far.",
-        heading="Limits",
-        metavar="N",
-        least=1,
+        None, "Most tokens in finished thoughts; then the best answer so far.", least=1
     )
     first: First | None = setting(
         None,
         "Stop at the first answer, or at the first that the verifier values at 0.5 or more.",
-        heading="Limits",
         shown="set",
     )
     confidence: float | None = setting(
         None,
         "Stop once the best answer has this value or, in a vote, this chance to stay ahead.",
-        heading="Limits",
         shown="set",
-        metavar="X",
         least=0,
         most=1,
         above=True,

@@ -314,7 +314,7 @@ def check_proposals(task: Task, controller: Controller, boundary: BlockLimits) -
         raise UsageError(
             "generate",
             "a step format holds for thoughts that are sampled, and the search proposes them.",
-            "Leave out --step-format, or use generate=sample.",
+            "Leave out step_format, or use generate=sample.",
         )
 
 

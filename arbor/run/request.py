@@ -41,10 +41,11 @@ class TraceDetail:
             tokens of each step as well (``tokens``).
     """
 
+    HEADING = "Output"
+
     trace_level: Detail = setting(
         "events",
         "Detail of decoding: a line for many steps (events), each step (steps), and its tokens (tokens).",
-        heading="Output",
         shown="set",
     )
 

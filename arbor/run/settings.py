@@ -124,7 +124,7 @@ class SearchSettings:
     )
     budget: Budget = setting(
         "full",
-        "KV to keep: a part of what full retention holds (0.25), or a size: 8192tok, 6GiB.",
+        "KV to keep: a part of full retention's (0.25), or a size (8192tok, 6GiB).",
         heading="KV budget",
         shown="short",
         metavar="X",
@@ -154,25 +154,17 @@ class SearchSettings:
         "Seed of all random streams.",
         heading="Sampling",
         shown="short",
-        metavar="N",
         least=0,
         recorded="always",
     )
     max_expansions: int | None = setting(
-        None,
-        "Most leaves to grow.",
-        heading="Limits",
-        shown="set",
-        metavar="N",
-        least=1,
-        recorded="always",
+        None, "Most leaves to grow.", heading="Limits", shown="set", least=1, recorded="always"
     )
     threads: int | None = setting(
         None,
         "CPU threads of torch; default: one for small models.",
         heading="Limits",
         shown="set",
-        metavar="N",
         least=1,
         recorded="never",
     )

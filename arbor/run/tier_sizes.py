@@ -190,24 +190,23 @@ class TierSettings(ModelSettings, ModeSettings):
         disk_dir: the folder of that file; by default the system's for temporary files.
     """
 
+    HEADING = "KV budget"
+
     host: Budget | None = setting(
         None,
         "Host memory for KV that left the device (8GiB, 20000tok): it is copied back.",
-        heading="KV budget",
         metavar="SIZE",
         read=partial(_size, "host"),
     )
     host_bits: int | None = setting(
         None,
         "Bits of a number in host memory (8, 4); default: the model's. Lossy mode.",
-        heading="KV budget",
         shown="set",
         metavar="BITS",
     )
     staging: Budget | None = setting(
         None,
         "Read the host's KV where it is, through a buffer of this size (64tok).",
-        heading="KV budget",
         shown="set",
         metavar="SIZE",
         read=partial(_size, "staging"),
@@ -215,7 +214,6 @@ class TierSettings(ModelSettings, ModeSettings):
     disk: Budget | None = setting(
         None,
         "Room on disk for what the host has no room for (50GiB).",
-        heading="KV budget",
         shown="set",
         metavar="SIZE",
         read=partial(_size, "disk"),
@@ -223,7 +221,6 @@ class TierSettings(ModelSettings, ModeSettings):
     disk_dir: str | os.PathLike[str] | None = setting(
         None,
         "Folder of that file; default: the system's for temporary files.",
-        heading="KV budget",
         shown="set",
         metavar="DIR",
         recorded="never",

@@ -31,10 +31,10 @@ class About:
 
     Attributes:
         help: what it does, in a sentence.
-        heading: its group in the help.
+        heading: its group in the help; empty: the `HEADING` of the class, else ``Search``.
         shown: where the command line has it: as an option of the short help, as one of the long
             help, with ``--set`` only, or not at all (``code``).
-        metavar: what its value is, in the help.
+        metavar: what its value is, in the help; by default N, X or FILE by its type.
         least, most, above: bounds of a number; `above`: the least one is excluded.
         read: a value as a user gives it -> the checked one; None: as it is.
         recorded: whether traces and configurations hold it: always, where it is not the default,
@@ -45,51 +45,22 @@ class About:
     """
 
     help: str
-    heading: str
-    shown: Shown
-    metavar: str
-    least: float | None
-    most: float | None
-    above: bool
-    read: Callable[[Any], Any] | None
-    recorded: Recorded
-    names: str
-    also: tuple[str, ...]
-    kind: Any
+    heading: str = ""
+    shown: Shown = "long"
+    metavar: str = ""
+    least: float | None = None
+    most: float | None = None
+    above: bool = False
+    read: Callable[[Any], Any] | None = None
+    recorded: Recorded = "if_set"
+    names: str = ""
+    also: tuple[str, ...] = ()
+    kind: Any = None
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    heading: str = "Search",
-    shown: Shown = "long",
-    metavar: str = "",
-    least: float | None = None,
-    most: float | None = None,
-    above: bool = False,
-    read: Callable[[Any], Any] | None = None,
-    recorded: Recorded = "if_set",
-    names: str = "",
-    also: tuple[str, ...] = (),
-    kind: Any = None,
-) -> Any:
-    """A field of a dataclass, with `About`; `default` may be `dataclasses.MISSING`."""
-    about = About(
-        help=help,
-        heading=heading,
-        shown=shown,
-        metavar=metavar,
-        least=least,
-        most=most,
-        above=above,
-        read=read,
-        recorded=recorded,
-        names=names,
-        also=also,
-        kind=kind,
-    )
-    return dataclasses.field(default=default, metadata={KEY: about})
+def setting(default: Any, help: str, **more: Any) -> Any:
+    """A field of a dataclass, with its `About`; `default` may be `dataclasses.MISSING`."""
+    return dataclasses.field(default=default, metadata={KEY: About(help=help, **more)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,17 +173,23 @@ _KNOWN: dict[type[Any], dict[str, Setting]] = {}
 
 def settings_of(cls: type[Any]) -> dict[str, Setting]:
     """The settings of a dataclass by name, in the order of its fields."""
-    if cls in _KNOWN:
-        return _KNOWN[cls]
-    hints = typing.get_type_hints(cls)
-    return _KNOWN.setdefault(
-        cls,
-        {
-            field.name: Setting(field.name, field.default, hints[field.name], field.metadata[KEY])
-            for field in dataclasses.fields(cls)
-            if KEY in field.metadata
-        },
+    if cls not in _KNOWN:
+        hints = typing.get_type_hints(cls)
+        _KNOWN[cls] = {
+            each.name: Setting(each.name, each.default, hints[each.name], _about(cls, each))
+            for each in dataclasses.fields(cls)
+            if KEY in each.metadata
+        }
+    return _KNOWN[cls]
+
+
+def _about(cls: type[Any], field: dataclasses.Field[Any]) -> About:
+    """What is known of a field, with the heading of the class that declares it."""
+    about: About = field.metadata[KEY]
+    owner = next(
+        each for each in cls.__mro__ if field.name in vars(each).get("__annotations__", ())
     )
+    return dataclasses.replace(about, heading=about.heading or getattr(owner, "HEADING", "Search"))
 
 
 def checked_values(

@@ -22,29 +22,22 @@ class CompareOptions(SampleOptions):
         concurrency: samples in progress at a time.
     """
 
+    HEADING = "Comparison"
+
     arm: tuple[str, ...] = setting(
         (),
         "[LABEL=]NAME[,KEY=VALUE][;OPTION=VALUE]; repeated, the first is the baseline.",
-        heading="Comparison",
         shown="short",
         metavar="ARM",
     )
     tokens: tuple[int, ...] = setting(
         (),
         "Most generated tokens of each search; repeated for a curve.",
-        heading="Comparison",
         shown="short",
         metavar="N",
         least=1,
     )
-    seeds: int = setting(
-        1,
-        "Runs of every arm; the first has --seed.",
-        heading="Comparison",
-        shown="short",
-        metavar="N",
-        least=1,
-    )
+    seeds: int = setting(1, "Runs of every arm; the first has --seed.", shown="short", least=1)
     output: Path | None = setting(
         None,
         "Folder, new or to resume; default: runs/{time}_compare_{dataset}_{id}.",
@@ -58,13 +51,11 @@ class CompareOptions(SampleOptions):
         None,
         "Write the table as CSV too.",
         heading="Output",
-        metavar="FILE",
         kind=click.Path(path_type=Path, dir_okay=False),
     )
     concurrency: int = setting(
         1,
         "Samples in progress at a time; above 1 only with the full budget, which they would share.",
         heading="Output",
-        metavar="N",
         least=1,
     )

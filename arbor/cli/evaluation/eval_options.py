@@ -60,21 +60,17 @@ class ColumnOptions:
         encoding: of the file or of stdin.
     """
 
+    HEADING = "Dataset"
+
     input_key: str | None = setting(
         None,
         "Column of the problem, in a file; default: the task's, such as problem.",
-        heading="Dataset",
         metavar="NAME",
     )
     target_key: str | None = setting(
-        None,
-        "Column of the answer key; default: the task's, such as answer.",
-        heading="Dataset",
-        metavar="NAME",
+        None, "Column of the answer key; default: the task's, such as answer.", metavar="NAME"
     )
-    encoding: str = setting(
-        "utf-8", "Encoding of the file or of stdin.", heading="Dataset", metavar="NAME"
-    )
+    encoding: str = setting("utf-8", "Encoding of the file or of stdin.", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,22 +84,22 @@ class DatasetOptions(ColumnOptions):
         sample_id: ids to select; none for all.
     """
 
+    HEADING = "Dataset"
+
     dataset: str
     split: str | None = setting(
         None,
         "Of a task: train, validation or test (default); of a file: calibration or evaluation.",
-        heading="Dataset",
         metavar="NAME",
     )
     limit: str | None = setting(
         None,
         "The first N samples, or samples A to B; default: 100 of a task, all of a file.",
-        heading="Dataset",
         shown="short",
         metavar="N|A-B",
     )
     sample_id: tuple[str, ...] = setting(
-        (), "Solve only this sample; may be repeated.", heading="Dataset", metavar="ID"
+        (), "Solve only this sample; may be repeated.", metavar="ID"
     )
 
 
@@ -116,16 +112,16 @@ class SampleOptions:
         solver, run, trace_detail: as of ``arbor solve``.
     """
 
+    HEADING = "Output"
+
     samples: DatasetOptions
     solver: SolverOptions
     run: RunLimits
-    fresh: bool = setting(False, "Start over in a folder that has a run.", heading="Output")
+    fresh: bool = setting(False, "Start over in a folder that has a run.")
     on_error: Literal["stop", "continue"] = setting(
-        "stop",
-        "At a sample that cannot be solved; continue counts it as wrong.",
-        heading="Output",
+        "stop", "At a sample that cannot be solved; continue counts it as wrong."
     )
-    trace: Literal["on", "off"] = setting("on", "Write a trace per sample.", heading="Output")
+    trace: Literal["on", "off"] = setting("on", "Write a trace per sample.")
     trace_detail: TraceOptions
 
 
@@ -138,10 +134,11 @@ class EvalOptions(SampleOptions):
         workers: engines in processes of their own; None: one, in this process.
     """
 
+    HEADING = "Output"
+
     output: Path | None = setting(
         None,
         "Folder of the run, new or to resume; default: runs/{time}_{dataset}_{id}.",
-        heading="Output",
         shown="short",
         metavar="DIR",
         also=("-o",),
@@ -150,29 +147,21 @@ class EvalOptions(SampleOptions):
     concurrency: int | None = setting(
         "auto",
         "Samples in progress at a time, sharing the budget; auto: 8.",
-        heading="Output",
         metavar="N|auto",
         kind=Concurrency(),
     )
     workers: WorkerPlace | None = setting(
         None,
         "Engines in N processes, one a device; or in a Ray cluster: ray://HOST:PORT.",
-        heading="Output",
         metavar="N|ray|ADDRESS",
         kind=Places(),
     )
     fail_under: float | None = setting(
-        None,
-        "Exit code 7 if the accuracy is lower, as in 0.70.",
-        heading="Output",
-        metavar="X",
-        least=0,
-        most=1,
+        None, "Exit code 7 if the accuracy is lower, as in 0.70.", least=0, most=1
     )
     compare: Path | None = setting(
         None,
         "Compare with another run, sample by sample.",
-        heading="Output",
         shown="short",
         metavar="DIR",
         kind=click.Path(path_type=Path, file_okay=False),
