@@ -222,7 +222,7 @@ def test_the_setting_reads_as_it_is_written() -> None:
         config = solver.config
     assert config["branch_stop"] == "others,confidence=0.72,gap=0.25,least=5"
     with Solver.from_config(config) as again:
-        assert again.branch_stop == rule
+        assert again.setup.branch_stop == rule
     with Solver() as plain:
         assert "branch_stop" not in plain.config
 

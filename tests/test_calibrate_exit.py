@@ -27,7 +27,7 @@ from arbor.measure.calibrate_exit import (
     collect_verifications,
 )
 from arbor.model.loading import ModelLocation
-from arbor.run.settings import resolve_verifier
+from arbor.run.setup import resolve_verifier
 from arbor.tasks.game24 import Game24
 from arbor.verifiers.cgee import CGEE
 from arbor.verifiers.exact import Exact

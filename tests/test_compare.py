@@ -109,8 +109,10 @@ def test_an_invalid_arm(texts: tuple[str, ...], words: str) -> None:
 def test_an_arms_value_is_checked_as_its_option(command: Arbor) -> None:
     ran = run(command, "--arm", "tot;temperature=-1")
 
-    assert (ran.code, ran.document["error"]["code"]) == (2, "usage")
-    assert "must be a number >= 0" in ran.err and not Path("out").exists()
+    assert (ran.code, ran.document["error"]["code"]) == (2, "limit")
+    assert (
+        "temperature is -1.0. It is a number of at least 0." in ran.err and not Path("out").exists()
+    )
 
 
 # The table

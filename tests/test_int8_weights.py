@@ -260,13 +260,13 @@ def test_a_checkpoint_with_a_weight_that_is_not_finite_is_refused(tmp_path: Path
 
 
 def test_what_cannot_be_is_refused_before_anything_is_read() -> None:
-    for asked, hint in (
-        ({"weights": "int4"}, "auto or int8"),
-        ({"weights": "int8", "device": "cuda"}, "--device cpu"),
+    for asked, code, hint in (
+        ({"weights": "int4"}, "setting-choice", "auto, int8"),
+        ({"weights": "int8", "device": "cuda"}, "weights", "--device cpu"),
     ):
         with pytest.raises(UsageError) as error:
             Solver("no/such-model", **asked)
-        assert error.value.code == "weights" and hint in error.value.hint
+        assert error.value.code == code and hint in error.value.hint
 
 
 def test_without_the_kernels_or_in_another_dtype_the_reason_is_named() -> None:

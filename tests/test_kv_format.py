@@ -263,7 +263,6 @@ def test_a_configuration_names_it_and_a_default_does_not() -> None:
 @pytest.mark.parametrize(
     ("settings", "message", "hint"),
     [
-        ({"kv_dtype": "int4"}, "--kv-dtype int4 is not supported", "auto or int8"),
         ({"kv_dtype": "int8", "device": "cuda"}, "runs on a CPU only", "--device cpu"),
         (
             {"kv_dtype": "int8", "backend": "flashinfer"},
@@ -318,7 +317,16 @@ def test_the_plan_says_that_it_is_lossy(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_trace_holds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.arbor.jsonl"
-    given = ("--set", "kv_dtype=int8", "--max-tokens", "60", "--budget", "0.5", "--trace", str(path))
+    given = (
+        "--set",
+        "kv_dtype=int8",
+        "--max-tokens",
+        "60",
+        "--budget",
+        "0.5",
+        "--trace",
+        str(path),
+    )
     ran = in_process(capsys)("solve", PUZZLES[0], *given, "-v")
 
     header = json.loads(path.read_text().splitlines()[0])

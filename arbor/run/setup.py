@@ -69,7 +69,7 @@ class Setup(Settings):
             )
         given = {each.name: getattr(settings, each.name) for each in dataclasses.fields(settings)}
         given["msve"] = settings.msve or _fitted_msve(source)
-        given["verifier"] = _with_thresholds(settings.verifier, settings.task, source)
+        given["verifier"] = resolve_verifier(settings.verifier, settings.task, source)
         return cls(**given, checkpoint=checkpoint, boundary=boundary, verifier_models=models)
 
     @property
@@ -114,7 +114,7 @@ def _fitted_msve(source: ModelLocation) -> MSVE:
     return MSVE.load(fitted) if fitted.is_file() else MSVE()
 
 
-def _with_thresholds(verifier: Verifier, task: Task, source: ModelLocation) -> Verifier:
+def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> Verifier:
     """A verifier with the thresholds calibrated for the model and the task, where it takes any.
 
     They lie in the model's directory, or in the cache directory for a model of the Hub.
