@@ -229,8 +229,12 @@ class Solver:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The model and its tokenizer."""
+        """The model and its tokenizer; that of another solver may be shared."""
         return self.setup.checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, shared: Checkpoint) -> None:
+        self.setup = replace(self.setup, checkpoint=shared)
 
     # Loading
 

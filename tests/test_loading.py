@@ -202,15 +202,17 @@ def test_values_fitted_to_a_model_of_the_hub_are_found_for_that_revision(
         and json.loads(out.read_text())["provenance"]["revision"] == "v1"
     )
     assert [each.config["revision"] for each in fitted] == ["v1"]
-    assert Solver("Some/Model", revision="v1").msve == MSVE.load(out) != MSVE()
-    assert Solver("Some/Model").msve == Solver("Some/Model", revision="v2").msve == MSVE()
-    assert Solver("Some/Other", revision="v1").msve == MSVE()
+    assert Solver("Some/Model", revision="v1").setup.msve == MSVE.load(out) != MSVE()
+    assert (
+        Solver("Some/Model").setup.msve == Solver("Some/Model", revision="v2").setup.msve == MSVE()
+    )
+    assert Solver("Some/Other", revision="v1").setup.msve == MSVE()
 
     out.write_text("broken", encoding="utf-8")
     with pytest.raises(UsageError, match="msve-unreadable"):
         Solver("Some/Model", revision="v1")
     again = command("calibrate", "msve", "--model", "Some/Model", "--revision", "v1", "--n", "8")
-    assert again.code == 0 and Solver("Some/Model", revision="v1").msve == MSVE.load(out)
+    assert again.code == 0 and Solver("Some/Model", revision="v1").setup.msve == MSVE.load(out)
 
 
 def test_values_fitted_to_a_directory_go_where_one_is(

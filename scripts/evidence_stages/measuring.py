@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,7 @@ class Measuring:
         own = {**self.common, **SEARCHES[search], **settings}
         solver = Solver(**own, listeners=tuple(listeners))
         key = str(own.get("kv_dtype", "auto"))
-        checkpoint = self.checkpoints.setdefault(key, solver.checkpoint)
-        solver.setup = replace(solver.setup, checkpoint=checkpoint)
+        solver.checkpoint = self.checkpoints.setdefault(key, solver.checkpoint)
         return solver
 
     def missing(self, arms: Sequence[Arm], sample: Sample) -> list[Arm]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -92,7 +92,7 @@ class Model:
             seed=search.seed,
             listeners=(Stop(search.stop_at), *listeners),
         )
-        solver.setup = replace(solver.setup, checkpoint=self._first.checkpoint)
+        solver.checkpoint = self._first.checkpoint
         problem = "What is 2+3?" if search.task == "reasoning" else solver.task.example
         plan = solver.plan(problem, budget="full")
         room = plan.full_tokens - plan.enough_tokens

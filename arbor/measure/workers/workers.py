@@ -338,7 +338,7 @@ class Workers:
         if path.is_dir() and not str(config["model"]).startswith("builtin:"):
             config["model"] = str(path.absolute())
         # ready ones, since a process does not know the names that were registered in this one
-        config |= {name: getattr(solver, name) for name in PARTS}
+        config |= {name: getattr(solver.setup, name) for name in PARTS}
         threads = _threads(solver, self._place.number)
         unrecorded = unrecorded | {"threads": threads}
         return RayCluster(self._place, config, unrecorded, self._concurrency, threads)
