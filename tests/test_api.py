@@ -505,6 +505,8 @@ def test_a_configuration_in_a_file_builds_the_same_solver(solver: Solver, tmp_pa
         ({"sampling": {"top_k": "lossy"}}, "limit", "top_k is 'lossy'. It is a whole number"),
         ({"sampling": {"top_p": True}}, "limit", "top_p is True. It is a number"),
         ({"sampling": {"arithmetic": 1}}, "setting-type", "it must be true or false."),
+        ({"model": {}}, "setting-type", "it must be text, or a ready model"),
+        ({"sampling": 3}, "setting-type", "it must be a table of settings"),
         ({"sampling": {"temprature": 1}}, "unknown-setting", "Did you mean 'temperature'?"),
         ({"max_depth": 2.5}, "limit", "max_depth is 2.5"),
         ({"step_tokens": True}, "limit", "step_tokens is True"),

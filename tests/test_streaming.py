@@ -823,7 +823,7 @@ def test_settings_that_contradict_a_buffer_are_refused(given: dict[str, Any], fo
 def test_host_memory_has_room_for_the_longest_path() -> None:
     with pytest.raises(UsageError, match=r"host has room for 20 tokens.*109") as caught:
         Solver(budget="40tok", host="20tok", staging="12tok").plan(PUZZLE)
-    assert "--host 109tok" in str(caught.value)
+    assert "host=109tok" in str(caught.value)
 
 
 def test_the_header_repeats_the_run() -> None:

@@ -38,6 +38,14 @@ if TYPE_CHECKING:
     from arbor.model.weights import Weights
 
 
+def _model(given: Any) -> Any:
+    """A name or a path, or a ready model."""
+    if isinstance(given, str | os.PathLike) or hasattr(given, "parameters"):
+        return given
+    message = f"model = {given!r:.60}: it must be text, or a ready model."
+    raise UsageError("setting-type", message, setting="model")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
     """Where a model comes from.
@@ -59,6 +67,7 @@ class ModelSource:
         "The built-in model, a directory, or a Hugging Face id.",
         shown="short",
         metavar="NAME|DIR",
+        read=_model,
         recorded="always",
     )
     revision: str | None = setting(

@@ -42,8 +42,12 @@ def _component(kind: str, protocol: type[Any]) -> Any:
 
 def _sampling(given: Sampling | Mapping[str, Any]) -> Sampling | Mapping[str, Any]:
     """Sampling, or some of its settings; those of the model are not known yet."""
-    if not isinstance(given, Sampling):
-        sampling_with(given)
+    if isinstance(given, Sampling):
+        return given
+    if not isinstance(given, Mapping):
+        message = f"sampling = {given!r:.60}: it must be a table of settings."
+        raise UsageError("setting-type", message, setting="sampling")
+    sampling_with(given)
     return given
 
 
