@@ -213,6 +213,11 @@ class Solver:
         return self.setup.verifier
 
     @property
+    def aggregate(self) -> Aggregate:
+        """What chooses the answer."""
+        return self.setup.aggregate
+
+    @property
     def policy(self) -> Policy:
         """What is kept of blocks off the running paths."""
         return self.setup.policy

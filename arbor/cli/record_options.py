@@ -19,11 +19,12 @@ from arbor.cli.configure import config_values, settings_of_parts
 from arbor.engine.mode_names import default_policy
 from arbor.errors import UsageError
 from arbor.model.sampling_params import Sampling
-from arbor.run.settings import Settings
 from arbor.support.setting import Setting, setting, settings_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from arbor.run.settings import Settings
 
     Record = TypeVar("Record", bound=DataclassInstance)
 
@@ -52,6 +53,8 @@ class SolverOptions:
     @staticmethod
     def known() -> dict[str, Setting]:
         """The settings of a solver by name; those of sampling have the model's as defaults."""
+        from arbor.run.settings import Settings  # light commands start without it
+
         sampling = settings_of(Sampling).items()
         own = dict(settings_of(Settings))
         own |= {name: dataclasses.replace(each, default=None) for name, each in sampling}
@@ -64,6 +67,8 @@ class SolverOptions:
     @property
     def components(self) -> dict[str, str]:
         """Kind -> name, perhaps with settings."""
+        from arbor.run.settings import Settings
+
         given = self.given
         found = {kind: given.get(kind) or settings_of(Settings)[kind].default for kind in KINDS}
         usual = default_policy(given.get("mode", Settings.mode), given.get("rehydrate"))
@@ -76,6 +81,8 @@ class SolverOptions:
         Raises:
             ArborError: an invalid one; nothing was loaded.
         """
+        from arbor.run.settings import Settings
+
         names = settings_of(Sampling)
         given = {name: each for name, each in self.given.items() if name not in names}
         parts = settings_by_part(self.set, self.components)
