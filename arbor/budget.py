@@ -412,7 +412,7 @@ class Budget:
         Steps of less than half the length are not suggested: thoughts cut so short hold no answer.
         """
         if footprint.staging_tokens:
-            return "Or: a smaller --staging."
+            return "Or: a smaller staging."
         if footprint.smallest_tokens < footprint.first_tokens:
             return "Or: fewer protected tokens, as with --set recent=0."
         step = tokens - footprint.prompt_tokens - footprint.question_tokens

@@ -287,7 +287,7 @@ def _converted(component: Any, label: str, fields: Mapping[str, Any]) -> dict[st
             raise unknown_setting(f"'{label}' has", key, known, name=label)
     hints = _hints(component) if fields else {}
     return {
-        key: _convert(value, hints[key], f"{label}.{key}")
+        key: convert(value, hints[key], f"{label}.{key}")
         if (spec := _spec_in(key, value)) is None
         else build(key, spec)
         for key, value in fields.items()
@@ -306,7 +306,7 @@ def _spec_in(key: str, value: Any) -> Any:
     return value if isinstance(value, Mapping) and "name" in value else None
 
 
-def _convert(value: Any, hint: Any, where: str) -> Any:
+def convert(value: Any, hint: Any, where: str) -> Any:
     """A text, or a value read from JSON, as the type of a field.
 
     Raises:
@@ -405,10 +405,10 @@ def _convert_sequence(value: Any, kind: Any, options: tuple[Any, ...], where: st
     if not options:
         return kind(value)
     if kind is list or (len(options) == 2 and options[1] is Ellipsis):
-        return kind(_convert(item, options[0], where) for item in value)
+        return kind(convert(item, options[0], where) for item in value)
     if len(options) != len(value):
         raise _unreadable(value, f"{len(options)} values", where)
-    return tuple(_convert(item, hint, where) for item, hint in zip(value, options, strict=True))
+    return tuple(convert(item, hint, where) for item, hint in zip(value, options, strict=True))
 
 
 def _first_that_fits(value: Any, options: tuple[Any, ...], where: str) -> Any:
@@ -416,7 +416,7 @@ def _first_that_fits(value: Any, options: tuple[Any, ...], where: str) -> Any:
     order = sorted(options, key=lambda option: (option is not types.NoneType, option is str))
     for option in order:
         try:
-            return _convert(value, option, where)
+            return convert(value, option, where)
         except UsageError:
             continue
     readable = " or ".join(getattr(option, "__name__", str(option)) for option in options)

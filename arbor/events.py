@@ -127,7 +127,7 @@ class Boundary:
 @dataclass(frozen=True, slots=True)
 class BranchesStopped:
     """One branch of an expansion was decisively more confident while they decoded, which ended
-    branches early (RKSC's decode-time gate, `--branch-stop`).
+    branches early (RKSC's decode-time gate, `branch_stop`).
 
     Attributes:
         leaf: the block that the branches grow from.

@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "trace info": (["trace", "info", TRACE], 0),
     "replay": (["replay", TRACE], 0),
     "finished evaluation": (EVAL, 0),
-    "first block": ([*SOLVE, "--max-expansions", "1"], 3),
+    "first block": ([*SOLVE, "--set", "max_expansions=1"], 3),
     "import: torch": (["-c", "import torch"], 0),
     "import: transformers' Llama": (
         ["-c", "import torch; from transformers import LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""Time to load a prompt's KV from files of an earlier run (`--keep-kv`), against computing it.
+"""Time to load a prompt's KV from files of an earlier run (`keep_kv`), against computing it.
 
     python scripts/bench_warm.py --prompt 1000 --rounds 15 --csv rows.csv
 

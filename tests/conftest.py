@@ -108,8 +108,6 @@ def command(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "arbor.solver", None)
-    monkeypatch.setattr("arbor.cli.build.check_device", lambda device: None)  # its devices: words
-    monkeypatch.setattr("arbor.cli.build.locate_model", lambda *model: None)
     fake_solver.install()
     return in_process(capsys)
 

@@ -187,14 +187,16 @@ def test_a_path_that_a_limit_cuts_has_no_guess_for_an_answer(limit: str, tmp_pat
     ("config", "code", "words"),
     [
         ({"modle": "builtin:sapling"}, "unknown-setting", "Did you mean 'mode'?"),
-        ({"sampling": {"top_k": "lossy"}}, "sampling", "top_k is 'lossy'. It is a whole number."),
-        ({"sampling": {"top_p": True}}, "sampling", "top_p is True. It is a number."),
-        ({"sampling": {"arithmetic": 1}}, "sampling", "It is true or false."),
+        ({"sampling": {"top_k": "lossy"}}, "limit", "top_k is 'lossy'. It is a whole number"),
+        ({"sampling": {"top_p": True}}, "limit", "top_p is True. It is a number"),
+        ({"sampling": {"arithmetic": 1}}, "setting-type", "it must be true or false."),
+        ({"model": {}}, "setting-type", "it must be text, or a ready model"),
+        ({"sampling": 3}, "setting-type", "it must be a table of settings"),
         ({"sampling": {"temprature": 1}}, "unknown-setting", "Did you mean 'temperature'?"),
         ({"max_depth": 2.5}, "limit", "max_depth is 2.5"),
         ({"step_tokens": True}, "limit", "step_tokens is True"),
         ({"max_expansions": "3"}, "limit", "max_expansions is '3'"),
-        ({"seed": 1.0}, "seed", "seed is 1.0"),
+        ({"seed": 1.0}, "limit", "seed is 1.0"),
     ],
 )
 def test_an_invalid_configuration_says_what_would_work(

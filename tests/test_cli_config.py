@@ -70,8 +70,9 @@ def test_a_printed_configuration_is_a_configuration(command: Arbor) -> None:
     first = saved(
         *(command, "4 5 6 10", "--controller", "beam", "--set", "beam_size=3", "--budget", "0.5"),
         *("--seed", "7", "--max-depth", "3", "--temperature", "0.5", "--verifier", "exact"),
-        *("--max-tokens", "99", "--max-expansions", "8", "--deterministic", "--timeout", "5"),
-        "--no-cuda-graphs",
+        *("--max-tokens", "99", "--set", "max_expansions=8", "--deterministic", "--timeout", "5"),
+        "--set",
+        "cuda_graphs=false",
     )
 
     again = command("solve", "--config", "run.toml", "--print-config")

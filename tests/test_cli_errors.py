@@ -251,7 +251,7 @@ def test_an_error_holds_the_value_that_works(
 
 def test_a_killed_process_leaves_a_trace_that_can_be_repaired(tmp_path: Path) -> None:
     path = tmp_path / "run.arbor.jsonl"
-    with spawn("solve", PUZZLE, "--device", "endless", "--trace", str(path)) as process:
+    with spawn("solve", PUZZLE, "--revision", "endless", "--trace", str(path)) as process:
         await_line(process, b"running")
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)

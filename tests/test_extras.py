@@ -66,7 +66,7 @@ def test_the_manual_page_has_every_command_and_option() -> None:
     assert page.startswith('.TH ARBOR 1 ""')
     for name in cli.list_commands(root):
         assert f".SS arbor {name}" in plain
-    for words in (".SS arbor trace convert", ".SS arbor calibrate msve", "--budget", "--adapter"):
+    for words in (".SS arbor trace convert", ".SS arbor calibrate msve", "--budget", "--set"):
         assert words in plain
     known = r"\.(TH|SH|SS|PP|TP|B|nf|fi)\b|[^.']"
     assert all(re.match(known, line) for line in page.splitlines() if line)

@@ -138,7 +138,6 @@ def test_a_small_budget_gives_the_tree_of_a_full_one(
 @pytest.mark.parametrize(
     ("settings", "message", "hint"),
     [
-        ({"kv_dtype": "int4"}, "--kv-dtype int4 is not supported", "auto or int8"),
         ({"kv_dtype": "int8", "device": "cuda"}, "runs on a CPU only", "--device cpu"),
         (
             {"kv_dtype": "int8", "backend": "flashinfer"},

@@ -97,7 +97,7 @@ def test_a_revision_is_the_version_that_is_loaded(hub: Path) -> None:
 
 
 def test_code_next_to_the_weights_runs_only_if_it_is_trusted(command: Arbor, own: Path) -> None:
-    asked = ("solve", "4 5 6 10", "--model", str(own), "--max-expansions", "1")
+    asked = ("solve", "4 5 6 10", "--model", str(own), "--set", "max_expansions=1")
 
     refused = command(*asked)
 
@@ -147,15 +147,17 @@ def test_values_fitted_to_a_model_of_the_hub_are_found_for_that_revision(
         and json.loads(out.read_text())["provenance"]["revision"] == "v1"
     )
     assert [each.config["revision"] for each in fitted] == ["v1"]
-    assert Solver("Some/Model", revision="v1").msve == MSVE.load(out) != MSVE()
-    assert Solver("Some/Model").msve == Solver("Some/Model", revision="v2").msve == MSVE()
-    assert Solver("Some/Other", revision="v1").msve == MSVE()
+    assert Solver("Some/Model", revision="v1").setup.msve == MSVE.load(out) != MSVE()
+    assert (
+        Solver("Some/Model").setup.msve == Solver("Some/Model", revision="v2").setup.msve == MSVE()
+    )
+    assert Solver("Some/Other", revision="v1").setup.msve == MSVE()
 
     out.write_text("broken", encoding="utf-8")
     with pytest.raises(UsageError, match="msve-unreadable"):
         Solver("Some/Model", revision="v1")
     again = command("calibrate", "msve", "--model", "Some/Model", "--revision", "v1", "--n", "8")
-    assert again.code == 0 and Solver("Some/Model", revision="v1").msve == MSVE.load(out)
+    assert again.code == 0 and Solver("Some/Model", revision="v1").setup.msve == MSVE.load(out)
 
 
 # Attention backends

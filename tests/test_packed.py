@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 LAYERS = [LayerKV(1, 32, 16), LayerKV(2, 16, 24)]
 KEYS, VALUES = 64, 64
 NUMBERS = KEYS + VALUES
-BITS = (8, 4, 2)
+BITS = (8, 4)
 PUZZLE = "4 5 6 10"
 SMALL = ToT(beam=3, width=4)
 REVERSIBLE: dict[str, Any] = {"mode": "lossy", "rehydrate": "selective"}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from arbor import Solver
-from arbor.cli.option_records import SolverOptions, read_options
+from arbor.cli.record_options import read_options
+from arbor.cli.solve import SolveOptions
 from arbor.cli.solve import solve as command
 from arbor.run.presets import preset
+from arbor.run.settings import Settings
+from arbor.support.setting import settings_of
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -29,9 +32,13 @@ def test_a_preset_is_the_papers_configuration(name: str) -> None:
     "given", [(), ("--mode", "lossy"), ("--mode", "lossy", "--rehydrate", "span")], ids=str
 )
 def test_the_command_and_the_solver_have_the_same_defaults(given: tuple[str, ...]) -> None:
-    options = read_options(
-        SolverOptions, command.make_context("solve", ["4 5 6 10", *given]).params
-    )
-    solver = Solver(mode=options.mode, rehydrate=options.rehydrate)
-    assert options.components["policy"] == solver.policy.name
-    assert Solver().mode == command.make_context("solve", ["4 5 6 10"]).params["mode"]
+    values = command.make_context("solve", ["4 5 6 10", *given]).params
+    asked = read_options(SolveOptions, values).solver
+    solver = Solver(mode=asked.settings.mode, rehydrate=asked.settings.rehydrate)
+
+    assert asked.components["policy"] == solver.policy.name
+    for name in settings_of(Settings).keys() - {
+        "msve",
+        "sampling",
+    }:  # the model's, once it is known
+        assert getattr(asked.settings, name) == getattr(solver.setup, name), name

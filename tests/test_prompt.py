@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from arbor.cli.build import warn_of_misfit
+from arbor.cli.record_options import SolverOptions
 from arbor.errors import UsageError
 from arbor.run.planning import encode_problem, encode_prompt, fitted
 from arbor.tasks.countdown import Countdown
@@ -138,7 +139,7 @@ def test_a_model_of_words_and_a_task_of_lines_do_not_fit(entries: int, warned: b
     files = SimpleNamespace(tokenizer=Vocabulary(entries))
     solver: Any = SimpleNamespace(checkpoint=SimpleNamespace(read=lambda: files))
     for task in ("chains", "game24"):
-        options: Any = SimpleNamespace(task=task, model="m.gguf")
+        options = SolverOptions(given={"task": task, "model": "m.gguf"}, set=())
         warn_of_misfit(output, options, solver)
 
     assert [("'chains' has no instructions" in each) for each in said] == [True] * warned

@@ -81,7 +81,7 @@ def test_its_real_model_keeps_within_the_budget_it_names(
     assert str(smollm2) in solve
 
     done = subprocess.run(
-        ["/bin/sh", "-c", f"{solve} -v --threads 1 && {check}"],
+        ["/bin/sh", "-c", f"{solve} -v --set threads=1 && {check}"],
         cwd=folder,
         env=settings,
         capture_output=True,

@@ -46,7 +46,7 @@ def values(solution: Solution) -> list[float]:
 
 
 def engine_of(solver: Solver) -> RewardEngine:
-    [model] = solver.verifier_models.values()
+    [model] = solver.setup.verifier_models.values()
     assert isinstance(model, RewardEngine)
     return model
 

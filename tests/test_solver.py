@@ -189,7 +189,7 @@ def test_stopping_mid_search_gives_the_best_so_far_and_a_valid_trace(tmp_path: P
     ("settings", "code", "words"),
     [
         ({"dtype": "bfloat16"}, "dtype", "the ready model's is float32. Leave dtype out"),
-        ({"dtype": "nonsense"}, "dtype", "the ready model's is float32. Leave dtype out"),
+        ({"dtype": "float16"}, "dtype", "the ready model's is float32. Leave dtype out"),
         ({"device": "cuda"}, "device", "the ready model is on cpu. Leave device out"),
     ],
 )

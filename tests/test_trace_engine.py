@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -98,7 +98,7 @@ def test_replaying_the_trace_gives_the_engines_counters_after_every_event(
     words: bool,
     level: Detail,
 ) -> None:
-    solver.controller = CONTROLLERS[controller]
+    solver.setup = replace(solver.setup, controller=CONTROLLERS[controller])
     plan = solver.plan("4 5 6 10", budget="full")
     tokens = plan.enough_tokens + int(share * (plan.full_tokens - plan.enough_tokens))
     path = tmp_path_factory.mktemp("runs") / ("run.jsonl" if words else "run.jsonl.gz")
@@ -129,7 +129,8 @@ def test_replaying_the_trace_gives_the_engines_counters_after_every_event(
 def test_a_finer_level_shows_the_same_run_step_by_step_and_token_by_token(
     solver: Solver, tmp_path: Path
 ) -> None:
-    solver.controller, solver.listeners = CONTROLLERS["dfs"], ()
+    solver.setup = replace(solver.setup, controller=CONTROLLERS["dfs"])
+    solver.listeners = ()
     budget = f"{solver.plan('4 5 6 10', budget='full').enough_tokens}tok"
     runs = {}
     for level in get_args(Detail):

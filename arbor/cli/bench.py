@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,24 +17,16 @@ import click
 from arbor._version import __version__
 from arbor.budget import Budget
 from arbor.cli.build import build_solver, known_policy
-from arbor.cli.command import Command, Integer, option
-from arbor.cli.option_records import RunOptions, SolverOptions, read_options
-from arbor.cli.options import (
-    EXIT_GATE,
-    limit_options,
-    loading_options,
-    model_option,
-    names_of,
-    output_options,
-    retention_options,
-    sampling_options,
-    search_shape_options,
-)
+from arbor.cli.command import Command, option
+from arbor.cli.options import EXIT_GATE, output_options, preset_option
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
+from arbor.cli.record_options import SolverOptions, names_of, options_of, read_options
 from arbor.errors import BudgetInfeasible, InputError, UsageError
 from arbor.measure.timing import FEWEST, Lap, Timing, differs, interleaved, regressed
+from arbor.run.limits import RunLimits
 from arbor.support.atomic_write import write_atomically
+from arbor.support.setting import setting
 from arbor.trace.write import finite
 
 if TYPE_CHECKING:
@@ -43,6 +35,7 @@ if TYPE_CHECKING:
 SCHEMA = "arbor.bench/1"
 BUDGETS = ("full", "0.25")
 POLICIES = ("reentry",)
+FILE = click.Path(path_type=Path, dir_okay=False)
 
 _PERCENTAGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 
@@ -58,37 +51,41 @@ class BenchOptions:
         max_regress: a fraction.
     """
 
+    HEADING = "Output"
+
     problem: str | None
-    warmup: int
-    repeat: int
+    warmup: int = setting(2, "Untimed rounds.", heading="Timing", least=0)
+    repeat: int = setting(
+        5,
+        "Timed rounds; each solves the problem once per budget and policy.",
+        heading="Timing",
+        shown="short",
+        least=FEWEST,
+    )
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
     solver: SolverOptions
-    run: RunOptions
-    output_json: Path | None
-    compare: Path | None
-    max_regress: float | None
+    run: RunLimits
+    output_json: Path | None = setting(
+        None, "Write all timings, for --compare.", shown="short", kind=FILE
+    )
+    compare: Path | None = setting(
+        None,
+        "Compare with timings of --output-json that have the same settings.",
+        shown="short",
+        kind=FILE,
+    )
+    max_regress: float | None = setting(
+        None,
+        "With --compare: exit code 7 if a median grew by more than this and than the noise.",
+        shown="short",
+        metavar="P%",
+        kind=click.STRING,
+    )
 
 
 @click.command(cls=Command)
 @click.argument("problem", required=False)
-@option(
-    "--warmup",
-    type=Integer(0),
-    default=2,
-    metavar="N",
-    heading="Timing",
-    help="Untimed rounds.",
-)
-@option(
-    "--repeat",
-    type=Integer(FEWEST),
-    default=5,
-    metavar="N",
-    heading="Timing",
-    common=True,
-    help="Timed rounds; each solves the problem once per budget and policy.",
-)
 @option(
     "--budget",
     multiple=True,
@@ -106,35 +103,8 @@ class BenchOptions:
     shell_complete=names_of("policy"),
     help="May be repeated; each policy loads the weights once more. Default reentry.",
 )
-@search_shape_options
-@retention_options
-@model_option
-@loading_options
-@sampling_options
-@limit_options
-@option(
-    "--output-json",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    heading="Output",
-    common=True,
-    help="Write all timings, for --compare.",
-)
-@option(
-    "--compare",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    heading="Output",
-    common=True,
-    help="Compare with timings of --output-json that have the same settings.",
-)
-@option(
-    "--max-regress",
-    metavar="P%",
-    heading="Output",
-    common=True,
-    help="With --compare: exit code 7 if a median grew by more than this and than the noise.",
-)
+@preset_option
+@options_of(BenchOptions, without=("budget", "policy"))
 @output_options
 @click.pass_obj
 def bench(
@@ -228,7 +198,7 @@ class Trial:
         budgets = list(options.budgets or BUDGETS)
         solvers = {
             policy: build_solver(
-                replace(options.solver, policy=policy, budget=budgets[0]), options.problem
+                options.solver.having(policy=policy, budget=budgets[0]), options.problem
             )
             for policy in policies
         }
@@ -256,7 +226,8 @@ class Trial:
 
 def measure(output: Output, options: BenchOptions, trial: Trial) -> dict[str, Any]:
     """Times the problem under every policy and budget in turn."""
-    output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
+    asked = options.solver.settings
+    output.say(f"loading {asked.model} · seed {asked.seed}")
     first = next(iter(trial.solvers.values()))
     contestants: dict[str, Callable[[], object]] = {}
     for policy, budget in trial.arms:

@@ -13,10 +13,12 @@ import click
 from arbor.cli.command import F, Group, Integer, option, option_group
 from arbor.cli.evaluation.eval import complete_dataset, task_of
 from arbor.cli.evaluation.eval_dataset import is_task, name_of, read_samples
-from arbor.cli.evaluation.eval_options import DatasetOptions, column_options
-from arbor.cli.options import output_options, revision_option, trust_option
+from arbor.cli.evaluation.eval_options import ColumnOptions, DatasetOptions
+from arbor.cli.options import output_options
+from arbor.cli.record_options import options_of
 from arbor.errors import UsageError
 from arbor.feature import features
+from arbor.model.checkpoint import ModelSource
 
 if TYPE_CHECKING:
     from arbor.solver import Solver
@@ -27,16 +29,7 @@ def fitted_to(task: str) -> Callable[[F], F]:
     """Options of what is calibrated: the model, and the problems; `task` by default."""
     return option_group(
         click.argument("dataset", required=False, shell_complete=complete_dataset),
-        option(
-            "--model",
-            default="builtin:sapling",
-            metavar="NAME|DIR",
-            heading="Model",
-            common=True,
-            help="Model to calibrate.",
-        ),
-        revision_option,
-        trust_option,
+        options_of(ModelSource),
         option(
             "--task",
             default=task,
@@ -54,24 +47,21 @@ def fitted_to(task: str) -> Callable[[F], F]:
             common=True,
             help="Problems to solve, the first of the split.",
         ),
-        column_options,
+        options_of(ColumnOptions),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class Fitted(ModelSource):
     """What is calibrated, and the problems: the options of `fitted_to`.
 
     Attributes:
-        model, revision, trust_remote_code, task: as `Solver` takes them.
+        task: as `Solver` takes it.
         n: problems.
         rows: the split ``calibration`` of a data set, which ``arbor eval --split evaluation``
             leaves out; None: the training split of the task's own problems.
     """
 
-    model: str
-    revision: str | None
-    trust_remote_code: bool
     task: str
     n: int
     rows: DatasetOptions | None
@@ -157,7 +147,7 @@ def calibrate() -> None:
     \b
       arbor calibrate msve --task chains --n 100
       arbor calibrate msve --model ./model --out msve.json
-      arbor solve "4 5 6 10" --policy arborkv --msve msve.json
+      arbor solve "4 5 6 10" --policy arborkv --set msve=msve.json
       arbor calibrate window --task chains
       arbor calibrate queries --task chains
       arbor calibrate window gsm8k.jsonl --task gsm8k

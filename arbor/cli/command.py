@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
@@ -109,18 +110,38 @@ class Command(DocumentedCommand):
         Raises:
             UsageError: a former name, on the command line or in the environment.
         """
+        words = [*args]  # the parser takes words away
         try:
             rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             for former, name in self._renamed():
                 if error.option_name == flag_of(former):
                     raise _is_now(ctx, flag_of(former), flag_of(name)) from error
+            for name in self.set_only:
+                for flag, given in (
+                    (flag_of(name), _value_of(name, words)),
+                    (f"--no-{flag_of(name)[2:]}", "false"),
+                ):
+                    if error.option_name == flag:
+                        raise _is_now(ctx, flag, f"--set {name}={given}") from error
+            if error.option_name == "--audit-verify" and self.set_only:
+                raise _is_now(ctx, "--audit-verify", "--set audit=true") from error
             raise
         prefix = ctx.auto_envvar_prefix
         for former, name in self._renamed():
             if f"{prefix}_{former.upper()}" in os.environ and not ctx.resilient_parsing:
                 raise _is_now(ctx, f"{prefix}_{former.upper()}", f"{prefix}_{name.upper()}")
+        for name in self.set_only:
+            if (value := os.environ.get(f"{prefix}_{name.upper()}")) and not ctx.resilient_parsing:
+                new = f"{prefix}_SET={shlex.quote(f'{name}={value}')}"
+                raise _is_now(ctx, f"{prefix}_{name.upper()}", new)
         return rest
+
+    @property
+    def set_only(self) -> dict[str, Any]:
+        """The settings that ``--set`` takes and that have no option, by name."""
+        known = getattr(self.callback, "known", {})
+        return {name: each for name, each in known.items() if each.about.shown == "set"}
 
     def _renamed(self) -> list[tuple[str, str]]:
         """Former name and name of every option of this command that was renamed."""
@@ -261,6 +282,7 @@ def _variables(command: click.Command, prefix: str, variable: str) -> list[str]:
     """Variables of a command's options, and of the subcommand that `variable` names."""
     names = [p.name for p in command.params if p.name and isinstance(p, click.Option)]
     names += [former for former, name in RENAMED.items() if name in names]
+    names += getattr(command, "set_only", {})
     found = [f"{prefix}_{name.upper()}" for name in names]
     if isinstance(command, Group):
         context = click.Context(command)
@@ -275,6 +297,18 @@ def _variables(command: click.Command, prefix: str, variable: str) -> list[str]:
 def flag_of(name: str) -> str:
     """``max_depth`` -> ``--max-depth``."""
     return f"--{name.replace('_', '-')}"
+
+
+def _value_of(name: str, args: list[str]) -> str:
+    """The value that a flag was given on the command line; its kind where there is none."""
+    flag = flag_of(name)
+    for place, word in enumerate(args):
+        if word.startswith(f"{flag}="):
+            return shlex.quote(word.partition("=")[2])
+        if word == flag:
+            following = args[place + 1 : place + 2]
+            return shlex.quote(following[0]) if following and following[0][:1] != "-" else "true"
+    return "VALUE"
 
 
 def _is_now(ctx: click.Context, former: str, name: str) -> UsageError:

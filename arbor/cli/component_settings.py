@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from arbor import components, registry
 from arbor.errors import UsageError, unknown_setting
+from arbor.model.sampling_params import Sampling
+from arbor.support.setting import settings_of
 
 KINDS = ("controller", "verifier", "aggregate", "task", "policy")
 PARTS = (*KINDS, "sampling")
-_BOOLEAN = {"true": True, "false": False}
-# name -> how its text is read, and what it must be
-SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
-    "temperature": (float, "a number"),
-    "top_p": (float, "a number"),
-    "top_k": (int, "a number"),
-    "min_p": (float, "a number"),
-    "arithmetic": (_BOOLEAN.__getitem__, "true or false"),
-}
 
 
 def settings_by_part(
@@ -47,33 +40,43 @@ def settings_by_part(
                 f"PART is one of {', '.join(PARTS)}.",
                 setting=setting,
             )
-        part = part or _part_of(name, names, setting)
+        part = part or _part_of(name, names)
         if part != "sampling":
             parts[part][name] = value.strip()  # the registry reads it by the field's type
             continue
-        if name not in SAMPLING:
-            raise unknown_setting("there is", name, [f"sampling.{known}" for known in SAMPLING])
-        read, wanted = SAMPLING[name]
-        try:
-            parts[part][name] = read(value.strip().lower())
-        except (ValueError, KeyError) as error:
-            text = f"--set {setting}: '{value}' is not {wanted}."
-            raise UsageError("setting-type", text) from error
+        known = settings_of(Sampling)
+        if name not in known:
+            raise unknown_setting("there is", name, [f"sampling.{each}" for each in known])
+        parts[part][name] = components.convert(value.strip(), known[name].hint, name)
     return parts
 
 
-def _part_of(name: str, names: Mapping[str, str], setting: str) -> str:
+def owner_of(name: str, names: Mapping[str, str]) -> str:
+    """The only component with a setting of this name; empty: none.
+
+    Raises:
+        UsageError: there are several.
+    """
+    owners = [kind for kind in KINDS if name in _settings_of(kind, names[kind])]
+    if len(owners) > 1:
+        hint = " or ".join(f"--set {owner}.{name}=…" for owner in owners)
+        raise UsageError("setting-ambiguous", f"--set {name}: whose '{name}'?", f"{hint}.")
+    return owners[0] if owners else ""
+
+
+def _part_of(name: str, names: Mapping[str, str]) -> str:
     """The only part with a setting of this name."""
-    owners = {known: ["sampling"] for known in SAMPLING}
-    for kind in KINDS:
-        component = registry.resolve(kind, components.split_spec(names[kind])[0])
-        if dataclasses.is_dataclass(component):
-            for known in components.settings_of(component):
-                owners.setdefault(known, []).append(kind)
-    if name not in owners:
-        choices = sorted(f"{owner}.{key}" for key, those in owners.items() for owner in those)
-        raise unknown_setting("there is", name, choices)
-    if len(owners[name]) > 1:
-        hint = " or ".join(f"--set {owner}.{setting}" for owner in owners[name])
-        raise UsageError("setting-ambiguous", f"--set {setting}: whose '{name}'?", f"{hint}.")
-    return owners[name][0]
+    part = "sampling" if name in settings_of(Sampling) else owner_of(name, names)
+    if not part:
+        from arbor.run.settings import Settings  # the command line starts without it
+
+        choices = [f"{kind}.{key}" for kind in KINDS for key in _settings_of(kind, names[kind])]
+        choices += [f"sampling.{key}" for key in settings_of(Sampling)]
+        choices += [key for key, each in settings_of(Settings).items() if each.about.shown == "set"]
+        raise unknown_setting("there is", name, sorted(choices))
+    return part
+
+
+def _settings_of(kind: str, spec: str) -> tuple[str, ...]:
+    component = registry.resolve(kind, components.split_spec(spec)[0])
+    return components.settings_of(component) if dataclasses.is_dataclass(component) else ()

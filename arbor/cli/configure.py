@@ -21,6 +21,7 @@ IGNORED = ("arbor", "grader_version", "model_content", "prompt_version")
 # keys of a context's `meta`
 CONFIG_PATH = "arbor.config.path"  # the file of the defaults
 CONFIG_SETTINGS = "arbor.config.settings"  # part -> (its name, its settings as KEY=VALUE)
+CONFIG_VALUES = "arbor.config.values"  # setting without an option -> its value
 
 
 def take_defaults(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
@@ -39,7 +40,9 @@ def take_preset(ctx: click.Context, parameter: click.Parameter, name: str | None
 def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) -> None:
     refuse_trust(config, source)
     options = {each.name: each for each in ctx.command.params if each.name}
+    set_only = getattr(ctx.command, "set_only", {})
     defaults: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     settings: dict[str, tuple[str, list[str]]] = {}
     for key, value in config.items():
         if key in IGNORED:
@@ -53,14 +56,16 @@ def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) ->
         elif key in options and not isinstance(value, Mapping):
             _check_kind(options[key], key, value, source)
             defaults[key] = value
+        elif key in set_only:
+            values[key] = value
         elif RENAMED.get(key) in options:
             message = f"{source}: '{key}' is now '{RENAMED[key]}'."
             raise UsageError("unknown-setting", message, setting=key, path=source)
         else:
-            known = sorted({*options, *PARTS} - {"config", "set", "trust_remote_code"})
+            known = sorted({*options, *set_only, *PARTS} - {"config", "set", "trust_remote_code"})
             raise unknown_setting(f"{source}: there is", key, known, path=source)
     ctx.default_map = defaults
-    ctx.meta[CONFIG_SETTINGS] = settings
+    ctx.meta[CONFIG_SETTINGS], ctx.meta[CONFIG_VALUES] = settings, values
 
 
 def _check_kind(option: click.Parameter, key: str, value: Any, source: str) -> None:
@@ -76,8 +81,14 @@ def _check_kind(option: click.Parameter, key: str, value: Any, source: str) -> N
     raise UsageError("setting-type", f"{source}: {key} must be {wanted}.", setting=key, path=source)
 
 
-def all_settings(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The settings of a configuration's components, then those of ``--set``.
+def config_values() -> dict[str, Any]:
+    """The settings of a configuration that have no option."""
+    ctx = click.get_current_context(silent=True)
+    return {} if ctx is None else ctx.meta.get(CONFIG_VALUES, {})
+
+
+def settings_of_parts(values: Mapping[str, Any]) -> list[str]:
+    """The settings of a configuration's components, as ``--set`` takes them.
 
     The settings of a component that a flag replaced are left out.
 
@@ -86,13 +97,12 @@ def all_settings(values: Mapping[str, Any]) -> tuple[str, ...]:
     """
     ctx = click.get_current_context(silent=True)
     settings = {} if ctx is None else ctx.meta.get(CONFIG_SETTINGS, {})
-    kept = [
+    return [
         each
         for part, (name, rows) in settings.items()
         if not name or split_spec(str(values.get(part)))[0] == name
         for each in rows
     ]
-    return (*kept, *values["set"])
 
 
 def _text(value: Any) -> str:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from arbor.cli.command import Command, Integer, option
-from arbor.cli.option_records import read_options
+from arbor.cli.command import Command
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
+from arbor.cli.record_options import options_of, read_options
+from arbor.support.setting import setting
 
 if TYPE_CHECKING:
     from arbor.run.solution import Solution
@@ -39,32 +40,17 @@ Open the page in a browser:
 class DemoOptions:
     """Options of ``arbor demo``, named as on the command line."""
 
-    output: Path
-    open: bool
-    seed: int
+    HEADING = "Page"
+
+    output: Path = setting(PAGE, "The page.", shown="short", also=("-o",))
+    open: bool = setting(False, "Open the page in the browser.", shown="short")
+    seed: int = setting(
+        FIRST_SEED, "First seed to try.", heading="Sampling", shown="short", least=0
+    )
 
 
 @click.command(cls=Command)
-@option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    default=PAGE,
-    metavar="FILE",
-    heading="Page",
-    common=True,
-    help="The page.",
-)
-@option("--open", is_flag=True, heading="Page", common=True, help="Open the page in the browser.")
-@option(
-    "--seed",
-    type=Integer(0),
-    metavar="N",
-    default=FIRST_SEED,
-    heading="Sampling",
-    common=True,
-    help="First seed to try.",
-)
+@options_of(DemoOptions)
 @output_options
 @click.pass_obj
 def demo(output: Output, /, **values: Any) -> int:

@@ -28,7 +28,7 @@ class Extra:
 
 
 _CORE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "adapters": ("--adapter, LoRA weights", ("peft",)),
+    "adapters": ("LoRA weights (adapter)", ("peft",)),
     "cuda": (
         "FlashInfer's attention on NVIDIA GPUs",
         ("flashinfer-python", "accelerate", "triton"),
@@ -37,7 +37,7 @@ _CORE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "hub": ("data sets of the Hub in arbor eval", ("datasets",)),
     "math": ("the grader math", ("math-verify",)),
     "parquet": ("Parquet files in arbor eval", ("pyarrow",)),
-    "structured": ("--step-format", ("xgrammar",)),
+    "structured": ("formats of thoughts (step_format)", ("xgrammar",)),
 }
 EXTRAS: Mapping[str, Extra] = {
     name: Extra(*about)

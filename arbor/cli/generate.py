@@ -8,129 +8,52 @@ from typing import Any, Literal
 
 import click
 
-from arbor.budget import Budget
-from arbor.cli.command import Command, Integer, option, option_group
-from arbor.cli.option_records import read_options
-from arbor.cli.options import (
-    budget_option,
-    deterministic_option,
-    loading_options,
-    model_option,
-    output_options,
-    threads_option,
-)
+from arbor.cli.build import build_solver
+from arbor.cli.command import Command
+from arbor.cli.options import output_options
 from arbor.cli.output import Output
-from arbor.cli.signals import ending_at_once
-from arbor.model.names import check_device, check_dtype
+from arbor.cli.record_options import SolverOptions, options_of, read_options
+from arbor.errors import unknown_setting
+from arbor.model.checkpoint import ModelSettings
+from arbor.support.setting import setting, settings_of
 
 GENERATE_SCHEMA = "arbor.generate/1"
-
-_options = option_group(
-    option(
-        "--beams",
-        type=Integer(1),
-        default=4,
-        metavar="N",
-        heading="Beam search",
-        common=True,
-        help="Hypotheses that go on at each token.",
-    ),
-    option(
-        "--max-tokens",
-        type=Integer(1),
-        default=64,
-        metavar="N",
-        heading="Beam search",
-        common=True,
-        help="Tokens of the longest continuation.",
-    ),
-    option(
-        "--best",
-        type=Integer(1),
-        default=1,
-        metavar="N",
-        heading="Beam search",
-        common=True,
-        help="Continuations to print, best first.",
-    ),
-    option(
-        "--length-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        heading="Beam search",
-        help="Exponent of the length that a log probability is divided by; above 0 favours long ones.",
-    ),
-    option(
-        "--early-stopping",
-        type=click.Choice(["first", "heuristic", "never"]),
-        default="heuristic",
-        heading="Beam search",
-        help="End once enough are finished (first), or none can become better (heuristic, never).",
-    ),
-    option(
-        "--groups",
-        type=Integer(1),
-        default=1,
-        metavar="N",
-        heading="Beam search",
-        help="Diverse beam search: groups that the beams are divided into.",
-    ),
-    option(
-        "--diversity",
-        type=float,
-        default=0.0,
-        metavar="X",
-        heading="Beam search",
-        help="Penalty of a token for each beam of an earlier group that has chosen it.",
-    ),
-    option(
-        "--chat/--no-chat",
-        default=True,
-        heading="Beam search",
-        show_default=False,
-        help="Use the model's chat template, if it has one; default: yes.",
-    ),
-    budget_option,
-    model_option,
-    loading_options,
-    threads_option,
-    deterministic_option,
-    output_options,
-)
+# settings of searches, which this command does not make
+NOT_OF_MODELS = SolverOptions.known().keys() - settings_of(ModelSettings) - {"budget", "threads"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     """Options of ``arbor generate``, named as on the command line."""
 
+    HEADING = "Beam search"
+
     prompt: str
-    beams: int
-    max_tokens: int
-    best: int
-    length_penalty: float
-    early_stopping: Literal["first", "heuristic", "never"]
-    groups: int
-    diversity: float
-    chat: bool
-    budget: str
-    model: str
-    revision: str | None
-    adapter: str | None
-    trust_remote_code: bool
-    dtype: str
-    kv_dtype: str
-    weights: str
-    device: str
-    backend: str
-    cuda_graphs: bool
-    threads: int | None
-    deterministic: bool
+    beams: int = setting(4, "Hypotheses that go on at each token.", shown="short", least=1)
+    max_tokens: int = setting(64, "Tokens of the longest continuation.", shown="short", least=1)
+    best: int = setting(1, "Continuations to print, best first.", shown="short", least=1)
+    length_penalty: float = setting(
+        1.0,
+        "Exponent of the length that a log probability is divided by; above 0 favours long ones.",
+    )
+    early_stopping: Literal["first", "heuristic", "never"] = setting(
+        "heuristic",
+        "End once enough are finished (first), or none can become better (heuristic, never).",
+    )
+    groups: int = setting(
+        1, "Diverse beam search: groups that the beams are divided into.", least=1
+    )
+    diversity: float = setting(
+        0.0, "Penalty of a token for each beam of an earlier group that has chosen it."
+    )
+    chat: bool = setting(True, "Use the model's chat template, if it has one; default: yes.")
+    solver: SolverOptions
 
 
 @click.command(cls=Command)
 @click.argument("prompt")
-@_options
+@options_of(GenerateOptions, without=NOT_OF_MODELS)
+@output_options
 @click.pass_obj
 def generate(output: Output, /, **values: Any) -> int:
     """Print the most probable continuations of PROMPT, by token-level beam search.
@@ -141,25 +64,10 @@ def generate(output: Output, /, **values: Any) -> int:
       arbor generate "Once upon a time" --groups 4 --diversity 0.5 --best 4
     """
     options = read_options(GenerateOptions, values)
-    Budget.parse(options.budget)
-    check_device(options.device)
-    check_dtype(options.dtype)
-    with ending_at_once():
-        from arbor.solver import Solver
-    with Solver(
-        options.model,
-        revision=options.revision,
-        adapter=options.adapter,
-        trust_remote_code=options.trust_remote_code,
-        dtype=options.dtype,
-        kv_dtype=options.kv_dtype,
-        weights=options.weights,
-        device=options.device,
-        backend=options.backend,
-        threads=options.threads,
-        deterministic=options.deterministic,
-        cuda_graphs=options.cuda_graphs,
-    ) as solver:
+    for text in options.solver.set:
+        names = [name for name in SolverOptions.known() if name not in NOT_OF_MODELS]
+        raise unknown_setting("there is", text.partition("=")[0], names)
+    with build_solver(options.solver) as solver:
         found = solver.generate(
             options.prompt,
             beams=options.beams,
@@ -168,7 +76,6 @@ def generate(output: Output, /, **values: Any) -> int:
             early_stopping=options.early_stopping,
             groups=options.groups,
             diversity=options.diversity,
-            budget=options.budget,
             chat=options.chat,
         )[: options.best]
     if output.json:

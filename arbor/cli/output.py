@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-LOG_LEVELS = ("error", "warning", "info", "debug")
-LOG_SETTINGS = ("quiet", "verbose", "log_level", "log_file")
+LOG_SETTINGS = ("quiet", "verbose", "log_file")
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Output:
         verbose: number of ``-v``.
         json: one JSON document on stdout instead of text.
         debug: tracebacks with errors.
-        color, display, log_level, log_file: as on the command line.
+        color, display, log_file: as on the command line.
     """
 
     quiet: bool = False
@@ -44,7 +43,6 @@ class Output:
     debug: bool = False
     color: Literal["auto", "always", "never"] = "auto"
     display: Literal["auto", "live", "plain", "none"] = "auto"
-    log_level: str | None = None
     log_file: Path | None = None
 
     @property
@@ -205,7 +203,7 @@ def configure_log(output: Output) -> None:
         shown = LogHandler()
         logger.addHandler(shown)
     level = "error" if output.quiet else ("warning", "info", "debug")[min(output.verbose, 2)]
-    shown.setLevel((output.log_level or level).upper())
+    shown.setLevel(level.upper())
     if output.log_file is None or any(isinstance(each, LogFile) for each in logger.handlers):
         return
     try:

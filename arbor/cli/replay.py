@@ -12,8 +12,10 @@ from arbor import components
 from arbor.budget import Budget
 from arbor.cli.build import known_policy
 from arbor.cli.command import Command, option
-from arbor.cli.options import TRACE_PATH, names_of, output_options, trust_option
+from arbor.cli.options import TRACE_PATH, output_options
 from arbor.cli.output import Output
+from arbor.cli.record_options import names_of, option_for
+from arbor.model.checkpoint import ModelSource
 from arbor.support.garbage import no_collection
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     common=True,
     help="Model whose tokenizer the run used; default: the one in the trace.",
 )
-@trust_option
+@option_for(ModelSource, "trust_remote_code")
 @output_options
 @click.pass_obj
 def replay(

@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,11 +20,13 @@ from arbor.cli.build import build_solver
 from arbor.cli.cache import cached_models
 from arbor.cli.command import Command
 from arbor.cli.extras import EXTRAS, extra_states, version_of
-from arbor.cli.option_records import SolverOptions, read_options
-from arbor.cli.options import loading_options, max_expansions_option, output_options, search_options
+from arbor.cli.options import output_options, preset_option
 from arbor.cli.output import Output
+from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.errors import ArborError, ModelError
+from arbor.run.limits import RunLimits
 from arbor.support.cache_dir import cache_dir
+from arbor.support.setting import settings_of
 from arbor.support.units import human_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 RATIOS = ("full", "0.75", "0.5", "0.25", "0.1")
 KINDS = {registry.plural(kind): kind for kind in registry.KINDS}  # plural -> kind
 MODELS = "models"
+SETTINGS = "settings"
 LIST_WIDTH = 100  # columns, also where stdout is not a terminal
 PACKAGES = (
     "torch",
@@ -50,11 +54,17 @@ PACKAGES = (
 # info
 
 
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions:
+    """Options of ``arbor info``, named as on the command line."""
+
+    solver: SolverOptions
+
+
 @click.command(cls=Command)
 @click.argument("model", default="builtin:sapling")
-@search_options
-@loading_options
-@max_expansions_option
+@preset_option
+@options_of(InfoOptions, without=("model",))
 @output_options
 @click.pass_obj
 def info(output: Output, /, **values: Any) -> int:
@@ -65,7 +75,7 @@ def info(output: Output, /, **values: Any) -> int:
       arbor info Qwen/Qwen2.5-7B-Instruct --max-depth 8 --step-tokens 128
       arbor info ./my-model --controller beam --json
     """
-    options = read_options(SolverOptions, values)
+    options = read_options(InfoOptions, values).solver
     with build_solver(options, searches=False) as solver:
         model = solver.describe()
         plan: Plan | None = None
@@ -75,7 +85,7 @@ def info(output: Output, /, **values: Any) -> int:
                 plan = solver.plan()
             except ArborError as error:
                 note = str(error)
-    rows = [] if plan is None else _budgets(plan, options.budget)
+    rows = [] if plan is None else _budgets(plan, str(options.settings.budget))
     if output.json:
         output.document(
             {
@@ -96,7 +106,9 @@ def info(output: Output, /, **values: Any) -> int:
         output.print(f"{'note':<20}{note}")
     if plan is not None:
         shape = f"{plan.prompt_tokens:,} prompt + {plan.blocks:,} blocks of {plan.step_tokens:,}"
-        output.print(f"{'search':<20}{options.task}, {options.controller}: {shape}")
+        output.print(
+            f"{'search':<20}{options.components['task']}, {options.components['controller']}: {shape}"
+        )
         output.print("")
         output.table(_budget_table(rows, plan))
     return 0 if model.supported else ModelError.exit_code
@@ -141,22 +153,27 @@ def _budget_table(rows: list[dict[str, Any]], plan: Plan) -> Table:
 
 
 @click.command("list", cls=Command)
-@click.argument("kind", type=click.Choice([*KINDS, MODELS]), required=False, metavar="[KIND]")
+@click.argument(
+    "kind", type=click.Choice([*KINDS, MODELS, SETTINGS]), required=False, metavar="[KIND]"
+)
 @output_options
 @click.pass_obj
 def list_(output: Output, kind: str | None) -> int:
     """List available names, with their settings and defaults; without KIND, all of them.
 
     KIND is one of controllers, verifiers, aggregates, tasks, policies, allocators, scorers,
-    backends and models.
+    backends, models and settings, which --set takes.
 
     \b
       arbor list
       arbor list controllers
       arbor list tasks --json
     """
-    chosen = [*KINDS, MODELS] if kind is None else [kind]
-    tables = {each: _models() if each == MODELS else _components(KINDS[each]) for each in chosen}
+    chosen = [*KINDS, MODELS, SETTINGS] if kind is None else [kind]
+    others = {MODELS: _models, SETTINGS: _settings}
+    tables = {
+        each: others[each]() if each in others else _components(KINDS[each]) for each in chosen
+    }
     if output.json:
         output.document({"schema": "arbor.list/1", **tables})
         return 0
@@ -213,6 +230,20 @@ def _models() -> list[dict[str, Any]]:
     """The built-in model and those in the Hugging Face cache."""
     cached = [{"name": name, "what": f"cached, {size}"} for name, size in cached_models()]
     return [{"name": "builtin:sapling", "what": "built in, offline"}, *cached]
+
+
+def _settings() -> list[dict[str, Any]]:
+    """The settings of a solver and of a run, and those that have an option as well."""
+    known = SolverOptions.known() | settings_of(RunLimits)
+    return [
+        {
+            "name": each.name,
+            "what": each.about.help,
+            "settings": {"default": each.default},
+            "option": each.about.shown != "set",
+        }
+        for each in sorted(known.values(), key=lambda each: each.name)
+    ]
 
 
 # doctor

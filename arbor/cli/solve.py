@@ -14,20 +14,10 @@ import click
 
 from arbor.budget import Plan
 from arbor.cli.build import build_solver, warn_of_misfit
-from arbor.cli.command import Command, option, option_group
+from arbor.cli.command import Command
 from arbor.cli.configure import CONFIG_PATH
 from arbor.cli.encoding import decoded
-from arbor.cli.option_records import RunOptions, SolverOptions, TraceOptions, read_options
-from arbor.cli.options import (
-    config_option,
-    limit_options,
-    loading_options,
-    model_option,
-    output_options,
-    sampling_options,
-    search_options,
-    trace_detail_options,
-)
+from arbor.cli.options import config_option, output_options, preset_option
 from arbor.cli.output import Output
 from arbor.cli.output_paths import (
     refuse_closed_stdout,
@@ -35,11 +25,15 @@ from arbor.cli.output_paths import (
     refuse_overwriting,
     refuse_unwritable,
 )
+from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import InputError, UsageError
 from arbor.metrics import Metrics
 from arbor.run.config import config_text
 from arbor.run.estimate import estimate_line
+from arbor.run.limits import RunLimits
+from arbor.run.request import TraceDetail
+from arbor.support.setting import setting
 from arbor.support.texts import clipped, one_line
 from arbor.support.units import human_bytes
 from arbor.trace.write import TraceWriter
@@ -64,89 +58,69 @@ GUESSED = (
     "another model, or a wider search."
 )
 
-_options = option_group(
-    option(
-        "--file",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        heading="Problem",
-        help="Read the problem from a file; '-' as PROBLEM reads stdin.",
-    ),
-    option(
-        "--encoding",
-        default="utf-8",
-        metavar="NAME",
-        heading="Problem",
-        help="Encoding of the file or of stdin.",
-    ),
-    option(
-        "--expected",
-        metavar="ANSWER",
-        heading="Problem",
-        help="Answer key; adds 'correct' to the result.",
-    ),
-    search_options,
-    model_option,
-    loading_options,
-    sampling_options,
-    limit_options,
-    option(
-        "--dry-run", is_flag=True, heading="Limits", help="Print only the plan; reads no weights."
-    ),
-    option(
-        "--trace",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        heading="Output",
-        common=True,
-        help="Write all events to FILE (.arbor.jsonl or .gz); off: no trace.",
-    ),
-    trace_detail_options,
-    option("--force", is_flag=True, heading="Output", help="Overwrite an existing trace."),
-    option(
-        "--html",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        heading="Output",
-        common=True,
-        help="Write the search as an HTML page.",
-    ),
-    option(
-        "--open", is_flag=True, heading="Output", help="Open the page in the browser; needs --html."
-    ),
-    config_option,
-    option(
-        "--print-config",
-        is_flag=True,
-        heading="Output",
-        help="Print only the resolved configuration, as --config reads it.",
-    ),
-    output_options,
-)
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemOptions:
+    """Where a problem comes from.
+
+    Attributes:
+        problem: as text; ``-``: from stdin.
+        file, encoding: of a file that holds it.
+    """
+
+    HEADING = "Problem"
+
+    problem: str | None
+    file: Path | None = setting(None, "Read the problem from a file; '-' as PROBLEM reads stdin.")
+    encoding: str = setting("utf-8", "Encoding of the file or of stdin.", metavar="NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(TraceDetail):
+    """What a trace holds.
+
+    Attributes:
+        trace_text: whether the words of problem, thoughts and answer are in it.
+    """
+
+    HEADING = "Output"
+
+    trace_text: Literal["full", "none"] = setting(
+        "full", "none omits the text of problem, thoughts and answer."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SolveOptions:
     """Options of ``arbor solve``, named as on the command line."""
 
-    problem: str | None
-    file: Path | None
-    encoding: str
-    expected: str | None
+    HEADING = "Output"
+
+    source: ProblemOptions
+    expected: str | None = setting(
+        None, "Answer key; adds 'correct' to the result.", heading="Problem", metavar="ANSWER"
+    )
     solver: SolverOptions
-    run: RunOptions
-    dry_run: bool
-    trace: Path | None
+    run: RunLimits
+    dry_run: bool = setting(False, "Print only the plan; reads no weights.", heading="Limits")
+    trace: Path | None = setting(
+        None, "Write all events to FILE (.arbor.jsonl or .gz); off: no trace.", shown="short"
+    )
     trace_detail: TraceOptions
-    force: bool
-    html: Path | None
-    open: bool
-    print_config: bool
+    force: bool = setting(False, "Overwrite an existing trace.")
+    html: Path | None = setting(None, "Write the search as an HTML page.", shown="short")
+    open: bool = setting(False, "Open the page in the browser; needs --html.")
+    print_config: bool = setting(
+        False, "Print only the resolved configuration, as --config reads it."
+    )
 
 
 @click.command(cls=Command)
 @click.argument("problem", required=False)
-@_options
+@preset_option
+@options_of(SolveOptions)
+@config_option
+@output_options
 @click.pass_obj
 def solve(output: Output, /, **values: Any) -> int:
     """Solve one problem.
@@ -159,10 +133,11 @@ def solve(output: Output, /, **values: Any) -> int:
     options = read_options(SolveOptions, values)
     if options.open and options.html is None:
         raise UsageError("usage", "--open needs a page.", "Add --html run.html.")
-    if options.print_config and options.problem is None and options.file is None:
+    given = options.source
+    if options.print_config and given.problem is None and given.file is None:
         problem = None
     else:
-        problem = read_problem(options.problem, options.file, options.encoding)
+        problem = read_problem(given)
     searches = not (options.dry_run or options.print_config)
     if searches:
         check_outputs(options)
@@ -176,7 +151,7 @@ def solve(output: Output, /, **values: Any) -> int:
         assert problem is not None, "it was read above"
         warn_of_misfit(output, options.solver, solver)
         plan = solver.plan(problem)
-        device, limits = options.solver.device, solver.boundary
+        device, limits = options.solver.settings.device, solver.boundary
         expected = estimate_line(plan.blocks, limits, solver.describe(), device)
         if options.dry_run:
             if not output.json:
@@ -185,12 +160,14 @@ def solve(output: Output, /, **values: Any) -> int:
             if expected and not output.json:
                 output.print(f"{'time':<18}{expected}")
             return 0
-        output.say(budget_line(options.solver.budget, plan))
+        output.say(budget_line(str(options.solver.given["budget"]), plan))
         if expected:
             output.say(expected)
         writer = open_trace(options.trace, options.trace_detail.trace_text)
-        sizes = weights_text(solver.describe())
-        output.say(f"loading {options.solver.model} · weights {sizes} · seed {options.solver.seed}")
+        sizes, solver_settings = weights_text(solver.describe()), options.solver.settings
+        output.say(
+            f"loading {solver_settings.model} · weights {sizes} · seed {solver_settings.seed}"
+        )
         stream = solver.stream(
             problem,
             expected=options.expected,
@@ -233,13 +210,14 @@ def solve(output: Output, /, **values: Any) -> int:
     return 0 if solution.answer is not None else EXIT_NO_ANSWER
 
 
-def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
+def read_problem(given: ProblemOptions) -> str:
     """The problem from the command line, from a file, or from stdin (``-``).
 
     Raises:
         UsageError: no problem, two of them, or an unknown encoding.
         InputError: the problem cannot be read.
     """
+    text, file = given.problem, given.file
     if (text is None) == (file is None):
         raise UsageError(
             "usage",
@@ -259,7 +237,7 @@ def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
         raise InputError(
             "problem-unreadable", f"{name} cannot be read: {error.strerror}.", path=name
         ) from error
-    return decoded(data, encoding, name)
+    return decoded(data, given.encoding, name)
 
 
 def check_outputs(options: SolveOptions) -> None:
@@ -272,7 +250,7 @@ def check_outputs(options: SolveOptions) -> None:
     refuse_unwritable("--html", options.html)
     outputs = {"--trace": options.trace, "--html": options.html}
     config_path = click.get_current_context().meta.get(CONFIG_PATH)
-    refuse_overwriting(outputs, [options.file, config_path])
+    refuse_overwriting(outputs, [options.source.file, config_path])
     if not options.force and str(options.trace) != "off":
         refuse_existing("--trace", options.trace)
 
@@ -508,7 +486,7 @@ def no_answer(solution: Solution) -> str:
     reasons = {
         "exhausted": ("search exhausted", "another --seed, or a wider search (--set width=N)"),
         "cut": ("paths cut at a limit of paths", "a larger --path-tokens, or --max-depth"),
-        "max_expansions": ("limit of expansions reached", "a larger --max-expansions"),
+        "max_expansions": ("limit of expansions reached", "a larger max_expansions"),
         "max_tokens": ("limit of tokens reached", "a larger --max-tokens"),
         "timeout": ("time up", "a larger --timeout"),
     }

@@ -11,16 +11,17 @@ from typing import Any, Literal
 import click
 
 from arbor.cli.command import Command, Group, Integer, option
-from arbor.cli.option_records import read_options
 from arbor.cli.options import EXIT_GATE, TRACE_PATH, output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import STDOUT, refuse_overwriting, refuse_unwritable
+from arbor.cli.record_options import options_of, read_options
 from arbor.cli.solve import numbers_line
 from arbor.errors import TraceError, UsageError
 from arbor.events import EVENTS, Event
 from arbor.registry import PARTS, part
 from arbor.run.config import config_text
 from arbor.support.atomic_write import write_atomically
+from arbor.support.setting import setting
 from arbor.support.texts import clipped, one_line
 from arbor.trace import Replay, Trace, read_trace
 from arbor.trace.diff import Difference, TraceDiff, diff_traces
@@ -47,18 +48,37 @@ class Format(click.Choice[str]):
 class ConvertOptions:
     """Options of ``arbor trace convert``, named as on the command line."""
 
+    HEADING = "Conversion"
+
     file: Path
-    format: str
-    output: Path | None
+    format: str = setting(
+        "perfetto",
+        "A timeline, or spans of OpenTelemetry.",
+        shown="short",
+        kind=Format(PARTS["format"]),
+    )
+    output: Path | None = setting(
+        None, "The file; default: stdout.", shown="short", metavar="PATH", also=("-o",)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepairOptions:
     """Options of ``arbor trace repair``, named as on the command line."""
 
+    HEADING = "Repair"
+
     file: Path
-    output: Path | None
-    trace_text: Literal["full", "none"]
+    output: Path | None = setting(
+        None,
+        "The copy; default: NAME.repaired.arbor.jsonl in the folder of the trace.",
+        shown="short",
+        metavar="PATH",
+        also=("-o",),
+    )
+    trace_text: Literal["full", "none"] = setting(
+        "full", "none omits the text of problem, thoughts and answer.", shown="short"
+    )
 
 
 @click.group(cls=Group)
@@ -253,23 +273,7 @@ def _short(value: Any) -> str:
 
 @trace.command(cls=Command)
 @_file
-@option(
-    "--format",
-    type=Format(PARTS["format"]),
-    default="perfetto",
-    heading="Conversion",
-    common=True,
-    help="A timeline, or spans of OpenTelemetry.",
-)
-@option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    heading="Conversion",
-    common=True,
-    help="The file; default: stdout.",
-)
+@options_of(ConvertOptions)
 @output_options
 @click.pass_obj
 def convert(output: Output, /, **values: Any) -> int:
@@ -334,23 +338,7 @@ def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
 
 @trace.command(cls=Command)
 @_file
-@option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    heading="Repair",
-    common=True,
-    help="The copy; default: NAME.repaired.arbor.jsonl in the folder of the trace.",
-)
-@option(
-    "--trace-text",
-    type=click.Choice(["full", "none"]),
-    default="full",
-    heading="Repair",
-    common=True,
-    help="none omits the text of problem, thoughts and answer.",
-)
+@options_of(RepairOptions)
 @output_options
 @click.pass_obj
 def repair(output: Output, /, **values: Any) -> int:
@@ -498,9 +486,9 @@ def print_diff(output: Output, found: TraceDiff, paths: tuple[Path, Path]) -> No
         output.print(
             f"words     {LEFT_OUT} of {without}: lengths of blocks are compared, not texts"
         )
-    for setting in found.settings:
-        first, second = (_setting(value) for value in (setting.first, setting.second))
-        output.print(f"setting   {one_line(setting.name)}: {first} | {second}")
+    for each in found.settings:
+        first, second = (_setting(value) for value in (each.first, each.second))
+        output.print(f"setting   {one_line(each.name)}: {first} | {second}")
     if found.same_tree:
         output.print(f"tree      the same, block by block{'' if words else ', by length'}")
     else:

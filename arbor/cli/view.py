@@ -11,12 +11,13 @@ from typing import Any
 
 import click
 
-from arbor.cli.command import Command, Integer, option
-from arbor.cli.option_records import read_options
+from arbor.cli.command import Command
 from arbor.cli.options import TRACE_PATH, output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import STDOUT, refuse_overwriting, refuse_unwritable
+from arbor.cli.record_options import options_of, read_options
 from arbor.errors import UsageError
+from arbor.support.setting import setting
 
 SUFFIXES = (".gz", ".jsonl", ".arbor")
 PAGE = "index.html"  # of an evaluation's folder
@@ -28,42 +29,34 @@ PIPED_WIDTH = 120  # columns where stdout is not a terminal
 class ViewOptions:
     """Options of ``arbor view``, named as on the command line."""
 
+    HEADING = "Page"
+
     traces: tuple[Path, ...]
-    output: Path | None
-    open: bool
-    samples: bool
-    term: bool
-    event: int | None
+    output: Path | None = setting(
+        None,
+        "The page; '-' is stdout, the default the trace's name with .html.",
+        shown="short",
+        also=("-o",),
+    )
+    open: bool = setting(False, "Open the page in the browser.", shown="short")
+    samples: bool = setting(
+        False,
+        "Of an evaluation's folder: a page of each sample too, linked from the list.",
+        shown="short",
+    )
+    term: bool = setting(False, "Print the tree instead.", heading="Terminal", shown="short")
+    event: int | None = setting(
+        None,
+        "With --term: the tree after the Nth event, from 0.",
+        heading="Terminal",
+        shown="short",
+        least=0,
+    )
 
 
 @click.command(cls=Command)
 @click.argument("traces", nargs=-1, metavar="TRACE [TRACE2]", type=TRACE_PATH)
-@option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    heading="Page",
-    common=True,
-    help="The page; '-' is stdout, the default the trace's name with .html.",
-)
-@option("--open", is_flag=True, heading="Page", common=True, help="Open the page in the browser.")
-@option(
-    "--samples",
-    is_flag=True,
-    heading="Page",
-    common=True,
-    help="Of an evaluation's folder: a page of each sample too, linked from the list.",
-)
-@option("--term", is_flag=True, heading="Terminal", common=True, help="Print the tree instead.")
-@option(
-    "--event",
-    type=Integer(0),
-    metavar="N",
-    heading="Terminal",
-    common=True,
-    help="With --term: the tree after the Nth event, from 0.",
-)
+@options_of(ViewOptions)
 @output_options
 @click.pass_obj
 def view(output: Output, /, **values: Any) -> int:

@@ -106,7 +106,7 @@ def check_format(form: StepFormat) -> None:
         raise UsageError(
             "extra-missing",
             "a step format needs xgrammar, which is not installed.",
-            "pip install 'arbor-search[structured]', or leave --step-format out.",
+            "pip install 'arbor-search[structured]', or leave step_format out.",
         ) from error
     try:
         _grammar_of(form, xgrammar)

@@ -14,7 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from arbor.engine.mode_names import ModeSettings
+from arbor.errors import UsageError
 from arbor.events import Event, Listener
+from arbor.feature import hook
+from arbor.support.setting import setting
 from arbor.tree import Node, ThoughtTree
 
 if TYPE_CHECKING:
@@ -146,3 +150,60 @@ class BranchHook(Protocol):
     def watch(self, branches: Sequence[Branch]) -> Watch:
         """A watch over these, at least two."""
         ...
+
+
+def hook_for(name: str, value: object) -> Any:
+    """What takes part in the engine's work for a setting.
+
+    Args:
+        name: of the setting.
+        value: that was asked for, for the message.
+
+    Raises:
+        UsageError: the folder that has it was taken out.
+    """
+    found = hook(name)
+    if found is None:
+        raise UsageError(
+            name.replace("_", "-"),
+            f"{name}={value}: this copy of arbor lacks the folder of arbor/papers that does it.",
+            "Leave the setting out, or install arbor-search whole.",
+        )
+    return found
+
+
+def _branch_stop(given: object) -> BranchHook:
+    found: BranchHook = hook_for("branch_stop", given)(given)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchStopSettings(ModeSettings):
+    """Whether branches of one leaf end others early.
+
+    Attributes:
+        branch_stop: a `BranchHook` or its text, by which blocks of one expansion end early where
+            one of them is confident (docs/papers/rksc.md); None: never.
+    """
+
+    branch_stop: BranchHook | None = setting(
+        None,
+        "End branches early where one is confident: all, or the others.",
+        metavar="WHICH",
+        shown="set",
+        read=_branch_stop,
+    )
+
+    def check_branch_stop(self) -> None:
+        """Refuses the rule in lossy mode.
+
+        Raises:
+            UsageError: these settings contradict each other.
+        """
+        if self.branch_stop is not None and self.mode == "lossy":
+            raise UsageError(
+                "branch-stop",
+                "branches are compared at the same length, and in lossy mode not all of them decode "
+                "together.",
+                "Use branch_stop in lossless mode.",
+            )

@@ -1,4 +1,4 @@
-"""PackedStore: KV in host memory in 8, 4 or 2 bits; lossy."""
+"""PackedStore: KV in host memory in 8 or 4 bits; lossy."""
 
 from __future__ import annotations
 

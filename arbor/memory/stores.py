@@ -170,7 +170,7 @@ class DiskStore:
             raise UsageError(
                 "disk-store",
                 f"no KV can be written to {place}: {error.strerror}.",
-                "Choose another folder with --disk-dir.",
+                "Choose another folder with disk_dir.",
             ) from error
         self._closed = weakref.finalize(self, os.close, self._file)
 

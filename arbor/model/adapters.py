@@ -30,7 +30,7 @@ def check_adapter(adapter: str) -> None:
         if not (folder / CONFIG).is_file():
             raise UsageError(
                 "adapter",
-                f"--adapter {adapter}: no {CONFIG} there.",
+                f"adapter={adapter}: no {CONFIG} there.",
                 "Name the directory that peft wrote, or a Hub id, as in OWNER/ADAPTER.",
                 adapter=adapter,
             )
@@ -46,7 +46,9 @@ def check_adapter(adapter: str) -> None:
 
     if find_spec("peft") is None:
         raise UsageError(
-            "extra-missing", "--adapter needs peft.", "pip install 'arbor-search[adapters]'"
+            "extra-missing",
+            "the setting adapter needs peft.",
+            "pip install 'arbor-search[adapters]'",
         )
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from arbor.errors import ModelError, UsageError
 from arbor.model.description_cache import kept_description
 from arbor.model.files import Description, Files
 from arbor.model.loading import ModelLocation, locate_model, revision_error, settled_dtype
 from arbor.model.model_info import ModelInfo
-from arbor.model.names import INT8, check_device, check_kv_dtype, check_weights
+from arbor.model.names import INT8, check_device, check_dtype, check_int8_weights
 from arbor.model.placement import (
     FLASHINFER,
     INVARIANT,
@@ -28,6 +28,7 @@ from arbor.model.placement import (
     runs_native,
 )
 from arbor.support.garbage import no_collection
+from arbor.support.setting import setting
 from arbor.support.stages import stage_of
 
 if TYPE_CHECKING:
@@ -37,60 +38,169 @@ if TYPE_CHECKING:
     from arbor.model.weights import Weights
 
 
+def _model(given: Any) -> Any:
+    """A name or a path, or a ready model."""
+    if isinstance(given, str | os.PathLike) or hasattr(given, "parameters"):
+        return given
+    message = f"model = {given!r:.60}: it must be text, or a ready model."
+    raise UsageError("setting-type", message, setting="model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then
+            `tokenizer` too). `Solver.load` changes a ready model in place: its attention becomes
+            arbor's, and on a CPU the weights of its linear layers are packed. It can then neither
+            generate by itself nor be saved.
+        revision: branch, tag or commit of a model of the Hub; by default its main branch.
+        trust_remote_code: run the Python code in a model's repository; never part of a
+            configuration, so that nobody trusts by accident.
+    """
+
+    HEADING = "Model"
+
+    model: Any = setting(
+        "builtin:sapling",
+        "The built-in model, a directory, or a Hugging Face id.",
+        shown="short",
+        metavar="NAME|DIR",
+        read=_model,
+        recorded="always",
+    )
+    revision: str | None = setting(
+        None,
+        "Branch, tag or commit on the Hub; default: the main branch.",
+        metavar="NAME",
+        recorded="always",
+    )
+    trust_remote_code: bool = setting(
+        False, "Run Python code shipped with the model; only if you have read it.", recorded="never"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(ModelSource):
+    """Which model runs, and how.
+
+    Attributes:
+        tokenizer: for a ready model.
+        adapter: LoRA weights of peft, a directory or a Hub id, merged into the model's when it is
+            loaded; needs ``arbor-search[adapters]``.
+        dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is a GPU; a ready
+            model keeps its own.
+        kv_dtype: ``int8`` keeps K and V in 8 bits, rounded once when a token is written: lossy, and
+            up to nearly four times the tokens in the same bytes (CPU only; docs/cpu.md).
+            ``auto`` is the model's dtype.
+        weights: ``int8`` keeps the weights of linear layers in 8 bits with a scale for each 64,
+            rounded once when the model is loaded: lossy (CPU only; docs/cpu.md). ``auto``
+            keeps them as they are.
+        backend: what computes attention: ``auto``, ``native`` (CPU), ``torch``, ``flashinfer``
+            (CUDA), ``rowwise``, ``invariant`` (CUDA), ``reference``, a plugin. ``auto`` is the
+            native kernels on a CPU and FlashInfer on CUDA, where they are installed and compute
+            the model, else torch; if `deterministic`, ``invariant`` on CUDA, and ``rowwise`` on a
+            CPU without the native kernels.
+        cuda_graphs: on a GPU with FlashInfer, decode steps are captured and replayed where that
+            gives the same logits up to rounding.
+        deterministic: results do not depend on the rest of the batch, to the last bit, or the model
+            is refused (no mixtures of experts). The native kernels of a CPU need no request for
+            that; elsewhere it is slower; see docs/budget.md.
+    """
+
+    HEADING = "Model"
+
+    tokenizer: Any = setting(
+        None, "Of a ready model.", heading="Search", shown="code", recorded="never"
+    )
+    adapter: str | os.PathLike[str] | None = setting(
+        None,
+        "LoRA weights of peft, a directory or Hub id, merged when it loads.",
+        shown="set",
+        metavar="DIR",
+    )
+    dtype: str = setting(
+        "auto",
+        "Data type; auto: that of the weights.",
+        metavar="NAME",
+        read=check_dtype,
+        recorded="always",
+    )
+    kv_dtype: Literal["auto", "int8"] = setting(
+        "auto",
+        "Data type of the KV; int8: 8 bits with scales, lossy, CPU only; auto: the model's.",
+        shown="set",
+    )
+    weights: Literal["auto", "int8"] = setting(
+        "auto", "Weights of linear layers; int8: 8 bits with scales, lossy, CPU only.", shown="set"
+    )
+    device: str = setting(
+        "auto",
+        "cpu or cuda; auto: cuda where available.",
+        metavar="NAME",
+        read=check_device,
+        recorded="never",
+    )
+    backend: str = setting(
+        "auto",
+        "Attention kernels: auto, native, flashinfer, torch, rowwise, invariant or reference.",
+        metavar="NAME",
+        read=check_backend,
+        recorded="always",
+        names="backend",
+    )
+    cuda_graphs: bool = setting(
+        True, "Capture and replay decode steps (CUDA with FlashInfer).", shown="set"
+    )
+    deterministic: bool = setting(
+        False,
+        "Require bitwise equal results for any batch (no mixture of experts).",
+        heading="Sampling",
+        recorded="always",
+    )
+
+
 class Checkpoint:
     """A model on disk, of the Hub or passed ready, read once for all threads.
 
     Args:
-        model: a name, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too).
-        tokenizer: for a ready model.
-        revision, trust_remote_code, dtype, device, backend, deterministic, cuda_graphs, kv_dtype,
-        weights, adapter: see `Solver`.
+        settings: which model, and how it runs.
 
     Raises:
         UsageError: invalid settings; nothing was read.
         ModelError: the model does not exist.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | Any,
-        tokenizer: Any,
-        *,
-        revision: str | None,
-        trust_remote_code: bool,
-        dtype: str,
-        device: str,
-        backend: str,
-        deterministic: bool,
-        cuda_graphs: bool,
-        kv_dtype: str = "auto",
-        weights: str = "auto",
-        adapter: str | os.PathLike[str] | None = None,
-    ) -> None:
-        self.kv_dtype = check_kv_dtype(kv_dtype)
+    def __init__(self, settings: ModelSettings) -> None:
+        model, device, backend = settings.model, settings.device, settings.backend
+        self.kv_dtype = settings.kv_dtype
         if self.kv_dtype == INT8:
-            check_int8(check_backend(backend), check_device(device))
-        self.weights = check_weights(weights, check_device(device))
+            check_int8(backend, device)
+        self.weights = settings.weights
+        if self.weights == INT8:
+            check_int8_weights(device)
         self._given = None if isinstance(model, str | os.PathLike) else model
-        self._tokenizer = tokenizer
-        self.dtype = dtype
+        self._tokenizer = settings.tokenizer
+        self.dtype = settings.dtype
         self.asked_device = device
         self._device: torch.device | None = None  # resolved late, since that imports torch
         if self._given is not None:
-            self._device = device_of_model(model, dtype, device)
-        elif check_device(device).startswith("cuda"):
+            self._device = device_of_model(model, self.dtype, device)
+        elif device.startswith("cuda"):
             self._device = resolve_device(device)
-        self.deterministic = deterministic
-        self.cuda_graphs = cuda_graphs
-        self.backend = check_backend(backend)
-        if deterministic or backend in (FLASHINFER, INVARIANT, NATIVE):
-            self.backend = resolve_backend(backend, self.device, deterministic)
+        self.deterministic = settings.deterministic
+        self.cuda_graphs = settings.cuda_graphs
+        self.backend = backend
+        if self.deterministic or backend in (FLASHINFER, INVARIANT, NATIVE):
+            self.backend = resolve_backend(backend, self.device, self.deterministic)
+        revision, adapter = settings.revision, settings.adapter
         self.source = (
-            locate_model(model, revision, trust_remote_code, adapter)
+            locate_model(model, revision, settings.trust_remote_code, adapter)
             if self._given is None
             else ModelLocation(getattr(model, "name_or_path", "") or type(model).__name__, "")
         )
-        if self._given is not None and tokenizer is None:
+        if self._given is not None and self._tokenizer is None:
             raise UsageError("tokenizer", "a ready model needs its tokenizer.", "Pass tokenizer=….")
         if self._given is not None and revision is not None:
             raise revision_error(revision, "the model is loaded already")

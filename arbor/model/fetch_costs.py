@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Self
 
 from arbor.errors import UsageError
+from arbor.support.setting import setting
 
 FORM = "host=120+0.5;disk=200+4;key=0.01;forward=1:900,64:3000"
 
@@ -136,3 +137,33 @@ class FetchCosts:
 def _short(number: float) -> str:
     """Four digits that count, without an exponent."""
     return format(Decimal(f"{number:.4g}"), "f")
+
+
+def check_fetch(text: str) -> str:
+    """A way to choose between a copy and a recomputation.
+
+    Raises:
+        UsageError: neither one of the words nor costs.
+    """
+    if text not in ("auto", "always"):
+        FetchCosts.parse(text)
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchSettings:
+    """When KV in a lower tier is copied back.
+
+    Attributes:
+        fetch: ``auto``, where that is faster than computing it, as measured once for this model on
+            this machine; ``always``; or the numbers of a measurement.
+    """
+
+    HEADING = "KV budget"
+
+    fetch: str = setting(
+        "auto",
+        "Copy KV back where that is faster than computing it (auto), or always.",
+        shown="set",
+        read=check_fetch,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,8 @@ from arbor.model.measurement_file import identity_of, read_measurement, write_me
 from arbor.model.plan import ForwardPlan, Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.support.cache_dir import fetch_costs_file
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = "arbor.fetch-costs/1"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of the forwards that are measured
@@ -96,6 +99,19 @@ def _least(work: Callable[[], object], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def chosen_costs(
+    fetch: str, runner: ModelRunner, room: LowerRoom, model: str, backend: str
+) -> FetchCosts | None:
+    """The costs that a setting asks for, see `FetchSettings`; None: what can be fetched is."""
+    if fetch == "always":
+        return None
+    if fetch != "auto":
+        return FetchCosts.parse(fetch)
+    costs = costs_for(runner, room, model, backend)
+    logger.info("costs of fetching and recomputing, in microseconds: %s", costs)
+    return costs
 
 
 def costs_for(runner: ModelRunner, room: LowerRoom, model: str, backend: str) -> FetchCosts:

@@ -1,4 +1,4 @@
-"""--weights int8: the linear layers of a loaded model in 8 bits, and what that changes."""
+"""weights=int8: the linear layers of a loaded model in 8 bits, and what that changes."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def round_weights(
     if native_library() is None:
         raise UsageError(
             "weights",
-            f"--weights {INT8} needs the native kernels: {native_state()}.",
-            "See docs/cpu.md, or leave --weights out.",
+            f"weights={INT8} needs the native kernels: {native_state()}.",
+            "See docs/cpu.md, or leave weights out.",
         )
     if dtype not in NUMBERS:
         raise UsageError(
             "weights",
-            f"--weights {INT8}: no kernels for {dtype}.",
+            f"weights={INT8}: no kernels for {dtype}.",
             f"Add --dtype {' or '.join(NUMBERS)}.",
         )
     if packed_before(model):
@@ -82,8 +82,8 @@ def round_weights(
     if not layers:
         raise UsageError(
             "weights",
-            f"--weights {INT8}: no linear layer of the model is in full precision.",
-            "Leave --weights out.",
+            f"weights={INT8}: no linear layer of the model is in full precision.",
+            "Leave weights out.",
         )
     return WeightRounding(len(layers), before, weight_bytes(model))
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from arbor.errors import UsageError
+from arbor.support.setting import setting
 
 BUCKET = 64  # tokens of shared spans that are judged alike
 NEVER = 0
+KV_PROBE = ("kept", "measure")  # settings that ask for what was measured on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +56,34 @@ class LevelRule:
 
     def __str__(self) -> str:
         return ",".join(map(str, self.least_rows))
+
+
+def check_kv_probe(text: str) -> str:
+    """A way to choose the rule.
+
+    Raises:
+        UsageError: neither one of the words nor a rule.
+    """
+    if text not in (*KV_PROBE, "off"):
+        LevelRule.parse(text)
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelSettings:
+    """Which rule a solver takes.
+
+    Attributes:
+        kv_probe: from how many rows on a shared span is read once for all of them: ``kept``, as
+            was measured for this model on this machine, if it was; ``measure``: now; ``off``: by a
+            fixed rule, as always if `deterministic`; or the numbers of a measurement (``8,4,2``).
+    """
+
+    HEADING = "Model"
+
+    kv_probe: str = setting(
+        "kept",
+        "When rows read a shared span once: as measured before (kept), measure, off, or 8,4,2.",
+        shown="set",
+        read=check_kv_probe,
+    )

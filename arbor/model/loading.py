@@ -460,7 +460,7 @@ def load_model(
             raise ModelError(
                 "adapter-unreadable",
                 f"{source.name}: an adapter is not merged into weights quantized by {method}.",
-                "Name the model that is not quantized, or leave --adapter out.",
+                "Name the model that is not quantized, or leave adapter out.",
                 model=source.name,
             )
         model = merged(model, source.adapter)

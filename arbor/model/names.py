@@ -9,8 +9,6 @@ from arbor.errors import UsageError
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}  # of a number
 DTYPES = tuple(BYTES_OF)
 INT8 = "int8"  # K and V, or weights, in 8 bits
-KV_DTYPES = ("auto", INT8)
-WEIGHTS = ("auto", INT8)
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -25,24 +23,8 @@ def check_device(device: str) -> str:
     return device
 
 
-def check_device_map(device_map: object) -> None:
-    """Refuses a model that is spread over devices.
-
-    Raises:
-        UsageError: names what to use instead.
-    """
-    if device_map is not None:
-        raise UsageError(
-            "device-map",
-            f"device_map={device_map!r:.60} spreads one model over several devices, and arbor runs "
-            "a model on one.",
-            "A model that fits on one device: 'arbor eval --workers N' or arbor.Workers puts a copy "
-            "on each. A larger one: a smaller dtype, quantised weights, or --device cpu.",
-        )
-
-
-def check_dtype(dtype: str) -> None:
-    """Refuses an unknown dtype, and one that no kernel computes in.
+def check_dtype(dtype: str) -> str:
+    """A dtype by name.
 
     Raises:
         UsageError: neither auto nor one of `DTYPES`.
@@ -51,40 +33,7 @@ def check_dtype(dtype: str) -> None:
         raise UsageError(
             "dtype", f"--dtype {dtype} is not supported.", f"Use auto, {', '.join(DTYPES)}."
         )
-
-
-def check_kv_dtype(kv_dtype: str) -> str:
-    """A dtype of the KV by name.
-
-    Raises:
-        UsageError: not one of `KV_DTYPES`.
-    """
-    if kv_dtype not in KV_DTYPES:
-        raise UsageError(
-            "kv-dtype",
-            f"--kv-dtype {kv_dtype} is not supported.",
-            f"Use {' or '.join(KV_DTYPES)}.",
-        )
-    return kv_dtype
-
-
-def check_weights(weights: str, device: str) -> str:
-    """How weights are kept, by name.
-
-    Args:
-        weights: the name.
-        device: by name.
-
-    Raises:
-        UsageError: not one of `WEIGHTS`, or not on this device.
-    """
-    if weights not in WEIGHTS:
-        raise UsageError(
-            "weights", f"--weights {weights} is not supported.", f"Use {' or '.join(WEIGHTS)}."
-        )
-    if weights == INT8:
-        check_int8_weights(device)
-    return weights
+    return dtype
 
 
 def check_int8_weights(device: str) -> None:
@@ -96,6 +45,6 @@ def check_int8_weights(device: str) -> None:
     if device.startswith("cuda"):
         raise UsageError(
             "weights",
-            f"--weights {INT8} runs on a CPU only, and the device is {device}.",
+            f"weights={INT8} runs on a CPU only, and the device is {device}.",
             "Use --device cpu, or a quantised checkpoint (docs/compatibility.md).",
         )

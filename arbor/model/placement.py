@@ -157,13 +157,13 @@ def check_int8(backend: str, device: str) -> None:
     if device.startswith("cuda"):
         raise UsageError(
             "kv-dtype",
-            f"--kv-dtype {INT8} runs on a CPU only, and the device is {device}.",
-            "Use --device cpu, or leave --kv-dtype out.",
+            f"kv_dtype={INT8} runs on a CPU only, and the device is {device}.",
+            "Use --device cpu, or leave kv_dtype out.",
         )
     if backend not in ("auto", *INT8_BACKENDS):
         raise UsageError(
             "kv-dtype",
-            f"--kv-dtype {INT8}: --backend {backend} does not read 8-bit KV.",
+            f"kv_dtype={INT8}: --backend {backend} does not read 8-bit KV.",
             f"Use --backend auto, {', '.join(INT8_BACKENDS[:-1])} or {INT8_BACKENDS[-1]}.",
         )
 

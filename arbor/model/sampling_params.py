@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from arbor.errors import UsageError
+from arbor.support.setting import setting, settings_of
 
 GREEDY_BELOW = 1e-6  # a temperature, or a top_p: no token but the most probable one is left
 
@@ -27,36 +28,33 @@ class Sampling:
             itself.
     """
 
-    temperature: float = 0.7
-    top_p: float = 0.9
-    top_k: int = 0
-    min_p: float = 0.0
-    arithmetic: bool = True
+    HEADING = "Sampling"
+
+    temperature: float = setting(0.7, "0 is greedy; default: the model's.", shown="short", least=0)
+    top_p: float = setting(
+        0.9,
+        "Nucleus sampling; 1 is off, 0 is greedy; default: the model's.",
+        shown="set",
+        least=0,
+        most=1,
+    )
+    top_k: int = setting(
+        0, "Only the N most likely tokens; 0 is off; default: the model's.", shown="set", least=0
+    )
+    min_p: float = setting(
+        0.0,
+        "Only tokens at least this likely, the likeliest counting as 1; 0 is off.",
+        shown="set",
+        least=0,
+        most=1,
+    )
+    arithmetic: bool = setting(True, "Spread siblings over the texts that may follow.", shown="set")
 
     def __post_init__(self) -> None:
-        for name, kind, words in (
-            ("temperature", (int, float), "a number"),
-            ("top_p", (int, float), "a number"),
-            ("top_k", int, "a whole number"),
-            ("min_p", (int, float), "a number"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise UsageError("sampling", f"{name} is {value!r:.40}.", f"It is {words}.")
-        if not isinstance(self.arithmetic, bool):
-            raise UsageError(
-                "sampling", f"arithmetic is {self.arithmetic!r:.40}.", "It is true or false."
-            )
-        if not 0 <= self.temperature < math.inf:
-            raise UsageError(
-                "sampling", f"temperature is {self.temperature}.", "It is 0 or more, and finite."
-            )
-        if not 0 <= self.top_p <= 1:
-            raise UsageError("sampling", f"top_p is {self.top_p}.", "It is from 0 to 1; 1 is off.")
-        if self.top_k < 0:
-            raise UsageError("sampling", f"top_k is {self.top_k}.", "It is 0 (off) or more.")
-        if not 0 <= self.min_p <= 1:
-            raise UsageError("sampling", f"min_p is {self.min_p}.", "It is from 0 to 1; 0 is off.")
+        for name, each in settings_of(Sampling).items():
+            object.__setattr__(self, name, each.checked(getattr(self, name)))
+        if self.temperature == math.inf:
+            raise UsageError("limit", "temperature is inf.", "It is a finite number.")
         if self.temperature and min(self.temperature, self.top_p) < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from arbor.errors import ModelError
-from arbor.model.checkpoint import Checkpoint
+from arbor.model.checkpoint import Checkpoint, ModelSettings
 from arbor.model.files import Files
 from arbor.model.loading import ModelLocation, load_model, weight_files
+from arbor.model.names import check_dtype
 
 # names of a score head in checkpoints: of most architectures, and of GPT-2 for tokens
 HEADS = ("score", "classifier")
@@ -46,15 +47,15 @@ class ScoreCheckpoint(Checkpoint):
         deterministic: bool,
     ) -> None:
         super().__init__(
-            model,
-            None,
-            revision=revision,
-            trust_remote_code=False,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-            deterministic=deterministic,
-            cuda_graphs=False,  # nothing decodes
+            ModelSettings(
+                model=model,
+                revision=revision,
+                dtype=check_dtype(dtype),
+                device=device,
+                backend=backend,
+                deterministic=deterministic,
+                cuda_graphs=False,  # nothing decodes
+            )
         )
         self.tokens: Sequence[int] | None = None
 

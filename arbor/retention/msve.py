@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike
 from arbor.errors import UsageError
 from arbor.retention.base import Floats
 from arbor.support.atomic_write import write_atomically
+from arbor.support.setting import setting
 
 _FORMAT = "arbor.msve/1"
 _LEAST_SPREAD = 0.05  # of a signal in [0, 1]; one that varies less carries almost nothing
@@ -220,3 +222,29 @@ def _sigmoid(x: Floats) -> Floats:
     half = np.tanh(x / 2)
     result: Floats = np.clip((1 + half) / 2, 1e-13, 1 - 1e-13)
     return result
+
+
+def _given(value: MSVE | str | os.PathLike[str]) -> MSVE:
+    return value if isinstance(value, MSVE) else MSVE.parse(str(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MSVESettings:
+    """The block values of a solver.
+
+    Attributes:
+        msve: for the policies that read them: an `MSVE`, its numbers (``2,1,1,-2``), or a file of
+            ``arbor calibrate``; by default the model directory's ``msve.json``, the values that
+            ``arbor calibrate`` kept for this revision of a Hub model, or `MSVE()`.
+    """
+
+    HEADING = "KV budget"
+
+    msve: MSVE | None = setting(
+        None,
+        "Block values written by 'arbor calibrate msve'; default: those of the model.",
+        shown="set",
+        metavar="FILE",
+        read=_given,
+        recorded="always",
+    )

@@ -134,7 +134,7 @@ def plain_decoding(
         "verifier": Exact(),
         "aggregate": Best(),
         "boundary": BlockLimits(tuple(ends), max_tokens, 1, form),
-        "given_sampling": sampling,
+        "sampling": sampling,
         "max_expansions": None,
         "branch_stop": None,
         "verifier_models": {},
@@ -156,4 +156,4 @@ def stepped_search(
     step = min(step_tokens, max_tokens)
     depth = max(STEPS, -(-max_tokens // step))
     task = SteppedText(tuple(ends), max_tokens=step, max_depth=depth, path_tokens=max_tokens)
-    return {"task": task, "boundary": task.boundary, "given_sampling": sampling}
+    return {"task": task, "boundary": task.boundary, "sampling": sampling}

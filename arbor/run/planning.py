@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arbor.budget import Budget, Footprint, Plan
 from arbor.controllers.base import Controller
@@ -23,7 +23,6 @@ from arbor.run.plugin_answers import (
     unchecked,
 )
 from arbor.run.question_turn import QuestionTurn, in_conversation, question_turn
-from arbor.run.setup import Setup
 from arbor.support.texts import one_line, refuse_surrogates
 from arbor.tasks.base import (
     BlockLimits,
@@ -37,6 +36,9 @@ from arbor.tasks.base import (
 )
 from arbor.verifiers.base import ChecksQuestions, Encoder, PlansQuestions, SearchShape, parts_of
 from arbor.verifiers.self_eval import asked_tokens
+
+if TYPE_CHECKING:
+    from arbor.run.setup import Setup
 
 
 def parse_problem(task: Task, problem: str | Problem) -> Problem:
@@ -201,9 +203,9 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     if shape.staging_tokens and host < shape.path_tokens:
         raise UsageError(
             "staging",
-            f"--host has room for {host:,} tokens, and the longest path may have "
-            f"{shape.path_tokens:,}: with --staging all of it may be there.",
-            f"Give --host {shape.path_tokens}tok or more.",
+            f"host has room for {host:,} tokens, and the longest path may have "
+            f"{shape.path_tokens:,}: with staging all of it may be there.",
+            f"Give host={shape.path_tokens}tok or more.",
         )
     if not setup.policy.keeps_all:
         plan = budget.plan(shape, info.kv_bytes_per_token)
@@ -312,7 +314,7 @@ def check_proposals(task: Task, controller: Controller, boundary: BlockLimits) -
         raise UsageError(
             "generate",
             "a step format holds for thoughts that are sampled, and the search proposes them.",
-            "Leave out --step-format, or use generate=sample.",
+            "Leave out step_format, or use generate=sample.",
         )
 
 

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
-from typing import Any, Self, TypedDict, get_args
+from dataclasses import dataclass
+from typing import Any, Self, TypedDict
 
 from arbor.budget import Budget
 from arbor.errors import UsageError, did_you_mean
 from arbor.events import Detail
 from arbor.retention.future_reads import FutureReads
-from arbor.run.limits import (
-    First,
-    RunLimits,
-    check_confidence,
-    check_count,
-    check_first,
-    check_seed,
-    check_timeout,
-)
+from arbor.run.limits import First, RunLimits
+from arbor.support.setting import setting, settings_of
 from arbor.support.texts import clipped, refuse_surrogates
 from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter
@@ -39,22 +32,38 @@ class Options(TypedDict, total=False):
     recorded: str | os.PathLike[str] | FutureReads | None
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+@dataclass(frozen=True, kw_only=True)
+class TraceDetail:
+    """How much of decoding a trace holds.
+
+    Attributes:
+        trace_level: one event for many steps (``events``), one for each step (``steps``), and the
+            tokens of each step as well (``tokens``).
+    """
+
+    HEADING = "Output"
+
+    trace_level: Detail = setting(
+        "events",
+        "Detail of decoding: a line for many steps (events), each step (steps), and its tokens (tokens).",
+        shown="set",
+    )
+
+
+def _key(expected: str) -> str:
+    """An answer key that is a text of whole characters."""
+    refuse_surrogates(expected, "the answer key")
+    return expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(RunLimits, TraceDetail):
     """What one run asks for.
 
     Attributes:
         expected: the answer key, where the task has none of its own; adds `correct`.
         budget, seed: instead of the solver's.
-        timeout: wall seconds; then the best so far is the answer.
-        max_tokens: tokens of closed blocks; then the best so far is the answer.
-        first: end at the first finished path with an answer (``answer``), or at the first of those
-            that the verifier values at 0.5 or more (``verified``).
-        confidence: in (0, 1]; end once the confidence in the best answer reaches it: its score, or
-            under a voting aggregate the probability that it stays ahead.
         trace: where to write the trace (``.arbor.jsonl`` or ``.gz``), or a writer.
-        trace_level: detail of decoding in events: one event for many steps (``events``), one for
-            each step (``steps``), and the tokens of each step as well (``tokens``).
         recorded: the trace of an earlier run of the same search, or its reads; for policies that
             need them (`belady`).
 
@@ -63,16 +72,19 @@ class Request:
         InputError: `expected` has half of a character.
     """
 
-    expected: str | None = None
-    budget: float | str | Budget | None = None
-    seed: int | None = None
-    timeout: float | None = None
-    max_tokens: int | None = None
-    first: First | None = None
-    confidence: float | None = None
-    trace: str | os.PathLike[str] | TraceWriter | None = None
-    trace_level: Detail = "events"
-    recorded: str | os.PathLike[str] | FutureReads | None = None
+    expected: str | None = setting(
+        None,
+        "Answer key; adds 'correct' to the result.",
+        heading="Problem",
+        metavar="ANSWER",
+        read=_key,
+    )
+    budget: float | str | Budget | None = setting(
+        None, "Instead of the solver's.", read=Budget.parse
+    )
+    seed: int | None = setting(None, "Instead of the solver's.", least=0)
+    trace: str | os.PathLike[str] | TraceWriter | None = setting(None, "Where to write the trace.")
+    recorded: str | os.PathLike[str] | FutureReads | None = setting(None, "An earlier run.")
 
     @classmethod
     def of(cls, options: Options) -> Self:
@@ -81,7 +93,7 @@ class Request:
         Raises:
             UsageError: an unknown one, such as a setting of a solver.
         """
-        known = [each.name for each in fields(cls)]
+        known = list(settings_of(cls))
         for name in options:
             if name not in known:
                 guess = did_you_mean(name, known, likeness=0.75)  # or it is one of the solver's
@@ -93,39 +105,12 @@ class Request:
                     setting=name,
                     known=known,
                 )
-        return cls(**options)
+        given: dict[str, Any] = {**options}
+        return cls(**given)
 
     def __post_init__(self) -> None:
-        if self.expected is not None:
-            if not isinstance(self.expected, str):
-                raise UsageError(
-                    "problem-type",
-                    f"expected={self.expected!r:.60}: the answer key is a text.",
-                    "As in expected='24'.",
-                )
-            refuse_surrogates(self.expected, "the answer key")
-        if self.budget is not None:
-            Budget.parse(self.budget)
-        checked = {
-            "seed": None if self.seed is None else check_seed(self.seed),
-            "timeout": check_timeout(self.timeout),
-            "max_tokens": check_count("max_tokens", self.max_tokens),
-            "first": check_first(self.first),
-            "confidence": check_confidence(self.confidence),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if self.trace_level not in get_args(Detail):
-            known = ", ".join(get_args(Detail))
-            raise UsageError(
-                "trace-level", f"unknown trace level '{self.trace_level}'.", f"Known: {known}."
-            )
-
-    @property
-    def limits(self) -> dict[str, Any]:
-        """The limits given, by name; needed to repeat a run, though not solver settings."""
-        given = {name: getattr(self, name) for name in RunLimits.__annotations__}
-        return {name: limit for name, limit in given.items() if limit is not None}
+        for name, each in settings_of(Request).items():
+            object.__setattr__(self, name, each.checked(getattr(self, name)))
 
     def writer(self) -> TraceWriter | None:
         """The writer of the trace; None if no trace is asked for.

@@ -293,7 +293,7 @@ class Run:
                 setup.verifier,
                 Growth(
                     self.seed,
-                    setup.sampling,
+                    setup.resolved_sampling,
                     StopRule(words, boundary, eos),
                     None if form is None else Grammar(form, boundary.stop, words, eos),
                     setup.branch_stop,

@@ -1,318 +1,283 @@
-"""Settings of a solver, checked and resolved before anything loads."""
+"""Settings: the one configuration of a solver, from the settings that each feature declares."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Self
 
-from arbor import components
-from arbor.engine.hooks import BranchHook
-from arbor.engine.mode_names import SIMILAR, Mode, Rehydrate, Share
-from arbor.errors import UsageError, unknown_setting
-from arbor.feature import hook
-from arbor.model.fetch_costs import FetchCosts
-from arbor.model.level_rule import LevelRule
-from arbor.model.loading import ModelLocation
+from arbor import components, registry
+from arbor.aggregate.base import Aggregate
+from arbor.budget import Budget
+from arbor.controllers.base import Controller
+from arbor.engine.hooks import BranchStopSettings
+from arbor.engine.mode_names import default_policy, have_own_budgets
+from arbor.errors import UsageError
+from arbor.events import Listener
+from arbor.model.fetch_costs import FetchSettings
+from arbor.model.level_rule import LevelSettings
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import CalibratedScorer
-from arbor.retention.msve import MSVE
+from arbor.retention.msve import MSVESettings
 from arbor.retention.policy import Policy
-from arbor.run.limits import (
-    check_count,
-    check_rehydration,
-    check_sharing,
-    check_staging,
-    check_tiers,
-)
-from arbor.run.plugin_answers import unchecked
-from arbor.run.tier_sizes import TierSizes
-from arbor.support.cache_dir import msve_file
-from arbor.tasks.base import BlockLimits, Task
-from arbor.tasks.step_format import StepFormat
-from arbor.tasks.worded import Worded
-from arbor.verifiers.base import TakesCalibration, Verifier, parts_of
-from arbor.verifiers.exact import Exact
+from arbor.run.boundary import BoundarySettings
+from arbor.run.breadth import with_breadth
+from arbor.run.component_checks import resolve_component
+from arbor.run.keep_kv import KeepKVSettings
+from arbor.run.limits import check_destroying, check_granularity, check_packing
+from arbor.run.recording import MOST_BYTES
+from arbor.run.tier_sizes import TierSettings
+from arbor.support.setting import checked_values, refuse_unknown, setting, settings_of
+from arbor.tasks.base import Task
+from arbor.verifiers.base import Verifier
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-# settings of a solver that are texts, and those that are true or false
-TEXTS = (
-    "model",
-    "revision",
-    "adapter",
-    "mode",
-    "rehydrate",
-    "share",
-    "fetch",
-    "disk_dir",
-    "keep_kv",
-    "kv_probe",
-    "branch_stop",
-    "msve",
-    "dtype",
-    "kv_dtype",
-    "weights",
-    "device",
-    "backend",
-)
-KV_PROBE = ("kept", "measure", "off")  # or the numbers of a measurement
-FETCH = ("auto", "always")  # or the numbers of a measurement
-SWITCHES = ("deterministic", "cuda_graphs", "debug")
+CONCURRENCY = 8  # searches in progress at a time by default: docs/experiments/server.md
 
 
-def resolve_msve(given: MSVE | str | os.PathLike[str] | None, source: ModelLocation) -> MSVE:
-    """The block values given, or those fitted to the model, or the defaults.
+def _component(kind: str, protocol: type[Any]) -> Any:
+    return partial(resolve_component, kind, protocol=protocol)
 
-    Fitted values lie in the model's directory, or in the cache directory for a model of the Hub.
-    """
-    if isinstance(given, MSVE):
+
+def _sampling(given: Sampling | Mapping[str, Any]) -> Sampling | Mapping[str, Any]:
+    """Sampling, or some of its settings; those of the model are not known yet."""
+    if isinstance(given, Sampling):
         return given
-    if given is not None:
-        return MSVE.parse(os.fspath(given))
-    if not source.path:  # a ready model
-        return MSVE()
-    folder = Path(source.place)
-    fitted = folder / "msve.json"
-    if not folder.is_dir():
-        fitted = msve_file(source.place, source.revision)
-    return MSVE.load(fitted) if fitted.is_file() else MSVE()
+    if not isinstance(given, Mapping):
+        message = f"sampling = {given!r:.60}: it must be a table of settings."
+        raise UsageError("setting-type", message, setting="sampling")
+    sampling_with(given)
+    return given
 
 
-def check_calibration(policy: Policy) -> None:
-    """Read the file of a calibrated scorer, before anything loads.
-
-    Raises:
-        UsageError: the file cannot be read, or holds something else.
-    """
-    if isinstance(policy.scorer, CalibratedScorer):
-        policy.scorer.check_file()
-
-
-def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> Verifier:
-    """A verifier with the thresholds calibrated for the model and the task, where it takes any.
-
-    They lie in the model's directory, or in the cache directory for a model of the Hub.
-
-    Raises:
-        UsageError: the exact verifier is asked for, and the task has no exact checker.
-    """
-    exact = any(isinstance(part, Exact) for part in parts_of(verifier))
-    if exact and isinstance(own := unchecked(task), Worded) and type(own).value is Worded.value:
-        raise own.no_exact_checker()
-    if not isinstance(verifier, TakesCalibration) or not source.path:
-        return verifier
-    name = str(components.spec_of(task)["name"])
-    return verifier.calibrated(source.place, source.revision, name)
-
-
-def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
-    """Mode and rehydration, checked together.
-
-    Raises:
-        UsageError: unknown, or not possible together.
-    """
-    if mode not in get_args(Mode):
-        raise UsageError("mode", f"unknown mode '{mode}'.", f"Known: {', '.join(get_args(Mode))}.")
-    chosen = rehydrate or ("off" if mode == "lossy" else "selective")
-    if chosen not in get_args(Rehydrate):
-        known = ", ".join(get_args(Rehydrate))
-        raise UsageError("rehydrate", f"unknown rehydration '{chosen}'.", f"Known: {known}.")
-    check_rehydration(mode, chosen)
-    return cast(Mode, mode), cast(Rehydrate, chosen)
-
-
-def resolve_tiers(
-    host: str | int | None,
-    disk: str | int | None,
-    disk_dir: str | os.PathLike[str] | None,
-    rehydrate: str,
-    *,
-    host_bits: int | None = None,
-    staging: str | int | None = None,
-    mode: str = "lossless",
-    kv_dtype: str = "auto",
-) -> TierSizes:
-    """Sizes of the lower tiers, checked together with mode, rehydration and dtype of the KV.
-
-    Raises:
-        UsageError: not a size, nothing ever comes back, or KV may be neither packed nor read in
-            host memory.
-    """
-    sizes = TierSizes.parse(host, disk, disk_dir, host_bits, staging)
-    check_staging(sizes.staging is not None, mode, rehydrate)
-    returns = bool(sizes) and sizes.staging is None  # else it is read where it is
-    check_tiers(returns, rehydrate, host_bits=host_bits, mode=mode, kv_dtype=kv_dtype)
-    return sizes
-
-
-def resolve_share(share: str, threshold: float, mode: str, rehydrate: str | None) -> Share:
-    """A kind of sharing, checked together with its threshold and the mode.
-
-    Raises:
-        UsageError: unknown, or not possible together.
-    """
-    check_sharing(share, mode, rehydrate)
-    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-    if not (number and -1 <= threshold <= 1):
-        raise UsageError(
-            "share", f"share_threshold is {threshold!r}.", "It is a cosine, between -1 and 1."
-        )
-    if share in SIMILAR:
-        hook_for("share", share)
-    return cast(Share, share)
-
-
-def resolve_branch_stop(rule: BranchHook | str | None, mode: str) -> BranchHook | None:
-    """A rule by which branches end early, checked together with the mode.
-
-    Raises:
-        UsageError: an invalid rule, or lossy mode.
-    """
-    if rule is None:
-        return None
-    if mode == "lossy":
-        raise UsageError(
-            "branch-stop",
-            "branches are compared at the same length, and in lossy mode not all of them decode "
-            "together.",
-            "Use --branch-stop in lossless mode.",
-        )
-    parsed: BranchHook = hook_for("branch_stop", str(rule))(rule)
-    return parsed
-
-
-def check_kv_probe(setting: str) -> str:
-    """A setting of the KV probe.
-
-    Raises:
-        UsageError: unknown.
-    """
-    if setting not in KV_PROBE:
-        LevelRule.parse(setting)
-    if setting == "measure":
-        hook_for("kv_probe", setting)
-    return setting
-
-
-def hook_for(setting: str, value: str) -> Any:
-    """What takes part in the engine's work for a setting.
-
-    Raises:
-        UsageError: the folder that has it was taken out.
-    """
-    found = hook(setting)
-    if found is None:
-        raise UsageError(
-            setting.replace("_", "-"),
-            f"{setting}={value}: this copy of arbor lacks the folder of arbor/papers that does it.",
-            "Leave the setting out, or install arbor-search whole.",
-        )
-    return found
-
-
-def check_fetch(setting: str) -> str:
-    """A setting of `Solver.fetch`.
-
-    Raises:
-        UsageError: unknown.
-    """
-    if setting not in FETCH:
-        FetchCosts.parse(setting)
-    return setting
-
-
-def resolve_sampling(settings: Mapping[str, Any], defaults: Sampling | None = None) -> Sampling:
+def sampling_with(given: Mapping[str, Any], usual: Sampling | None = None) -> Sampling:
     """Sampling with some settings changed.
 
     Args:
-        settings: by name.
-        defaults: the other settings.
+        given: by name.
+        usual: the other settings.
 
     Raises:
         UsageError: an unknown setting, or an invalid value.
     """
-    refuse_unknown("sampling", settings, [each.name for each in dataclasses.fields(Sampling)])
-    return dataclasses.replace(defaults or Sampling(), **settings)
+    refuse_unknown("sampling", given, settings_of(Sampling))
+    return Sampling(**{**({} if usual is None else vars(usual)), **given})
 
 
-def refuse_unknown(owner: str, settings: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse an unknown setting.
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """What is searched, by which parts, and how much KV it keeps.
 
-    Raises:
-        UsageError: names it and the closest known one.
+    Attributes:
+        task, controller, verifier: a name, perhaps with settings (``tot,beam=3``), a table
+            (``{"name": "tot", "beam": 3}``), or a ready component.
+        aggregate: what chooses the answer among the finished paths, likewise: ``best`` (the best
+            path's), ``argmax``, ``majority`` or ``weighted``.
+        budget: the part kept of what full retention of the same search holds, in (0, 1], and one
+            expansion in any case; or ``8192tok``, ``6GiB``; ``full``. See docs/budget.md.
+        policy: what blocks off the running paths keep on the device: likewise a name, a table or a
+            ready policy; an allocator alone stands for `Policy(allocator)`. By default ``reentry``,
+            and ``ends`` in lossy mode where nothing comes back.
+        sampling: how tokens are chosen; a mapping changes some of the defaults, which are those of
+            the model's `generation_config.json` if it samples, else those of `Sampling`.
+        max_expansions: leaves grown in all.
+        threads: CPU threads of torch while the solver loads or searches; then torch's number is
+            restored. By default one for models below 50 million parameters, whose threads would
+            mostly wait, unless ``OMP_NUM_THREADS`` is set; torch's own number for a larger one.
+        seed: of every random stream.
+        listeners: functions or `Callback`s, called with every event in order. An exception in one
+            ends the run; `StopSearch` ends the search with its best so far.
+        record_bytes: most bytes of memory in which a solution keeps the packed events of a search
+            without a trace, for `Solution.show`, `replay` and `to_html`; 0 keeps none.
+        debug: poison freed KV with NaN and check every invariant after every change (slow).
     """
-    names = sorted(known)
-    for name in settings:
-        if name not in names:
-            raise unknown_setting(f"{owner} has", name, names)
 
-
-def known_keywords(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a call: an unknown keyword is a `UsageError` that names the closest known one.
-
-    Args:
-        owner: whose settings the keywords are, as in ``the solver``.
-    """
-
-    def decorate(call: Callable[P, R]) -> Callable[P, R]:
-        _, *known = inspect.signature(call).parameters  # after self
-
-        @functools.wraps(call)
-        def checked(*args: P.args, **settings: P.kwargs) -> R:
-            refuse_unknown(owner, settings, known)
-            return call(*args, **settings)
-
-        return checked
-
-    return decorate
-
-
-def check_plain_types(settings: Mapping[str, Any]) -> None:
-    """Refuses values of a configuration that are of another type than their setting.
-
-    Raises:
-        UsageError: names the setting and its type.
-    """
-    for names, kind, wanted in (
-        (TEXTS, str | os.PathLike, "text"),
-        (SWITCHES, bool, "true or false"),
-    ):
-        for name in names:
-            value = settings.get(name)
-            if value is not None and not isinstance(value, kind):
-                raise UsageError(
-                    "setting-type", f"{name} = {value}: it must be {wanted}.", setting=name
-                )
-
-
-def resolve_boundary(
-    boundary: BlockLimits,
-    max_depth: int | None,
-    step_tokens: int | None,
-    step_format: StepFormat | str | Mapping[str, Any] | None = None,
-    path_tokens: int | None = None,
-) -> BlockLimits:
-    """A task's boundary with other limits; None keeps the task's.
-
-    Raises:
-        UsageError: a limit that is not a whole number of at least 1, or an invalid format.
-        InputError: the file of a format cannot be read.
-    """
-    form = boundary.form if step_format is None else StepFormat.parse(step_format)
-    if form is not None and form is not boundary.form:
-        from arbor.engine.grammar import check_format
-
-        check_format(form)
-    return dataclasses.replace(
-        boundary,
-        max_depth=check_count("max_depth", max_depth) or boundary.max_depth,
-        max_tokens=check_count("step_tokens", step_tokens) or boundary.max_tokens,
-        path_tokens=check_count("path_tokens", path_tokens) or boundary.path_tokens,
-        form=form,
+    task: Task = setting(
+        "game24",
+        "Kind of problem; see 'arbor list tasks'.",
+        shown="short",
+        metavar="NAME",
+        read=_component("task", Task),
+        recorded="always",
+        names="task",
     )
+    controller: Controller = setting(
+        "tot",
+        "Chooses the leaves to grow; see 'arbor list controllers'.",
+        shown="short",
+        metavar="NAME",
+        read=_component("controller", Controller),
+        recorded="always",
+        names="controller",
+    )
+    verifier: Verifier = setting(
+        "self",
+        "Judges thoughts; see 'arbor list verifiers'.",
+        metavar="NAME",
+        read=_component("verifier", Verifier),
+        recorded="always",
+        names="verifier",
+    )
+    aggregate: Aggregate = setting(
+        "best",
+        "Chooses the answer of the finished paths; see 'arbor list aggregates'.",
+        metavar="NAME",
+        read=_component("aggregate", Aggregate),
+        names="aggregate",
+    )
+    budget: Budget = setting(
+        "full",
+        "KV to keep: a part of full retention's (0.25), or a size (8192tok, 6GiB).",
+        heading="KV budget",
+        shown="short",
+        metavar="X",
+        read=Budget.parse,
+        recorded="always",
+    )
+    policy: Policy = setting(
+        None,
+        "Eviction policy (arbor list policies). Default: reentry; lossy: ends.",
+        heading="KV budget",
+        shown="short",
+        metavar="NAME[,KEY=VALUE]",
+        read=_component("policy", Policy),
+        recorded="always",
+        names="policy",
+    )
+    sampling: Sampling | Mapping[str, Any] | None = setting(
+        None,
+        "How tokens are chosen: temperature, top_p, top_k, min_p, arithmetic.",
+        heading="Sampling",
+        shown="code",
+        read=_sampling,
+        recorded="always",
+    )
+    seed: int = setting(
+        0,
+        "Seed of all random streams.",
+        heading="Sampling",
+        shown="short",
+        least=0,
+        recorded="always",
+    )
+    max_expansions: int | None = setting(
+        None, "Most leaves to grow.", heading="Limits", shown="set", least=1, recorded="always"
+    )
+    threads: int | None = setting(
+        None,
+        "CPU threads of torch; default: one for small models.",
+        heading="Limits",
+        shown="set",
+        least=1,
+        recorded="never",
+    )
+    listeners: tuple[Listener, ...] = setting(
+        (), "Called with every event.", shown="code", read=tuple, recorded="never"
+    )
+    record_bytes: int = setting(
+        MOST_BYTES, "Most bytes of kept events.", shown="code", least=0, recorded="never"
+    )
+    debug: bool = setting(False, "Check every invariant.", shown="code", recorded="never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(
+    KeepKVSettings,
+    BranchStopSettings,
+    LevelSettings,
+    FetchSettings,
+    MSVESettings,
+    TierSettings,
+    BoundarySettings,
+    SearchSettings,
+):
+    """Every setting of a solver, checked; `Solver` and the command line take them by name."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The settings that a user gives; the others have their defaults.
+
+        Raises:
+            ArborError: unknown, invalid, or not possible together; nothing was loaded.
+        """
+        given = {**given}
+        known = settings_of(cls)
+        if "task" in given or "controller" in given:
+            task = given["task"] = known["task"].checked(given.get("task", known["task"].default))
+            given["controller"] = with_breadth(
+                given.get("controller", known["controller"].default), task
+            )
+        mode = known["mode"].checked(given.get("mode", known["mode"].default))
+        if given.get("rehydrate") is None:
+            given["rehydrate"] = "off" if mode == "lossy" else "selective"
+        if given.get("policy") is None:
+            given["policy"] = default_policy(mode, given["rehydrate"])
+        settings = cls(**dict(checked_values(cls, "the solver", given)))
+        settings.check_together()
+        # attention that reads host memory shares nothing
+        return replace(settings, share="off") if settings.staged else settings
+
+    def check_together(self) -> None:
+        """Refuses settings that contradict each other.
+
+        Raises:
+            UsageError: names them.
+        """
+        self.check_modes()
+        if isinstance(self.policy.scorer, CalibratedScorer):
+            self.policy.scorer.check_file()
+        check_destroying(self.policy, self.mode, str(self.rehydrate))
+        self.check_tiers()
+        check_granularity(self.policy, self.mode, staged=self.staged)
+        check_packing(self.policy, self.host_bits, self.staged)
+        if self.kept_prompts is not None and self.staged:
+            raise UsageError(
+                "staging",
+                "a prompt that is loaded from keep_kv has to fit on the device as a whole.",
+                "Leave out staging, or keep_kv.",
+            )
+        self.check_branch_stop()
+
+    @property
+    def own_budgets(self) -> bool:
+        """Whether each of several searches keeps within its own budget."""
+        return have_own_budgets(self.mode, self.share, staged=self.staged)
+
+    @property
+    def at_once(self) -> int:
+        """Searches in progress at a time by default: one where a result depends on others."""
+        return CONCURRENCY if self.mode == "lossless" or self.own_budgets else 1
+
+    @property
+    def unrecorded(self) -> dict[str, Any]:
+        """Settings that no configuration holds: those of this machine and of this process."""
+        found = {
+            name: getattr(self, name)
+            for name, each in settings_of(Settings).items()
+            if each.about.recorded == "never"
+        }
+        return {
+            name: Path(value).absolute() if name in ("disk_dir", "keep_kv") and value else value
+            for name, value in found.items()
+        }
+
+
+def recorded(settings: Settings) -> dict[str, Any]:
+    """Settings as JSON has them; `Settings.of` reads them back.
+
+    Those of the machine are left out, and those that are recorded only where they differ from their
+    default.
+    """
+    found: dict[str, Any] = {}
+    for name, each in settings_of(Settings).items():
+        value = getattr(settings, name)
+        usual = each.about.recorded == "if_set" and value == each.checked(each.default)
+        if each.about.recorded == "never" or usual:
+            continue
+        if each.about.names in registry.KINDS:
+            found[name] = components.spec_of(value)
+        else:
+            plain = value is None or isinstance(value, str | int | float)
+            found[name] = value if plain else str(value)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-BITS = (8, 4, 2)  # of a number
+BITS = (8, 4)  # of a number
 GROUP = 32  # tokens that share scales of K per channel; channels that share a scale of V per token
 SCALE_BYTES = 4  # of a group of numbers: its least one and its step, float16
 
@@ -17,8 +17,8 @@ def group_bytes(numbers: int, bits: int) -> int:
     Example:
         A token of 3,072 numbers, 12,288 bytes in float32:
 
-        >>> [group_bytes(3072, bits) / GROUP for bits in (8, 4, 2)]
-        [3459.875, 1923.875, 1155.875]
+        >>> [group_bytes(3072, bits) / GROUP for bits in (8, 4)]
+        [3459.875, 1923.875]
     """
     return GROUP * -(-numbers * bits // 8) + SCALE_BYTES * (numbers + GROUP - 1)
 

@@ -115,7 +115,7 @@ def bits(device: str) -> list[Arm]:
         device: of the model; only a CPU reads 8-bit KV.
     """
     arms = []
-    for host_bits in (8, 4, 2):
+    for host_bits in (8, 4):
         packed = {"mode": "lossy", "rehydrate": "selective", "host": HOST, "host_bits": host_bits}
         name = f"host, {host_bits} bits"
         arms.append(Arm("bits", "tot-bfs", name, 0.25, {**packed, "fetch": "always"}))

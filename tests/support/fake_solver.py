@@ -14,7 +14,7 @@ from support.fake_run import fake_run
 
 from arbor.aggregate.base import AnswerVotes
 from arbor.budget import Budget, Footprint, Plan
-from arbor.cli.option_records import SolverOptions
+from arbor.cli.record_options import SolverOptions
 from arbor.errors import ArborError, InputError
 from arbor.events import Answered, Ended, Event, Header
 from arbor.metrics import Metrics, MetricsFold
@@ -162,7 +162,7 @@ class FakeStream:
 
 
 class FakeSolver:
-    """A solver with the real one's arguments; words in ``--device`` choose its behaviour."""
+    """A solver with the real one's arguments; words in ``--revision`` choose its behaviour."""
 
     rounding = None
     checkpoint = types.SimpleNamespace(read=lambda: types.SimpleNamespace(tokenizer=()))
@@ -171,7 +171,7 @@ class FakeSolver:
     def __init__(self, model: Any = "builtin:sapling", **settings: Any) -> None:
         self.config = {"model": str(model), **{k: repr(v) for k, v in settings.items()}}
         self.settings = settings
-        self.words = settings["device"].split(",")
+        self.words = (settings["revision"] or "").split(",")
         self._budget = Budget.parse(settings["budget"])
         self.solved: list[str] = []
         SOLVERS.append(self)
@@ -306,7 +306,8 @@ def install_light() -> None:
     def build(
         options: SolverOptions, problem: str | None = None, *, searches: bool = True
     ) -> FakeSolver:
-        return FakeSolver(options.model, device=options.device, budget=options.budget)
+        settings = options.settings
+        return FakeSolver(settings.model, revision=settings.revision, budget=str(settings.budget))
 
     arbor.cli.solve.build_solver = build
     arbor.cli.evaluation.eval.build_solver = build

@@ -9,30 +9,22 @@ from typing import Any
 
 import click
 
-from arbor.cli.option_records import RunOptions, SolverOptions
+from arbor.cli.record_options import SolverOptions, value_of
 from arbor.errors import UsageError
+from arbor.run.limits import RunLimits
+from arbor.support.setting import settings_of
 
-# options that an arm may have of its own; the others are the same for all
-OF_SOLVER = (
-    "verifier",
-    "aggregate",
-    "policy",
-    "mode",
-    "rehydrate",
-    "host",
-    "host_bits",
-    "staging",
-    "disk",
-    "fetch",
-    "max_depth",
-    "path_tokens",
-    "step_tokens",
-    "max_expansions",
-    "temperature",
-    "top_p",
-    "top_k",
+# settings that are the same for all arms, besides those of the model
+SHARED = (
+    "task",
+    "controller",
+    "budget",
+    "seed",
+    "threads",
+    "deterministic",
+    "disk_dir",
+    "max_tokens",
 )
-OF_RUN = ("timeout", "first", "confidence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +34,7 @@ class Arm:
     Attributes:
         label: its name in tables, unique.
         controller: a name, perhaps with settings as ``,KEY=VALUE``.
-        options: those of `OF_SOLVER` and `OF_RUN` that replace the comparison's.
+        options: settings of the solver and limits of a run that replace the comparison's.
         settings: further settings of components, as ``--set`` takes them.
     """
 
@@ -53,21 +45,23 @@ class Arm:
 
     def solver_options(self, shared: SolverOptions) -> SolverOptions:
         """The options of its solver."""
-        own = {name: value for name, value in self.options.items() if name in OF_SOLVER}
-        settings = (*shared.set, *self.settings)
-        return dataclasses.replace(shared, controller=self.controller, set=settings, **own)
+        known = SolverOptions.known()
+        own = {name: value for name, value in self.options.items() if name in known}
+        changed = shared.having(**own, controller=self.controller)
+        return dataclasses.replace(changed, set=(*shared.set, *self.settings))
 
-    def run_options(self, shared: RunOptions, max_tokens: int | None) -> RunOptions:
+    def run_options(self, shared: RunLimits, max_tokens: int | None) -> RunLimits:
         """The limits of its searches."""
-        own = {name: value for name, value in self.options.items() if name in OF_RUN}
+        known = settings_of(RunLimits)
+        own = {name: value for name, value in self.options.items() if name in known}
         return dataclasses.replace(shared, max_tokens=max_tokens, **own)
 
 
 def read_arms(texts: Sequence[str], ctx: click.Context) -> list[Arm]:
     """Arms from ``[LABEL=]CONTROLLER[,KEY=VALUE…][;OPTION=VALUE…]``.
 
-    An OPTION is one of `OF_SOLVER` or `OF_RUN`, or a setting as ``--set`` takes it. An arm without
-    a label is named by its text.
+    An OPTION is a setting of the solver, a limit of a run, or a setting as ``--set`` takes it. An
+    arm without a label is named by its text.
 
     Args:
         texts: one for each arm.
@@ -97,19 +91,23 @@ def _arm(text: str, ctx: click.Context) -> Arm:
         label, controller = text.strip(), name
     if not label.strip() or not controller.strip():
         raise _wrong(text, "it names no controller")
-    known = {each.name: each for each in ctx.command.params}
+    known = SolverOptions.known() | settings_of(RunLimits)
+    others = {each.name for each in ctx.command.params} - {"set"}
     options: dict[str, Any] = {}
     settings = []
     for part in parts:
         key, equals, value = (each.strip() for each in part.partition("="))
-        option = key.removeprefix("--").replace("-", "_")
+        name = key.removeprefix("--").replace("-", "_")
         if not equals or not key or not value:
             raise _wrong(text, f"'{part}' is not OPTION=VALUE")
-        if option in options:
+        if name in options:
             raise _wrong(text, f"it has '{key}' twice")
-        if option in (*OF_SOLVER, *OF_RUN):
-            options[option] = known[option].type_cast_value(ctx, value)
-        elif option in known and option != "set":
+        each = known.get(name)
+        if each is not None and name not in SHARED and each.about.heading != "Model":
+            options[name] = value_of(each, value)
+            if each.about.read is None:  # else it is read when the solver is built
+                each.checked(options[name])
+        elif each is not None or name in others:
             raise _wrong(text, f"'{key}' is the same for all arms")
         else:
             settings.append(part)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from arbor.budget import Budget
-from arbor.cli.build import build_solver, build_task
+from arbor.cli.build import build_solver
 from arbor.cli.command import Command
 from arbor.cli.evaluation.arms import Arm, read_arms
-from arbor.cli.evaluation.compare_options import CompareOptions, compare_options
+from arbor.cli.evaluation.compare_options import CompareOptions
 from arbor.cli.evaluation.compare_report import table_lines, write_comparison
 from arbor.cli.evaluation.eval import (
     Evaluated,
@@ -28,9 +27,10 @@ from arbor.cli.evaluation.eval import (
 )
 from arbor.cli.evaluation.eval_dataset import read_samples
 from arbor.cli.evaluation.eval_options import EvalOptions
-from arbor.cli.option_records import read_options
+from arbor.cli.options import config_option, output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
+from arbor.cli.record_options import options_of, read_options
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import ArborError, BudgetInfeasible, UsageError
 from arbor.measure.evaluation.compare import ArmRuns
@@ -67,7 +67,9 @@ class PlannedRun:
 
 @click.command(cls=Command)
 @click.argument("dataset", shell_complete=complete_dataset)
-@compare_options
+@options_of(CompareOptions, without=("controller", "max_tokens"))
+@config_option
+@output_options
 @click.pass_context
 def compare(ctx: click.Context, /, **values: Any) -> int:
     """Compare controllers on the same problems; the same command with the same --output resumes.
@@ -91,7 +93,7 @@ def compare(ctx: click.Context, /, **values: Any) -> int:
     values |= {"controller": arms[0].controller, "max_tokens": None}
     options = read_options(CompareOptions, values)
     options = dataclasses.replace(options, tokens=tuple(dict.fromkeys(options.tokens)))
-    task = build_task(arms[0].solver_options(options.solver))
+    task = arms[0].solver_options(options.solver).settings.task
     samples = read_samples(options.samples, task, options.on_error == "stop")
     refuse_unwritable("--csv", options.csv)
     for arm in arms:  # before any of them solves a problem
@@ -145,13 +147,13 @@ def matched_budgets(
         BudgetInfeasible: an amount too small for an arm.
     """
     levels: tuple[int | None, ...] = options.tokens or (None,)
-    budget = Budget.parse(options.solver.budget)
+    budget = options.solver.settings.budget
     if budget.unit == "ratio":
         return dict.fromkeys(levels, str(budget))
     if options.concurrency > 1:
         raise UsageError(
             "usage",
-            f"--budget {options.solver.budget} with --concurrency {options.concurrency}: "
+            f"--budget {budget} with --concurrency {options.concurrency}: "
             "the searches in progress would share it.",
             "Leave --concurrency out.",
         )
@@ -176,7 +178,7 @@ def _sizes(
     problems = [sample.problem for sample in samples if sample.problem is not None]
     smallest, size = {}, 1
     for place, arm in enumerate(arms):
-        shared = dataclasses.replace(options.solver, budget="full")
+        shared = options.solver.having(budget="full")
         with build_solver(arm.solver_options(shared), searches=False) as solver:
             if not place:
                 plans = [solver.plan(problem) for problem in problems]
@@ -195,11 +197,12 @@ def plan_runs(
     """Every run of the comparison, the arms next to each other at each seed."""
     planned = []
     for tokens, budget in budgets.items():
-        for seed in range(options.solver.seed, options.solver.seed + options.seeds):
+        first = options.solver.settings.seed
+        for seed in range(first, first + options.seeds):
             for arm in arms:
                 level = "unlimited" if tokens is None else f"{tokens}-tokens"
                 folder = f"{RUNS}/{file_name(arm.label, 'arm')}/{level}-seed-{seed}"
-                shared = dataclasses.replace(options.solver, budget=budget, seed=seed)
+                shared = options.solver.having(budget=budget, seed=seed)
                 run = EvalOptions(
                     samples=options.samples,
                     solver=arm.solver_options(shared),
@@ -242,7 +245,8 @@ def settings_of(options: CompareOptions) -> dict[str, Any]:
     skipped = ("controller", "trust_remote_code", "max_tokens")
     flat: dict[str, Any] = {
         **dataclasses.asdict(options.samples),
-        **dataclasses.asdict(options.solver),
+        **options.solver.given,
+        "set": options.solver.set,
         **options.run.limits,
         **dataclasses.asdict(options.trace_detail),
         **{name: getattr(options, name) for name in ("arm", "tokens", "seeds", "concurrency")},
@@ -277,6 +281,6 @@ def refuse_other_files(path: Path) -> None:
 def resume_command(options: CompareOptions, path: Path) -> str:
     """The command that resumes a comparison."""
     words = ["arbor", "compare", "--config", str(path / SETTINGS), "--output", str(path)]
-    if options.solver.trust_remote_code:
+    if options.solver.settings.trust_remote_code:
         words.append("--trust-remote-code")
     return shlex.join(words)

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import click
 
-from arbor.cli.command import Integer, option, option_group
-from arbor.cli.evaluation.eval_options import (
-    DatasetOptions,
-    dataset_options,
-    on_error_option,
-    sample_trace_options,
-)
-from arbor.cli.option_records import RunOptions, SolverOptions, TraceOptions
-from arbor.cli.options import (
-    config_option,
-    judging_options,
-    loading_options,
-    model_option,
-    other_limit_options,
-    output_options,
-    policy_option,
-    retention_options,
-    sampling_options,
-    task_option,
-)
+from arbor.cli.evaluation.eval_options import SampleOptions
+from arbor.support.setting import setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
+class CompareOptions(SampleOptions):
     """Options of ``arbor compare``, named as on the command line.
 
     Attributes:
@@ -41,92 +22,40 @@ class CompareOptions:
         concurrency: samples in progress at a time.
     """
 
-    samples: DatasetOptions
-    solver: SolverOptions
-    run: RunOptions
-    arm: tuple[str, ...]
-    tokens: tuple[int, ...]
-    seeds: int
-    output: Path | None
-    fresh: bool
-    concurrency: int
-    on_error: Literal["stop", "continue"]
-    csv: Path | None
-    trace: Literal["on", "off"]
-    trace_detail: TraceOptions
+    HEADING = "Comparison"
 
-
-compare_options = option_group(
-    option(
-        "--arm",
-        multiple=True,
+    arm: tuple[str, ...] = setting(
+        (),
+        "[LABEL=]NAME[,KEY=VALUE][;OPTION=VALUE]; repeated, the first is the baseline.",
+        shown="short",
         metavar="ARM",
-        heading="Comparison",
-        common=True,
-        help="[LABEL=]NAME[,KEY=VALUE][;OPTION=VALUE]; repeated, the first is the baseline.",
-    ),
-    option(
-        "--tokens",
-        type=Integer(1),
-        multiple=True,
+    )
+    tokens: tuple[int, ...] = setting(
+        (),
+        "Most generated tokens of each search; repeated for a curve.",
+        shown="short",
         metavar="N",
-        heading="Comparison",
-        common=True,
-        help="Most generated tokens of each search; repeated for a curve.",
-    ),
-    option(
-        "--budget",
-        default="full",
-        metavar="X",
-        heading="Comparison",
-        common=True,
-        help="KV of each search: 300tok, or a part of prompt and --tokens (0.5).",
-    ),
-    option(
-        "--seeds",
-        type=Integer(1),
-        default=1,
-        metavar="N",
-        heading="Comparison",
-        common=True,
-        help="Runs of every arm; the first has --seed.",
-    ),
-    dataset_options,
-    task_option,
-    judging_options,
-    policy_option,
-    retention_options,
-    model_option,
-    loading_options,
-    sampling_options,
-    other_limit_options,
-    option(
-        "-o",
-        "--output",
-        type=click.Path(path_type=Path, file_okay=False),
+        least=1,
+    )
+    seeds: int = setting(1, "Runs of every arm; the first has --seed.", shown="short", least=1)
+    output: Path | None = setting(
+        None,
+        "Folder, new or to resume; default: runs/{time}_compare_{dataset}_{id}.",
+        heading="Output",
+        shown="short",
         metavar="DIR",
+        also=("-o",),
+        kind=click.Path(path_type=Path, file_okay=False),
+    )
+    csv: Path | None = setting(
+        None,
+        "Write the table as CSV too.",
         heading="Output",
-        common=True,
-        help="Folder, new or to resume; default: runs/{time}_compare_{dataset}_{id}.",
-    ),
-    option(
-        "--csv",
-        type=click.Path(path_type=Path, dir_okay=False),
-        metavar="FILE",
+        kind=click.Path(path_type=Path, dir_okay=False),
+    )
+    concurrency: int = setting(
+        1,
+        "Samples in progress at a time; above 1 only with the full budget, which they would share.",
         heading="Output",
-        help="Write the table as CSV too.",
-    ),
-    option("--fresh", is_flag=True, heading="Output", help="Start over in a folder that has runs."),
-    option(
-        "--concurrency",
-        type=Integer(1),
-        default=1,
-        metavar="N",
-        heading="Output",
-        help="Samples in progress at a time; above 1 only with the full budget, which they would share.",
-    ),
-    on_error_option,
-    sample_trace_options,
-    config_option,
-    output_options,
-)
+        least=1,
+    )

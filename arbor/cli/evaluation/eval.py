@@ -19,15 +19,15 @@ from click.shell_completion import CompletionItem
 
 from arbor import registry
 from arbor._version import __version__
-from arbor.cli.build import build_solver, build_task, import_engine, warn_of_misfit
+from arbor.cli.build import build_solver, import_engine, warn_of_misfit
 from arbor.cli.command import Command
 from arbor.cli.evaluation.eval_dataset import STDIN, is_task, name_of, read_samples
-from arbor.cli.evaluation.eval_options import EvalOptions, eval_options
+from arbor.cli.evaluation.eval_options import EvalOptions
 from arbor.cli.evaluation.eval_report import OtherRun, result_lines, write_results
 from arbor.cli.evaluation.eval_run import solve_all
-from arbor.cli.option_records import SolverOptions, read_options
-from arbor.cli.options import EXIT_GATE
+from arbor.cli.options import EXIT_GATE, config_option, output_options, preset_option
 from arbor.cli.output import Output
+from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import ArborError, SearchBug, UsageError
 from arbor.measure.evaluation.folder import (
@@ -41,7 +41,7 @@ from arbor.measure.evaluation.rows import HUB
 from arbor.measure.workers.worker_place import check_workers
 from arbor.model.loading import locate_model
 from arbor.model.model_identity import model_identity
-from arbor.retention.msve import MSVE
+from arbor.run.settings import Settings
 from arbor.tasks.base import Converses, Task, Versioned
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ def complete_dataset(
 
 @click.command("eval", cls=Command)
 @click.argument("dataset", shell_complete=complete_dataset)
-@eval_options
+@preset_option
+@options_of(EvalOptions)
+@config_option
+@output_options
 @click.pass_context
 def eval_(ctx: click.Context, /, **values: Any) -> int:
     """Solve many problems; the same command with the same --output resumes.
@@ -76,7 +79,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
     output = ctx.ensure_object(Output)
     values["task"] = task_of(ctx, values["dataset"], values["task"])
     options = read_options(EvalOptions, values)
-    task = build_task(options.solver)
+    task = options.solver.settings.task
     samples = read_samples(options.samples, task, options.on_error == "stop")
     other = None if options.compare is None else OtherRun.read(options.compare, samples)
     with StopSignals() as signals:
@@ -176,12 +179,12 @@ def described(options: EvalOptions) -> SolverOptions:
         UsageError: settings that mean nothing, or something else, with several engines; or Ray is
             not installed.
     """
-    solver = options.solver
     if options.workers is None:
-        return solver
-    check_workers(solver.share, solver.device)
+        return options.solver
+    settings = options.solver.settings
+    check_workers(settings.share, settings.device)
     registry.part("cluster", "ray").check_installed()
-    return dataclasses.replace(solver, device="auto")
+    return options.solver.having(device="auto")
 
 
 def _finished_folder(options: EvalOptions, request: str, samples: list[Sample]) -> RunFolder | None:
@@ -204,7 +207,7 @@ def request_digest(options: EvalOptions, task: Task) -> str:
     That is the options, the version, plug-ins, and the files of the model's directory that hold
     settings.
     """
-    solver = options.solver
+    solver = options.solver.settings
     folder = Path(locate_model(solver.model, solver.revision, solver.trust_remote_code).path)
     if not folder.is_dir():  # its files may change with the cache
         return ""
@@ -214,7 +217,7 @@ def request_digest(options: EvalOptions, task: Task) -> str:
     facts["arbor"] = __version__
     facts["task"] = versions(task)
     facts["plugins"] = {kind: registry.plugins(kind) for kind in registry.KINDS}
-    facts["msve"] = None if solver.msve is None else str(MSVE.parse(solver.msve))
+    facts["msve"] = str(solver.msve)
     facts[WEIGHTS] = content_of(solver)
     files = [folder / name for name in ("generation_config.json", "msve.json", "exit.json")]
     facts["files"] = [path.read_bytes().hex() for path in files if path.is_file()]
@@ -274,14 +277,14 @@ def run_config(options: EvalOptions, solver: Solver, task: Task) -> dict[str, An
         **versions(task),
         **options.run.limits,
         **solver.config,
-        WEIGHTS: content_of(options.solver),
+        WEIGHTS: content_of(options.solver.settings),
     }
 
 
-def content_of(options: SolverOptions) -> str | None:
+def content_of(settings: Settings) -> str | None:
     """Which weights and settings the models have; None: nothing identifies them."""
     source = locate_model(
-        options.model, options.revision, options.trust_remote_code, options.adapter
+        settings.model, settings.revision, settings.trust_remote_code, settings.adapter
     )
     found = model_identity(source)
     if found is None:
@@ -299,9 +302,10 @@ def absolute_path(dataset: str) -> str:
 def resume_command(options: EvalOptions, path: Path) -> str:
     """The command that resumes a run: its configuration, and flags a configuration cannot hold."""
     words = ["arbor", "eval", "--config", str(path / CONFIG), "--output", str(path)]
-    if options.solver.device != "auto":
-        words += ["--device", options.solver.device]
-    if options.solver.trust_remote_code:
+    settings = options.solver.settings
+    if settings.device != "auto":
+        words += ["--device", settings.device]
+    if settings.trust_remote_code:
         words.append("--trust-remote-code")
     if options.workers is not None:
         words += ["--workers", str(options.workers)]

@@ -8,12 +8,10 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from arbor.cli.build import build_task
-from arbor.cli.evaluation.eval_options import AUTO_CONCURRENCY, EvalOptions
+from arbor.cli.evaluation.eval_options import EvalOptions
 from arbor.cli.output import Output
 from arbor.cli.progress import Progress
 from arbor.cli.signals import StopSignals
-from arbor.engine.mode_names import have_own_budgets
 from arbor.errors import ArborError, ModelError, SearchBug
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import RunFolder
@@ -53,7 +51,9 @@ def solve_all(
     if not waiting:
         return
     where = "" if options.workers is None else f" · workers {options.workers}"
-    output.say(f"loading {options.solver.model} · seed {options.solver.seed}{where}")
+    output.say(
+        f"loading {options.solver.settings.model} · seed {options.solver.settings.seed}{where}"
+    )
     console = None if output.progress == "none" else output.console()
     live, several = output.progress == "live", concurrency(options)
     with Progress(console, live, len(waiting), several) as progress:
@@ -65,15 +65,8 @@ def solve_all(
 
 
 def concurrency(options: EvalOptions) -> int:
-    """Samples in progress at a time, in each engine: as given; ``auto`` is `AUTO_CONCURRENCY`, or 1
-    where a search depends on what is searched next to it (`have_own_budgets`)."""
-    if options.concurrency is not None:
-        return options.concurrency
-    asked = options.solver
-    staged = asked.staging is not None
-    if asked.mode == "lossless" or have_own_budgets(asked.mode, asked.share, staged=staged):
-        return AUTO_CONCURRENCY
-    return 1
+    """Samples in progress at a time, in each engine: as given; ``auto`` is `Settings.at_once`."""
+    return options.concurrency or options.solver.settings.at_once
 
 
 def _rows(
@@ -98,7 +91,7 @@ def _rows(
     readable = [sample for sample in waiting if sample.problem is not None]
     if not readable:
         return
-    task = build_task(options.solver)
+    task = options.solver.settings.task
     found = _outcomes(options, solver, _jobs(options, folder, readable), signals, progress)
     with contextlib.closing(found):
         for outcome in found:
@@ -122,7 +115,7 @@ def _jobs(options: EvalOptions, folder: RunFolder, samples: Sequence[Sample]) ->
     for place, sample in enumerate(samples):
         assert sample.problem is not None, "a job is of a problem"
         trace = folder.trace_path(sample.id) if options.trace == "on" else None
-        own: Options = {**given, "seed": sample_seed(options.solver.seed, sample.id)}
+        own: Options = {**given, "seed": sample_seed(options.solver.settings.seed, sample.id)}
         yield Job(place, sample.problem, own, trace, text)
 
 
@@ -142,7 +135,7 @@ def _outcomes(
         return
     from arbor.measure.workers.workers import Workers
 
-    device = options.solver.device
+    device = options.solver.settings.device
     workers = Workers(solver, options.workers, concurrency=several, device=device)
     with workers, signals.stopping(workers):
         yield from workers.outcomes(jobs, progress.show)
@@ -184,7 +177,7 @@ def _row(
         "id": sample.id,
         "problem": sample.text,
         "expected": sample.expected,
-        "seed": sample_seed(options.solver.seed, sample.id),
+        "seed": sample_seed(options.solver.settings.seed, sample.id),
         **outcome,
         "trace": None if trace is None else trace.relative_to(folder.path).as_posix(),
     }

@@ -32,6 +32,7 @@ from arbor.controllers.base import Controller
 from arbor.errors import ArborError, InputError, UsageError
 from arbor.events import Boundary, Opened
 from arbor.model.sampling_params import Sampling
+from arbor.run.boundary import limited
 from arbor.run.choices import Cost, PathTokens, PlainAnswers
 from arbor.run.component_checks import resolve_component
 from arbor.run.conversation import (
@@ -46,7 +47,6 @@ from arbor.run.limits import check_count
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.request import Options
 from arbor.run.run import Run
-from arbor.run.settings import resolve_boundary
 from arbor.run.shared_engine import SharedEngine
 from arbor.run.solution import Solution
 from arbor.run.text_stream import TextStream, TextToken
@@ -274,7 +274,7 @@ class ArborAPI(ModelAPI):
             ArborError: it cannot be run; an `InputError` where the conversation fills the context.
         """
         chosen = {name: value for name, value in asked.sampling.items() if value is not None}
-        sampling = dataclasses.replace(shared.setup.sampling, **chosen)
+        sampling = dataclasses.replace(shared.setup.resolved_sampling, **chosen)
         options: Options = {"seed": asked.seed}
         if asked.with_logprobs:
             options["trace_level"] = "tokens"
@@ -299,8 +299,8 @@ class ArborAPI(ModelAPI):
             step = search.step_tokens or STEP_TOKENS
             changes = self._parts(shared, search, sampling)
             changes |= stepped_search(asked.ends, most, step, sampling)
-            changes["boundary"] = resolve_boundary(
-                changes["boundary"], search.max_depth, None, path_tokens=search.path_tokens
+            changes["boundary"] = limited(
+                changes["boundary"], search.max_depth, path_tokens=search.path_tokens
             )
         cut = left < asked.max_tokens
         return _Planned(shared.prepare(text, options, **changes), asked, left if cut else None)
@@ -350,11 +350,9 @@ class ArborAPI(ModelAPI):
         usual_task = changes["task"] is setup.task
         boundary = setup.boundary if usual_task else check_boundary(changes["task"])
         return changes | {
-            "boundary": resolve_boundary(
-                boundary, search.max_depth, search.step_tokens, path_tokens=search.path_tokens
-            ),
+            "boundary": limited(boundary, search.max_depth, search.step_tokens, search.path_tokens),
             "max_expansions": search.max_expansions,
-            "given_sampling": sampling,
+            "sampling": sampling,
         }
 
 

@@ -308,7 +308,7 @@ class _Planning:
         changes = search_changes(search, setup, self._settings)
         with _of_the_messages():
             changes["task"] = with_system(changes["task"], system)
-        changes["given_sampling"] = self._sampling()
+        changes["sampling"] = self._sampling()
         options = search_options(search, max_tokens, self._seed, self._settings)
         options["trace_level"] = self._detail
         runs = [self._engine.prepare(problem, options, **changes) for problem in problems]
@@ -366,7 +366,7 @@ class _Planning:
         given = {name: value for name, value in asked.items() if value is not None}
         if given.get("top_k") == -1:  # off, as vLLM has it
             given["top_k"] = 0
-        return dataclasses.replace(self._engine.setup.sampling, **given)
+        return dataclasses.replace(self._engine.setup.resolved_sampling, **given)
 
     def _check_count(self, prompts: int) -> None:
         most = self._settings.max_choices

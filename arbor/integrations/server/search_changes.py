@@ -14,11 +14,11 @@ from arbor.controllers.base import Controller
 from arbor.integrations.server.refusals import Refusal
 from arbor.integrations.server.schema import Component, Search
 from arbor.integrations.server.settings import ServerSettings
+from arbor.run.boundary import limited
 from arbor.run.breadth import with_breadth
 from arbor.run.component_checks import resolve_component
 from arbor.run.plugin_answers import check_boundary, most_blocks
 from arbor.run.request import Options
-from arbor.run.settings import resolve_boundary
 from arbor.run.setup import Setup
 from arbor.tasks.base import Task
 from arbor.verifiers.base import OwnsModel, Verifier, parts_of
@@ -53,7 +53,7 @@ def search_changes(search: Search, setup: Setup, settings: ServerSettings) -> di
     step = _within("step_tokens", search.step_tokens, settings.max_tokens)
     most = _within("max_expansions", search.max_expansions, settings.max_expansions)
     usual = setup.boundary if task is setup.task else check_boundary(task)
-    boundary = resolve_boundary(usual, depth, step, path_tokens=path)
+    boundary = limited(usual, depth, step, path)
     blocks = most_blocks(controller, boundary.max_depth)
     if blocks > settings.max_blocks:
         raise Refusal(

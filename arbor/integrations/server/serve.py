@@ -15,21 +15,13 @@ import click
 
 from arbor.budget import Budget
 from arbor.cli.build import WORDS, build_solver
-from arbor.cli.command import Command, Integer, Number, option, option_group
-from arbor.cli.option_records import SolverOptions, read_options
-from arbor.cli.options import (
-    loading_options,
-    max_expansions_option,
-    output_options,
-    policy_option,
-    retention_options,
-    sampling_options,
-    search_shape_options,
-    threads_option,
-)
+from arbor.cli.command import Command, option
+from arbor.cli.options import output_options, preset_option
 from arbor.cli.output import Output
+from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.cli.signals import ending_at_once
 from arbor.errors import UsageError
+from arbor.support.setting import setting
 from arbor.support.units import human_bytes
 
 if TYPE_CHECKING:
@@ -40,143 +32,60 @@ KEYS_VARIABLE = "ARBOR_API_KEYS"
 AUTO = "auto"  # half of the free memory, at most a context for each request
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
-_options = option_group(
-    option(
-        "--bind",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        heading="Server",
-        common=True,
-        help="Address to listen on; others than this machine's own need --api-keys.",
-    ),
-    option(
-        "--port",
-        type=Integer(0, 65_535),
-        default=8000,
-        metavar="N",
-        heading="Server",
-        common=True,
-        help="Port to listen on; 0 takes a free one.",
-    ),
-    option(
-        "--name",
-        metavar="NAME",
-        heading="Server",
-        help="Name of the model in requests; default: the model's own.",
-    ),
-    option(
-        "--api-keys",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        heading="Server",
-        common=True,
-        help=f"API keys, one a line; also in {KEYS_VARIABLE}, separated by commas.",
-    ),
-    option(
-        "--concurrency",
-        type=Integer(1, 1024),
-        default=8,
-        metavar="N",
-        heading="Server",
-        common=True,
-        help="Requests in progress at a time.",
-    ),
-    option(
-        "--queue",
-        type=Integer(0),
-        default=64,
-        metavar="N",
-        heading="Server",
-        help="Requests that may wait; further ones are refused (429).",
-    ),
-    option(
-        "--budget",
-        default=AUTO,
-        metavar="X",
-        heading="Server",
-        common=True,
-        help="KV of all requests: 6GiB, or 0.25 of full retention; auto: a size.",
-    ),
-    option(
-        "--max-tokens",
-        type=Integer(1),
-        default=1024,
-        metavar="N",
-        heading="Server",
-        help="Most tokens of one choice.",
-    ),
-    option(
-        "--max-search-tokens",
-        type=Integer(1),
-        default=16_384,
-        metavar="N",
-        heading="Server",
-        help="Most tokens that one search generates.",
-    ),
-    option(
-        "--timeout",
-        type=Number(0, min_open=True),
-        default=600.0,
-        metavar="S",
-        heading="Server",
-        help="Most seconds of a request, its wait included.",
-    ),
-    option(
-        "--body-bytes",
-        type=Integer(1),
-        default=2**20,
-        metavar="N",
-        heading="Server",
-        help="Most bytes of a request's body.",
-    ),
-    option(
-        "--drain",
-        type=Number(0),
-        default=10.0,
-        metavar="S",
-        heading="Server",
-        help="Seconds that requests in progress get after Ctrl-C or SIGTERM.",
-    ),
-    option(
-        "--live",
-        is_flag=True,
-        heading="Server",
-        common=True,
-        help="Show searches on a page, with the words of all requests.",
-    ),
-    search_shape_options,
-    max_expansions_option,
-    sampling_options,
-    policy_option,
-    retention_options,
-    loading_options,
-    threads_option,
-    output_options,
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Options of ``arbor serve``, named as on the command line."""
 
+    HEADING = "Server"
+
+    bind: str = setting(
+        "127.0.0.1",
+        "Address to listen on; others than this machine's own need --api-keys.",
+        shown="short",
+        metavar="ADDRESS",
+    )
+    port: int = setting(
+        8000, "Port to listen on; 0 takes a free one.", shown="short", least=0, most=65_535
+    )
+    name: str | None = setting(
+        None, "Name of the model in requests; default: the model's own.", metavar="NAME"
+    )
+    api_keys: Path | None = setting(
+        None, f"API keys, one a line; also in {KEYS_VARIABLE}, separated by commas.", shown="short"
+    )
+    concurrency: int = setting(
+        8, "Requests in progress at a time.", shown="short", least=1, most=1024
+    )
+    queue: int = setting(64, "Requests that may wait; further ones are refused (429).", least=0)
+    max_tokens: int = setting(1024, "Most tokens of one choice.", least=1)
+    max_search_tokens: int = setting(16_384, "Most tokens that one search generates.", least=1)
+    timeout: float = setting(
+        600.0, "Most seconds of a request, its wait included.", metavar="S", least=0, above=True
+    )
+    body_bytes: int = setting(2**20, "Most bytes of a request's body.", least=1)
+    drain: float = setting(
+        10.0, "Seconds that requests in progress get after Ctrl-C or SIGTERM.", metavar="S", least=0
+    )
+    live: bool = setting(
+        False, "Show searches on a page, with the words of all requests.", shown="short"
+    )
     solver: SolverOptions
-    bind: str
-    port: int
-    name: str | None
-    api_keys: Path | None
-    concurrency: int
-    queue: int
-    max_tokens: int
-    max_search_tokens: int
-    timeout: float
-    body_bytes: int
-    drain: float
-    live: bool
 
 
 @click.command(cls=Command)
 @click.argument("model", default="builtin:sapling")
-@_options
+@preset_option
+@options_of(ServeOptions, without=("model", "budget"))
+@option(
+    "--budget",
+    default=AUTO,
+    metavar="X",
+    heading="Server",
+    common=True,
+    help="KV of all requests: 6GiB, or 0.25 of full retention; auto: a size.",
+)
+@output_options
 @click.pass_context
 def serve(ctx: click.Context, /, **values: Any) -> int:
     """Serve MODEL over HTTP in OpenAI's format; searches are an extra field of requests.
@@ -210,7 +119,7 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
             f"Give --api-keys FILE or {KEYS_VARIABLE}, or leave out --bind.",
         )
     settings = ServerSettings(
-        name=options.name or served_name(options.solver.model),
+        name=options.name or served_name(options.solver.settings.model),
         at_once=options.concurrency,
         queue=options.queue,
         max_tokens=options.max_tokens,
@@ -221,7 +130,11 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
         api_keys=keys,
         live=options.live,
         hosts=LOCAL_HOSTS if local else (),
-        **({} if (most := options.solver.max_expansions) is None else {"max_expansions": most}),
+        **(
+            {}
+            if (most := options.solver.settings.max_expansions) is None
+            else {"max_expansions": most}
+        ),
     )
     listening = bound_socket(options.bind, options.port)
     url = url_of(listening)

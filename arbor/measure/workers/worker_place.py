@@ -62,9 +62,9 @@ def check_workers(share: str, device: str) -> None:
     if share in SIMILAR:
         raise UsageError(
             "workers",
-            f"--share {share} reads prompts of earlier problems, so that a result would depend on "
+            f"share={share} reads prompts of earlier problems, so that a result would depend on "
             "which worker had which problem.",
-            "Leave out --workers, or take --share exact.",
+            "Leave out --workers, or take --set share=exact.",
         )
     if device.startswith("cuda:"):
         raise UsageError(

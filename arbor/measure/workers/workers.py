@@ -104,7 +104,7 @@ class Workers:
         else:
             self._solver = solver
         self._device = self._solver.checkpoint.asked_device if device is None else device
-        check_workers(self._solver.share, check_device(self._device))
+        check_workers(self._solver.setup.share, check_device(self._device))
         self._place = number if isinstance(number, WorkerPlace) else WorkerPlace.parse(number)
         self._concurrency = check_count("concurrency", concurrency) or 1
         self._tries = check_count("tries", tries) or 1
@@ -338,7 +338,7 @@ class Workers:
         if path.is_dir() and not str(config["model"]).startswith("builtin:"):
             config["model"] = str(path.absolute())
         # ready ones, since a process does not know the names that were registered in this one
-        config |= {name: getattr(solver, name) for name in PARTS}
+        config |= {name: getattr(solver.setup, name) for name in PARTS}
         threads = _threads(solver, self._place.number)
         unrecorded = unrecorded | {"threads": threads}
         ray_cluster: Callable[..., Cluster] = part("cluster", "ray")
@@ -347,8 +347,8 @@ class Workers:
 
 def _threads(solver: Solver, number: int | None) -> int:
     """CPU threads of each worker: as given, one for a small model, else a part of the cores."""
-    if solver.threads is not None:
-        return solver.threads
+    if solver.setup.threads is not None:
+        return solver.setup.threads
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given):
         return int(given)

@@ -32,7 +32,7 @@ from arbor.support.cache_dir import msve_file
     metavar="FILE",
     heading="Output",
     common=True,
-    help="File for --msve; default: msve.json, or for a Hub model or GGUF file the cache.",
+    help="File for the setting msve; default: msve.json, or for a Hub model or GGUF file the cache.",
 )
 @output_options
 @click.pass_obj

@@ -30,7 +30,7 @@ class Hierarchy(Pooled):
     `HeavyHitters` (attention summed over steps, mean over layers and heads), its interval the
     trigger's `every`, its window `recent`, and its prompt is protected. Which of device and host
     memory holds a token changes nothing that is computed, so that is left to the tiers' own
-    settings (`--host`, `--staging`); which tokens are in few bits (T2) does, and is chosen here.
+    settings (`--host`, `staging`); which tokens are in few bits (T2) does, and is chosen here.
 
     Differs: where the paper destroys `ratio` of what is left at each event, which adds up to much
     more (a token eligible at 20 events of 3 % survives with 54 %), the default bounds the sum. One

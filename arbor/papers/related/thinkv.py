@@ -75,7 +75,7 @@ class ThinKV:
     follows when all keep the least. In a tree, transitions of one depth are one, in whichever
     branches, and what lies nearer to the root is earlier.
     The other half of ThinKV, fewer bits for less important types (R4E4T2), is left out: the bits of
-    a tier are the same for all that lies there (``--host-bits``, `packed` of the policy
+    a tier are the same for all that lies there (``host_bits``, `packed` of the policy
     `hierarchy`).
 
     The paper finds `valleys` as minima of a density of the sparsities of calibration texts. There

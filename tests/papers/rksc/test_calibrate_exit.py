@@ -26,7 +26,7 @@ from arbor.papers.rksc.calibration import (
 from arbor.papers.rksc.cgee import CGEE
 from arbor.papers.rksc.exit_thresholds import ExitThresholds, save_thresholds
 from arbor.papers.rksc.layer_exit import LayerExit
-from arbor.run.settings import resolve_verifier
+from arbor.run.setup import resolve_verifier
 from arbor.tasks.game24 import Game24
 from arbor.verifiers.exact import Exact
 from arbor.verifiers.self_eval import SelfEval
