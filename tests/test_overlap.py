@@ -76,7 +76,7 @@ class FakeEngine:
                 child.state = NodeState.PRUNED
         self.open_operations.clear()
 
-    def compare(self, tree: ThoughtTree) -> None:
+    def other_prompt(self, tree: ThoughtTree, emit: Any) -> None:
         """No earlier prompt is kept."""
 
     def begin_extend(self, node: Node) -> FakeOperation:
@@ -98,7 +98,12 @@ class FakeEngine:
         return operation
 
     def begin_ask(
-        self, nodes: Sequence[Node], questions: Sequence[Sequence[int]], *, counts: bool = True
+        self,
+        nodes: Sequence[Node],
+        questions: Sequence[Sequence[int]],
+        ways: Sequence[Any] = (),
+        *,
+        counts: bool = True,
     ) -> FakeOperation:
         operation = FakeOperation(answers=len(nodes))
         self.open_operations.append(operation)

@@ -20,7 +20,7 @@ from arbor.engine import sampling as sampler
 from arbor.engine.sampling import ArithmeticCode, sample, stream
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import ModelError
-from arbor.kernels.fused.row_sums import row_sums
+from arbor.kernels.fused import row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree

@@ -70,6 +70,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_sampling": ("--rows 2 --vocabularies 1500 --rounds 3 --json FOLDER/out.json",),
     "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --host --csv FOLDER/out.csv",),
     "bench_ratio": ("--n 1 --searches chain --together 2 --host --csv FOLDER/out.csv",),
+    "ratio_bound": ("--search chain --together 2 --csv FOLDER/out.csv",),
     "bench_compressed": (
         "--size 5m --prompt 128 --part 0.5 --rounds 1 --tokens 4 --policies streaming h2o/32 snapkv/heads/32",
     ),
@@ -124,6 +125,7 @@ SLOW: dict[str, tuple[str, ...]] = {
 PRETRAINED: dict[str, tuple[str, ...]] = {
     "bench_budget": ("--n 1 --searches tot-bfs --budgets 0.5",),
     "bench_ratio": ("--n 1 --searches chain --together 1",),
+    "ratio_bound": ("--search chain --together 1",),
     "bench_concurrency": (
         "--only lossy --problems 1 --rounds 1 --at-a-time 1 2",
         "--only trees --problems 1 --deterministic no",

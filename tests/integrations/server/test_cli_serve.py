@@ -15,32 +15,13 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
-from support.option_records import check_fields, check_types
 from support.run_cli import ROOT, Arbor, in_process
 
 from arbor.integrations.server import serving
-from arbor.integrations.server.serve import ServeOptions, serve
+from arbor.integrations.server.serve import serve
 from arbor.model.loading import BUILTIN
 
 EXAMPLES = [line.strip() for line in (serve.help or "").splitlines() if "  arbor serve" in line]
-
-
-def test_its_options_are_those_of_its_record() -> None:
-    given = [
-        "model",
-        "--budget",
-        "5tok",
-        "--timeout",
-        "3",
-        "--api-keys",
-        "keys.txt",
-        "--set",
-        "a=1",
-    ]
-
-    check_fields(serve, ServeOptions, {"budget"})
-    check_types(serve, ServeOptions, given)
-    check_types(serve, ServeOptions, given[:1])
 
 
 @pytest.mark.usefixtures("loaded_once")
