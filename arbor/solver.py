@@ -316,7 +316,7 @@ class Solver:
             rehydrate=setup.rehydrate,
             share=setup.share,
             prompt_hook=self._prompt_hook(runner),
-            msve=setup.msve,
+            scores=setup.msve,
             levels=self._levels(runner, *named),
             lower=room,
             prompts=None if kept is None else kept.files(self.checkpoint),

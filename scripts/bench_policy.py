@@ -45,10 +45,10 @@ from arbor.engine.residency import Residency
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.papers.arborkv.kkt import KKT
+from arbor.papers.arborkv.msve import MSVE
 from arbor.registry import names, resolve
 from arbor.retention.base import NEVER, Blocks, Ints, TokenAllocator, Tokens
 from arbor.retention.block_table import BlockTable
-from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.retention.selection import select, select_all_but, select_by_count
 from arbor.retention.token_statistics import AttentionColumns, TokenStatistics

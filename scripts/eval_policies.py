@@ -44,12 +44,12 @@ from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.measure.statistics import bootstrap
 from arbor.metrics import Unshared
 from arbor.papers.ams.ams import AMS
+from arbor.papers.arborkv.msve import MSVE
 from arbor.papers.arborkv.ratio import Ratio
 from arbor.papers.lazyeviction.lazy_eviction import LazyEviction
 from arbor.papers.related.thinkv import ThinKV
 from arbor.registry import names, resolve
 from arbor.retention.base import Scorer
-from arbor.retention.msve import MSVE
 from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
@@ -271,7 +271,7 @@ def replayed(
     """One replay; at the smallest budget that works where this one does not."""
     ready, msve = variant(policy)
     held, metrics = replay_smallest(
-        record, tokenizer, slots=slots, policy=ready, rehydrate=rehydrate, msve=msve
+        record, tokenizer, slots=slots, policy=ready, rehydrate=rehydrate, scores=msve
     )
     return {
         "recomputed": metrics.tokens_recomputed,

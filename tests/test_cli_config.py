@@ -35,11 +35,11 @@ from arbor.cli.options import COMPLETION
 from arbor.feature import features
 from arbor.model.loading import BUILTIN
 from arbor.papers.arborkv.calibrate import Example
+from arbor.papers.arborkv.msve import MSVE
 from arbor.papers.lazyeviction.calibrate import Recurrence
 from arbor.papers.related.calibrate_queries import CollectedQueries
 from arbor.papers.related.query_means import LayerMeans, QueryMeans
 from arbor.papers.rksc.calibration import Verification
-from arbor.retention.msve import MSVE
 from arbor.tasks.splits import dataset_split_of
 from arbor.trace import TraceWriter
 

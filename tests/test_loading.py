@@ -19,7 +19,7 @@ from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library
 from arbor.model.describe import describe
 from arbor.model.loading import BUILTIN
-from arbor.retention.msve import MSVE
+from arbor.papers.arborkv.msve import MSVE
 
 OLD, NEW = "1" * 40, "2" * 40
 

@@ -66,8 +66,8 @@ from arbor.model.fetch_costs import FetchCosts
 from arbor.model.level_rule import LevelRule
 from arbor.model.plan import Segment
 from arbor.model.runner import ModelRunner
+from arbor.retention.base import BlockScores, ValueScores
 from arbor.retention.future_reads import FutureReads
-from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.tree import Node, ThoughtTree
 
@@ -130,7 +130,7 @@ class Engine:
             of prompts and of siblings; ``prompts``; ``off``, none. In lossy mode ``similar`` and
             ``audit``: those of a prompt and a similar earlier one, as `prompt_hook` says.
         prompt_hook: see `other_prompt`; with these two kinds of sharing, and without them None.
-        msve: block values for policies that read them.
+        scores: of blocks, for the policies that read them.
         source: where tokens come from; by default the model.
         levels: which shared spans are read once for all rows that share them.
         lower: room for KV that has left the device; by default none. With a staging buffer
@@ -158,7 +158,7 @@ class Engine:
         rehydrate: Rehydrate = "selective",
         share: Share = "exact",
         prompt_hook: PromptHook | None = None,
-        msve: MSVE | None = None,
+        scores: BlockScores | None = None,
         source: TokenSource | None = None,
         levels: LevelRule = _ALWAYS,
         lower: LowerRoom = NO_ROOM,
@@ -175,7 +175,7 @@ class Engine:
         assert mode == "lossy" or share not in SIMILAR, "a similar prompt is another one"
         assert (prompt_hook is not None) == (share in SIMILAR), "the kind of sharing is the hook's"
         self._prompt_hook = prompt_hook
-        self.msve = msve or MSVE()
+        self.scores = scores or ValueScores()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
         if policy.by_head:
             assert mode == "lossy" and not lower.staging, "checked by `check_granularity`"
@@ -189,7 +189,7 @@ class Engine:
         self._debug = debug
         if source is None:
             graphs = None if runner.graphs is None else SamplingGraphs(runner.graphs.recorder)
-            self._source: TokenSource = ModelSampler(tokenizer, self.msve.top, graphs)
+            self._source: TokenSource = ModelSampler(tokenizer, self.scores.top, graphs)
         else:
             self._source = CheckedSource(source)
         self.companions: tuple[Companion, ...] = ()
@@ -303,7 +303,7 @@ class Engine:
         residency = Residency(
             state,
             self.policy,
-            self.msve,
+            self.scores,
             rules.paths_lose,
             token_kv=view.token_kv,
             heads=heads,

@@ -18,6 +18,7 @@ from arbor.engine.mode_names import ModeSettings
 from arbor.errors import UsageError
 from arbor.events import Event, Listener
 from arbor.feature import hook
+from arbor.retention.base import BlockScores
 from arbor.support.setting import setting
 from arbor.tree import Node, ThoughtTree
 
@@ -170,6 +171,34 @@ def hook_for(name: str, value: object) -> Any:
             "Leave the setting out, or install arbor-search whole.",
         )
     return found
+
+
+def _scores(given: object) -> BlockScores:
+    values = hook_for("msve", given)
+    found: BlockScores = given if isinstance(given, values) else values.parse(str(given))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreSettings:
+    """The scores of blocks, for the policies that read them.
+
+    Attributes:
+        msve: an `MSVE`, its numbers (``2,1,1,-2``), or a file of ``arbor calibrate msve``; by
+            default the model directory's ``msve.json``, what was calibrated for this revision of a
+            Hub model, or the defaults of `MSVE` (docs/papers/arborkv.md).
+    """
+
+    HEADING = "KV budget"
+
+    msve: BlockScores | None = setting(
+        None,
+        "Block values written by 'arbor calibrate msve'; default: those of the model.",
+        shown="set",
+        metavar="FILE",
+        read=_scores,
+        recorded="always",
+    )
 
 
 def _branch_stop(given: object) -> BranchHook:

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
-from arbor.retention.base import NEVER, Blocks, Tokens
-from arbor.retention.msve import MSVE
+from arbor.retention.base import NEVER, Blocks, BlockScores, Tokens
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.token_kv import NO_KV, PlacedKV, TokenKV
 from arbor.support.growable import grown
@@ -31,7 +30,7 @@ class PolicyView:
     Args:
         state: of the open trees.
         policy: whose protection applies.
-        msve: block values for the policies that read them.
+        scores: of blocks, for the policies that read them.
         token_kv: where the keys and values of tokens are; for policies that ask for them.
     """
 
@@ -39,13 +38,13 @@ class PolicyView:
         self,
         state: ForestState,
         policy: Policy,
-        msve: MSVE,
+        scores: BlockScores,
         token_kv: ShowsKV | None = None,
     ) -> None:
         self._state = state
         self._table = state.table
         self._policy = policy
-        self._msve = msve
+        self._scores = scores
         self._token_kv = token_kv if policy.observation.keys else None
         self._names = np.zeros(0, np.uint64)  # by row; 0 = not made yet
 
@@ -100,7 +99,7 @@ class PolicyView:
             return self._tokens(ids, indices, leaves, places, protect)
 
         def score(blocks: Blocks) -> NDArray[np.float64]:
-            return self._msve.scores(blocks.value, blocks.confidence, blocks.attention)
+            return self._scores.scores(blocks.value, blocks.confidence, blocks.attention)
 
         several = len(self._state.trees) > 1
         decoding = table.open[ids]  # read by every step

@@ -20,9 +20,8 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure, Rehydrated
 from arbor.forest import Forest, by_tree
 from arbor.memory.head_table import HeadMoves
-from arbor.retention.base import NEVER, Blocks, PackingAllocator
+from arbor.retention.base import NEVER, Blocks, BlockScores, PackingAllocator
 from arbor.retention.head_selection import select_by_head
-from arbor.retention.msve import MSVE
 from arbor.retention.ordering import order
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import Selection, checked_scores, select
@@ -54,7 +53,7 @@ class Residency:
     Args:
         state: of the open trees.
         policy: what evictable blocks keep, and which tokens.
-        msve: block values for the policies that read them.
+        scores: of blocks, for the policies that read them.
         paths_lose: when running paths lose tokens.
         token_kv: see `PolicyView`.
         heads: what KV heads hold, if each keeps tokens of its own.
@@ -64,14 +63,14 @@ class Residency:
         self,
         state: ForestState,
         policy: Policy,
-        msve: MSVE,
+        scores: BlockScores,
         paths_lose: PathsLose = "never",
         *,
         token_kv: ShowsKV | None = None,
         heads: HeadSets | None = None,
     ) -> None:
         self._heads = heads
-        self.view = PolicyView(state, policy, msve, token_kv)
+        self.view = PolicyView(state, policy, scores, token_kv)
         self._state = state
         self._memory = state.memory
         self._policy = policy

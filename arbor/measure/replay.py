@@ -29,6 +29,7 @@ from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.token_source import ModelSampler
 from arbor.errors import BudgetInfeasible, TraceError, UsageError
 from arbor.events import Boundary, Ended, Event, Header, Opened, Selected, Verified
+from arbor.feature import hook
 from arbor.kernels.attention.base import AttentionShape
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.metrics import Metrics, MetricsFold
@@ -36,9 +37,8 @@ from arbor.model.attention import LayerSpec
 from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ForwardResult
 from arbor.model.sampling_params import Sampling
-from arbor.retention.base import CalibratedScorer
+from arbor.retention.base import BlockScores, CalibratedScorer
 from arbor.retention.future_reads import FutureReads
-from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.retention.token_kv import PairRotation
 from arbor.run.callbacks import Broadcast
@@ -178,7 +178,7 @@ def replay(
     policy: str | Policy,
     slots: int,
     rehydrate: Rehydrate = "selective",
-    msve: MSVE | None = None,
+    scores: BlockScores | None = None,
     listen: Callable[[Event], None] = lambda event: None,
 ) -> Metrics:
     """Run a recorded search again within a budget of `slots`, in lossless mode.
@@ -189,7 +189,7 @@ def replay(
         policy: a name or a ready policy; ``belady`` reads the recording's future.
         slots: tokens of KV.
         rehydrate: ``selective`` or ``span``.
-        msve: block values for policies that read them; by default those of the recorded run.
+        scores: of blocks, for the policies that read them; by default those of the recorded run.
         listen: called with every event.
 
     Returns:
@@ -209,7 +209,8 @@ def replay(
         path_tokens=config.get("path_tokens"),
     )
     share = config.get("share", "exact")
-    values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())
+    if scores is None and (values := hook("msve")) is not None:
+        scores = values.parse(config["msve"]) if config.get("msve") else values()
     largest = max((token for block in record.blocks.values() for token in block.ids), default=0)
     runner: Any = _NoModel(max(len(tokenizer), largest + 1))
     chosen: Policy = resolve_component("policy", policy, Policy)
@@ -222,7 +223,7 @@ def replay(
         policy=chosen,
         rehydrate=rehydrate,
         share="exact" if share in SIMILAR else share,
-        msve=values,
+        scores=scores,
         source=_Recorded(record, tokenizer),
     )
     turn = question_turn(tokenizer, task, task.parse(record.header.problem))

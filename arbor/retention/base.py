@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -362,3 +362,52 @@ class CreditingAllocator(TokenAllocator, Protocol):
             `Tokens.credit` shows it at the next event, of the tokens that stay at this one.
         """
         ...
+
+
+@runtime_checkable
+class BlockScores(Protocol):
+    """Scores of blocks, for the policies that read them."""
+
+    @property
+    def top(self) -> int:
+        """Tokens in the entropy of a block's confidence: so many most probable ones, and the others
+        as one; 0: all."""
+        ...
+
+    def scores(self, value: Floats, confidence: Floats, attention: Floats) -> Floats:
+        """The score of each block.
+
+        Args:
+            value: [M], the search's values.
+            confidence: [M], in [0, 1].
+            attention: [M], in [0, 1].
+
+        Returns:
+            float64 [M], in [0, 1].
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ValueScores:
+    """The score of a block is its value, where nothing else gives scores."""
+
+    top: ClassVar[int] = 0
+
+    def scores(self, value: Floats, confidence: Floats, attention: Floats) -> Floats:
+        return normalised(value)
+
+
+def normalised(value: Floats) -> Floats:
+    """Values in [0, 1] as they are; others scaled from the smallest to the largest.
+
+    Equal values outside [0, 1] become 0.5.
+    """
+    if len(value) == 0:
+        return value
+    low, high = float(value.min()), float(value.max())
+    if low >= 0 and high <= 1:
+        return value
+    if high == low:
+        return np.full(len(value), 0.5)
+    return (value - low) / (high - low)

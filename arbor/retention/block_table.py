@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.retention.base import NEVER, Bools, Floats, Ints
-from arbor.retention.msve import normalised
+from arbor.retention.base import NEVER, Bools, Floats, Ints, normalised
 from arbor.support.growable import grown
 from arbor.tree import Node, NodeState
 

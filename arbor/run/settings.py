@@ -12,7 +12,7 @@ from arbor import components, registry
 from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget
 from arbor.controllers.base import Controller
-from arbor.engine.hooks import BranchStopSettings
+from arbor.engine.hooks import BranchStopSettings, ScoreSettings
 from arbor.engine.mode_names import default_policy, have_own_budgets
 from arbor.errors import UsageError
 from arbor.events import Listener
@@ -20,7 +20,6 @@ from arbor.model.fetch_costs import FetchSettings
 from arbor.model.level_rule import LevelSettings
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import CalibratedScorer
-from arbor.retention.msve import MSVESettings
 from arbor.retention.policy import Policy
 from arbor.run.boundary import BoundarySettings
 from arbor.run.breadth import with_breadth
@@ -187,7 +186,7 @@ class Settings(
     BranchStopSettings,
     LevelSettings,
     FetchSettings,
-    MSVESettings,
+    ScoreSettings,
     TierSettings,
     BoundarySettings,
     SearchSettings,

@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from arbor import components
 from arbor.errors import UsageError
+from arbor.feature import hook
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
-from arbor.retention.msve import MSVE
 from arbor.run.planning import check_proposals
 from arbor.run.plugin_answers import check_boundary, unchecked
 from arbor.run.settings import Settings, recorded, sampling_with
-from arbor.support.cache_dir import msve_file
 from arbor.tasks.base import BlockLimits, Task
 from arbor.tasks.worded import Worded
 from arbor.verifiers.base import (
@@ -73,7 +71,8 @@ class Setup(Settings):
                 "Name its directory or Hub id, or leave keep_kv out.",
             )
         given = {each.name: getattr(settings, each.name) for each in dataclasses.fields(settings)}
-        given["msve"] = settings.msve or _fitted_msve(source)
+        if settings.msve is None and (values := hook("msve")) is not None:
+            given["msve"] = values.fitted(source.place if source.path else "", source.revision)
         given["verifier"] = resolve_verifier(settings.verifier, settings.task, source)
         return cls(**given, checkpoint=checkpoint, boundary=boundary, verifier_models=models)
 
@@ -103,20 +102,6 @@ class Setup(Settings):
             "step_format": None if boundary.form is None else str(boundary.form),
         }
         return found | {name: each for name, each in optional.items() if each is not None}
-
-
-def _fitted_msve(source: ModelLocation) -> MSVE:
-    """The block values fitted to the model, or the defaults.
-
-    Fitted values lie in the model's directory, or in the cache directory for a model of the Hub.
-    """
-    if not source.path:  # a ready model
-        return MSVE()
-    folder = Path(source.place)
-    fitted = folder / "msve.json"
-    if not folder.is_dir():
-        fitted = msve_file(source.place, source.revision)
-    return MSVE.load(fitted) if fitted.is_file() else MSVE()
 
 
 def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> Verifier:

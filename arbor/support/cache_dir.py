@@ -32,16 +32,6 @@ def cache_dir() -> Path:
     return shared / "arbor"
 
 
-def msve_file(model: str, revision: str | None) -> Path:
-    """The file with the block values of a Hub model, which may not exist.
-
-    Args:
-        model: its id.
-        revision: branch, tag or commit; None = its main branch.
-    """
-    return model_file("msve", model, revision)
-
-
 def description_file(identity: str) -> Path:
     """The file with the description of a model on this machine, which may not exist.
 

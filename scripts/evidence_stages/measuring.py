@@ -142,7 +142,7 @@ class Measuring:
                 policy, msve = variant(name)
                 slots = max(math.floor(part * peak), 1)
                 held, metrics = replay_smallest(
-                    recording, tokenizer, slots=slots, policy=policy, msve=msve
+                    recording, tokenizer, slots=slots, policy=policy, scores=msve
                 )
                 recomputed = metrics.tokens_recomputed
                 rows.append(

@@ -13,6 +13,7 @@ FEATURE = Feature(
             "ratio": "arbor.papers.arborkv.ratio:Ratio",
         },
     },
+    hooks={"msve": "arbor.papers.arborkv.msve:MSVE"},
     calibrations={
         "msve": (
             "arbor.papers.arborkv.command:msve",

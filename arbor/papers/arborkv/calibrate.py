@@ -13,7 +13,7 @@ from arbor.engine.stop_rule import StopRule
 from arbor.errors import UsageError
 from arbor.measure.statistics import bootstrap_groups
 from arbor.model.sampling_params import Sampling
-from arbor.retention.msve import MSVE, fit, rank_correlation
+from arbor.papers.arborkv.msve import MSVE, fit, rank_correlation
 from arbor.solver import Solver
 from arbor.tasks.base import Problem
 from arbor.tree import Node

@@ -13,7 +13,7 @@ from arbor.cli.command import Command, Integer, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
-from arbor.support.cache_dir import msve_file
+from arbor.papers.arborkv.msve import MSVE, msve_file
 
 
 @click.command(cls=Command)
@@ -56,7 +56,6 @@ def msve(
     from arbor.model.loading import locate_model
     from arbor.papers.arborkv.calibrate import calibrate as fitted
     from arbor.papers.arborkv.calibrate import collect
-    from arbor.retention.msve import MSVE
 
     given = Fitted.of(values)
     source = locate_model(given.model, given.revision)

@@ -13,7 +13,7 @@ from support.run_cli import in_process
 from support.trees import GREEDY, Lab, relative_error
 
 from arbor.papers.arborkv.calibrate import Example, calibrate
-from arbor.retention.msve import MSVE
+from arbor.papers.arborkv.msve import MSVE
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -75,6 +75,13 @@ def test_the_fit_is_a_file_that_solve_reads(
     path = tmp_path / "msve.json"
     MSVE((1.0, 2.0, 3.0), -1.5).save(path, task="chains")
     result = run(
-        "solve", "4 5 6 10", "--policy", "arborkv", "--msve", str(path), "--print-config", "--json"
+        "solve",
+        "4 5 6 10",
+        "--policy",
+        "arborkv",
+        "--set",
+        f"msve={path}",
+        "--print-config",
+        "--json",
     )
     assert json.loads(result.out)["msve"] == "1.0,2.0,3.0,-1.5"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from arbor.errors import UsageError
-from arbor.retention.base import Floats
+from arbor.retention.base import Floats, normalised
 from arbor.support.atomic_write import write_atomically
-from arbor.support.setting import setting
+from arbor.support.cache_dir import model_file
 
 _FORMAT = "arbor.msve/1"
 _LEAST_SPREAD = 0.05  # of a signal in [0, 1]; one that varies less carries almost nothing
@@ -90,6 +89,19 @@ class MSVE:
             return cls.load(Path(text))
         return cls((value, confidence, attention), bias, likeliest)
 
+    @classmethod
+    def fitted(cls, place: str, revision: str | None) -> MSVE:
+        """The weights fitted to a model, or the defaults.
+
+        They lie in the model's directory, or in the cache folder for a model of the Hub.
+
+        Args:
+            place: the directory, or the id on the Hub; empty for a ready model.
+            revision: on the Hub.
+        """
+        path = Path(place) / "msve.json" if Path(place).is_dir() else msve_file(place, revision)
+        return cls.load(path) if place and path.is_file() else cls()
+
     def save(self, path: Path, **provenance: Any) -> None:
         """Write a small JSON file.
 
@@ -130,21 +142,6 @@ class MSVE:
                 "`arbor calibrate msve` writes such a file.",
                 path=str(path),
             ) from error
-
-
-def normalised(value: Floats) -> Floats:
-    """Values in [0, 1] as they are; others scaled from the smallest to the largest.
-
-    Equal values outside [0, 1] become 0.5.
-    """
-    if len(value) == 0:
-        return value
-    low, high = float(value.min()), float(value.max())
-    if low >= 0 and high <= 1:
-        return value
-    if high == low:
-        return np.full(len(value), 0.5)
-    return (value - low) / (high - low)
 
 
 def fit(features: ArrayLike, drop: ArrayLike, ridge: float = 1e-3) -> MSVE:
@@ -224,27 +221,11 @@ def _sigmoid(x: Floats) -> Floats:
     return result
 
 
-def _given(value: MSVE | str | os.PathLike[str]) -> MSVE:
-    return value if isinstance(value, MSVE) else MSVE.parse(str(value))
+def msve_file(model: str, revision: str | None) -> Path:
+    """The file with the block values of a Hub model, which may not exist.
 
-
-@dataclass(frozen=True, kw_only=True)
-class MSVESettings:
-    """The block values of a solver.
-
-    Attributes:
-        msve: for the policies that read them: an `MSVE`, its numbers (``2,1,1,-2``), or a file of
-            ``arbor calibrate``; by default the model directory's ``msve.json``, the values that
-            ``arbor calibrate`` kept for this revision of a Hub model, or `MSVE()`.
+    Args:
+        model: its id.
+        revision: branch, tag or commit; None = its main branch.
     """
-
-    HEADING = "KV budget"
-
-    msve: MSVE | None = setting(
-        None,
-        "Block values written by 'arbor calibrate msve'; default: those of the model.",
-        shown="set",
-        metavar="FILE",
-        read=_given,
-        recorded="always",
-    )
+    return model_file("msve", model, revision)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from arbor.errors import UsageError
-from arbor.retention.msve import MSVE, fit, rank_correlation
+from arbor.papers.arborkv.msve import MSVE, fit, rank_correlation
 
 
 def test_the_score_is_the_sigmoid_of_the_weighted_signals() -> None:
