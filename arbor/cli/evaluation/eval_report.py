@@ -14,12 +14,20 @@ from arbor.cli.evaluation.eval_dataset import name_of
 from arbor.errors import InputError, UsageError
 from arbor.measure.evaluation.compare import difference_text, is_decided
 from arbor.measure.evaluation.dataset import Sample
-from arbor.measure.evaluation.folder import PAGE, RESULTS, RunFolder, digest, read_rows
+from arbor.measure.evaluation.folder import (
+    PAGE,
+    RESULTS,
+    RunFolder,
+    digest,
+    linked_pages,
+    read_results,
+    read_rows,
+    write_sample_pages,
+)
+from arbor.measure.evaluation.list_page import RunFacts
 from arbor.measure.evaluation.page import ComparedRun, index_page
 from arbor.measure.evaluation.results import compare, is_right, results
-from arbor.measure.evaluation.run_facts import RunFacts
 from arbor.measure.evaluation.run_timeline import from_page, run_timeline, timeline_key
-from arbor.measure.evaluation.sample_pages import linked_pages, write_sample_pages
 from arbor.measure.statistics import clopper_pearson
 from arbor.support.atomic_write import write_atomically
 from arbor.support.units import human_bytes
@@ -149,18 +157,8 @@ def write_samples(folder: Path) -> list[str]:
     """
     rows, _ = read_rows(folder)
     unread = write_sample_pages(folder, rows.values())
-    try:
-        found = json.loads((folder / RESULTS).read_bytes())
+    with read_results(folder / RESULTS, "run") as found:
         write_index(folder, found, list(rows.values()))
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise InputError(
-            "run-unreadable",
-            f"{folder / RESULTS} is not the results of a run.",
-            "The command that resumes the run writes them again.",
-            path=str(folder),
-        ) from error
     return unread
 
 

@@ -13,11 +13,10 @@ from arbor.cli.output import Output
 from arbor.cli.progress import Progress
 from arbor.cli.signals import StopSignals
 from arbor.errors import ArborError, ModelError, SearchBug
-from arbor.measure.evaluation.dataset import Sample
+from arbor.measure.evaluation.dataset import Sample, sample_seed
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.measure.evaluation.results import is_right
-from arbor.measure.evaluation.sample_seed import sample_seed
-from arbor.measure.outcomes import Job, Outcome, outcomes
+from arbor.measure.outcomes import Job, JobOutcome, outcomes
 from arbor.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def _outcomes(
     jobs: Iterator[Job],
     signals: StopSignals,
     progress: Progress,
-) -> Generator[Outcome, None, None]:
+) -> Generator[JobOutcome, None, None]:
     """What becomes of the jobs, in this process or in those of ``--workers``."""
     several = concurrency(options)
     if options.workers is None:
@@ -133,7 +132,7 @@ def _outcomes(
         with signals.stopping(solver):
             yield from outcomes(solver, jobs, several, lambda _, event: progress.hear(event))
         return
-    from arbor.measure.workers.workers import Workers
+    from arbor.measure.workers import Workers
 
     device = options.solver.settings.device
     workers = Workers(solver, options.workers, concurrency=several, device=device)

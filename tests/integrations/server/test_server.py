@@ -34,7 +34,12 @@ from arbor import Solver
 from arbor.errors import InputError, UsageError
 from arbor.integrations.server.public import PublicRecords
 from arbor.integrations.server.refusals import refusal_of, without_paths
-from arbor.integrations.server.schema import ChatRequest, CompletionRequest, Search, SolveRequest
+from arbor.integrations.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    SearchFields,
+    SolveRequest,
+)
 from arbor.integrations.server.search_changes import _free_settings
 from arbor.integrations.server.settings import read_keys, served_name
 from arbor.model.loading import BUILTIN
@@ -607,7 +612,7 @@ def test_too_many_requests_are_refused_with_the_time_to_wait(
     solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    with serving(solver, at_once=1, queue=1) as running, running.client() as client:
+    with serving(solver, concurrency=1, queue=1) as running, running.client() as client:
         gate.close()
         held = [running.begin(COMPLETIONS, LONG) for _ in range(2)]
         until(lambda: running.service.admitted == 2)
@@ -648,7 +653,7 @@ def test_a_deadline_before_its_turn_is_an_error(
     solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    with serving(solver, at_once=1) as running:
+    with serving(solver, concurrency=1) as running:
         gate.close()
         held = running.begin(COMPLETIONS, LONG)
         until(lambda: running.service.engine.running)
@@ -710,7 +715,7 @@ def test_a_client_that_goes_away_in_the_queue_is_never_searched(
     solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    with serving(solver, at_once=1) as running:
+    with serving(solver, concurrency=1) as running:
         gate.close()
         held = running.begin(COMPLETIONS, LONG)
         until(lambda: running.service.engine.running)
@@ -1378,7 +1383,7 @@ def mutant(random: Random) -> bytes:
     for _ in range(random.randrange(3)):
         body[random.choice(fields)] = random.choice(values)
     if random.random() < 0.3:
-        search = {random.choice(list(Search.model_fields)): random.choice(values)}
+        search = {random.choice(list(SearchFields.model_fields)): random.choice(values)}
         body["arbor"] = {"max_expansions": 1, **search}
     text = json.dumps(body).encode()
     if random.random() < 0.2:
@@ -1419,7 +1424,7 @@ def test_clients_that_come_and_go_leave_no_slot_behind(solver: Solver) -> None:
     random = Random(2)
     errors: list[BaseException] = []
 
-    with serving(solver, tokens=2048, at_once=6) as running:
+    with serving(solver, tokens=2048, concurrency=6) as running:
 
         def visit(seed: int) -> None:
             own = Random(seed)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from arbor.errors import ArborError, UsageError, WorkerError
-from arbor.measure.outcomes import Job, Outcome
-from arbor.measure.workers.cluster import (
+from arbor.measure.cluster import (
     Broken,
     Cluster,
     Delivered,
@@ -24,9 +24,10 @@ from arbor.measure.workers.cluster import (
     News,
     Ready,
     Refused,
+    WorkerPlace,
+    check_workers,
 )
-from arbor.measure.workers.hand_out import HandOut, Ticket
-from arbor.measure.workers.worker_place import WorkerPlace, check_workers
+from arbor.measure.outcomes import Job, JobOutcome
 from arbor.model.model_info import SMALL_MODEL
 from arbor.model.names import check_device
 from arbor.registry import part
@@ -39,6 +40,110 @@ from arbor.solver import Solver
 from arbor.support.atomic_write import write_atomically
 from arbor.tasks.base import Problem
 from arbor.trace.write import TraceWriter
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A job that is not finished.
+
+    Attributes:
+        job: the job.
+        deaths: workers that died while they had it.
+    """
+
+    job: Job
+    deaths: int = 0
+
+
+class HandOut:
+    """Which worker gets which job: each job once, and again where its worker died.
+
+    Jobs go to the workers that have a place free, in their order. At first they are dealt in equal
+    parts, so that a few jobs are not all with the first worker that is ready. When a worker dies,
+    each of its jobs is tried again alone, on a worker that does nothing else: then a job that kills
+    its worker takes no other job with it, and is known after `tries` deaths.
+
+    Args:
+        jobs: read as far ahead as `workers` have places.
+        workers: number of workers expected.
+        places: jobs that a worker has in progress at a time.
+        tries: times that a job is given before its deaths count as its failure.
+    """
+
+    def __init__(self, jobs: Iterable[Job], workers: int, places: int, tries: int) -> None:
+        self._source = iter(jobs)
+        self._workers = workers
+        self._places = places
+        self._tries = tries
+        self._exhausted = False
+        self._ready: deque[Ticket] = deque()
+        self._again: deque[Ticket] = deque()
+        self._held: dict[int, dict[int, Ticket]] = {}
+        self._alone: set[int] = set()  # those that have a job which is tried again
+        self._read_ahead()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that were read and that no worker has."""
+        return len(self._ready) + len(self._again)
+
+    @property
+    def in_progress(self) -> int:
+        """Jobs that a worker has."""
+        return sum(map(len, self._held.values()))
+
+    @property
+    def over(self) -> bool:
+        """Whether every job is finished."""
+        return self._exhausted and not self.waiting and not self.in_progress
+
+    def holds(self, worker: int) -> bool:
+        """Whether a worker has any job."""
+        return bool(self._held.get(worker))
+
+    def give(self, worker: int) -> list[Ticket]:
+        """The jobs that a living worker gets now."""
+        held = self._held.setdefault(worker, {})
+        if worker in self._alone:
+            return []
+        if self._again and not held:
+            self._alone.add(worker)
+            given = [self._again.popleft()]
+        else:
+            self._read_ahead()
+            busy = sum(bool(held) for other, held in self._held.items() if other != worker)
+            part = math.ceil(len(self._ready) / max(1, self._workers - busy))
+            count = min(self._places - len(held), part)
+            given = [self._ready.popleft() for _ in range(count)]
+        held.update((ticket.job.place, ticket) for ticket in given)
+        return given
+
+    def done(self, worker: int, place: int) -> Ticket | None:
+        """A worker has finished a job; None where it is not that worker's."""
+        ticket = self._held.get(worker, {}).pop(place, None)
+        if ticket is not None:
+            self._alone.discard(worker)
+        return ticket
+
+    def died(self, worker: int) -> list[Ticket]:
+        """A worker has died; those of its jobs that failed, since they were tried too often."""
+        self._alone.discard(worker)
+        failed: list[Ticket] = []
+        for ticket in self._held.pop(worker, {}).values():
+            ticket.deaths += 1
+            (failed if ticket.deaths >= self._tries else self._again).append(ticket)
+        return failed
+
+    def _read_ahead(self) -> None:
+        """Read jobs until every place of every worker could have one."""
+        while not self._exhausted and len(self._ready) < self._workers * self._places:
+            try:
+                job = next(self._source)
+            except StopIteration:
+                self._exhausted = True
+                return
+            self._ready.append(Ticket(job))
+
 
 TRIES = 3  # workers that may die with one problem
 POLL_S = 0.25  # in which a signal is noticed
@@ -120,12 +225,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -186,7 +286,7 @@ class Workers:
 
     def outcomes(
         self, jobs: Iterable[Job], progress: Callable[[int], None] = lambda in_progress: None
-    ) -> Generator[Outcome, None, None]:
+    ) -> Generator[JobOutcome, None, None]:
         """What becomes of each job, as they end; their traces lie where the jobs say.
 
         Args:
@@ -222,15 +322,15 @@ class Workers:
             self._busy.release()
 
     def _outcomes(
-        self, hand_out: HandOut[Job], progress: Callable[[int], None]
-    ) -> Generator[Outcome, None, None]:
+        self, hand_out: HandOut, progress: Callable[[int], None]
+    ) -> Generator[JobOutcome, None, None]:
         """The loop: hand out, wait for news, hand out again, and only then yield what was found."""
         since = time.monotonic()
         named = False  # why there is no worker
         while not (hand_out.over or self._stopped):
             self._hand_out(hand_out)
             progress(hand_out.in_progress)
-            found: list[Outcome] = []
+            found: list[JobOutcome] = []
             for news in self._cluster.news(POLL_S):
                 found += self._heard(hand_out, news)
             if not (hand_out.over or self._stopped):
@@ -242,7 +342,7 @@ class Workers:
                 named = True
                 self._name_lack()
 
-    def _hand_out(self, hand_out: HandOut[Job]) -> None:
+    def _hand_out(self, hand_out: HandOut) -> None:
         """Give jobs to every worker with a free place, and begin workers for those left."""
         for worker in list(self._ready):
             tickets = hand_out.give(worker)
@@ -253,7 +353,7 @@ class Workers:
         for _ in range(min(lacking, hand_out.waiting - len(self._starting))):
             self._starting.add(self._cluster.start())
 
-    def _heard(self, hand_out: HandOut[Job], news: News) -> list[Outcome]:
+    def _heard(self, hand_out: HandOut, news: News) -> list[JobOutcome]:
         """What was found, or cannot be found, by a piece of news.
 
         Raises:
@@ -282,7 +382,7 @@ class Workers:
                 raise RuntimeError(f"a bug in the worker in {where}:\n{traceback}")
         return []
 
-    def _died(self, hand_out: HandOut[Job], worker: int, why: str) -> list[Outcome]:
+    def _died(self, hand_out: HandOut, worker: int, why: str) -> list[JobOutcome]:
         """What cannot be found since a worker has died.
 
         Raises:
@@ -357,7 +457,7 @@ def _threads(solver: Solver, number: int | None) -> int:
     return max(1, (os.cpu_count() or 1) // number)
 
 
-def _received(delivered: Delivered) -> Outcome:
+def _received(delivered: Delivered) -> JobOutcome:
     """An outcome, its trace written where the job says.
 
     Raises:
@@ -372,7 +472,7 @@ def _received(delivered: Delivered) -> Outcome:
     return outcome
 
 
-def _failed(ticket: Ticket[Job], where: str, why: str) -> Outcome:
+def _failed(ticket: Ticket, where: str, why: str) -> JobOutcome:
     """The outcome of a job whose workers have died."""
     error = WorkerError(
         "worker-died",
@@ -382,4 +482,4 @@ def _failed(ticket: Ticket[Job], where: str, why: str) -> Outcome:
         "--concurrency, or see what 'arbor solve' does with the problem.",
         tries=ticket.deaths,
     )
-    return Outcome(ticket.job, error, {"cpu_s": 0.0, "wall_s": 0.0})
+    return JobOutcome(ticket.job, error, {"cpu_s": 0.0, "wall_s": 0.0})
