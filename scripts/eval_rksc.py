@@ -71,8 +71,7 @@ from arbor.papers.rksc.calibration import (
 from arbor.papers.rksc.cgee import CGEE, RELEASE_ABSOLUTE, RELEASE_RELATIVE
 from arbor.papers.rksc.exit_watch import ways_of
 from arbor.papers.rksc.layer_exit import LayerExit
-from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing
-from arbor.papers.rksc.similarity import similarity
+from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing, similarity
 from arbor.registry import resolve
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains, Fact, chain_to

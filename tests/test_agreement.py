@@ -13,9 +13,9 @@ from arbor import Solver
 from arbor.errors import ModelError
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.linear.layers import pack_linears
-from arbor.model import agreement
-from arbor.model.agreement import check_agreement, own_logits
+from arbor.model import weights as agreement
 from arbor.model.runner import ModelRunner
+from arbor.model.weights import check_agreement, own_logits
 
 WRONG: dict[str, dict[str, Any]] = {
     "llama4_text": {

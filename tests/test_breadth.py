@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from arbor import Solver
-from arbor.run import estimate
+from arbor.cli import solve as estimate
 from arbor.run.breadth import NARROW, with_breadth
 from arbor.run.component_checks import resolve_component
 from arbor.tasks.game24 import Game24

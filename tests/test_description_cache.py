@@ -22,8 +22,8 @@ from arbor.model.description_cache import (
     kept_description,
     shipped_text,
 )
-from arbor.model.files import Files
 from arbor.model.loading import BUILTIN, ModelLocation, load_config, load_tokenizer, locate_model
+from arbor.model.model_info import Files
 from arbor.model.weights import read_files
 from arbor.run.conversation import conversation_tokens
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from arbor.support import file_digest
-from arbor.support.file_digest import PART_BYTES, REMEMBERED_BYTES, content_digest
+from arbor.model import model_identity as file_digest
+from arbor.model.model_identity import PART_BYTES, REMEMBERED_BYTES, content_digest
 
 LARGE = bytes(REMEMBERED_BYTES + 1)
 

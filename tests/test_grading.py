@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from arbor.errors import UsageError
 from arbor.run.plugin_answers import checked_task
+from arbor.tasks.arc import Choice, stated_letter
 from arbor.tasks.base import Grade, Problem
 from arbor.tasks.grading import mathematics
 from arbor.tasks.grading.base import Grader
-from arbor.tasks.grading.choice import Choice, stated_letter
 from arbor.tasks.grading.exact import Exact
 from arbor.tasks.grading.extraction import hashed
 from arbor.tasks.grading.mathematics import Mathematics, never_equal

@@ -28,8 +28,8 @@ from arbor.kernels.linear.layers import (
     weight_bytes,
 )
 from arbor.kernels.native import INT8, native_library
-from arbor.model.agreement import arbor_logits
 from arbor.model.runner import ModelRunner
+from arbor.model.weights import arbor_logits
 from arbor.trace.read import read_trace
 
 needs_native = pytest.mark.skipif(native_library() is None, reason="the library is not built")

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from arbor.errors import ModelError, UsageError
 from arbor.model.description_cache import kept_description
-from arbor.model.files import Description, Files
 from arbor.model.loading import ModelLocation, locate_model, revision_error, settled_dtype
-from arbor.model.model_info import ModelInfo
+from arbor.model.model_info import Description, Files, ModelInfo
 from arbor.model.names import INT8, check_device, check_dtype, check_int8_weights
 from arbor.model.placement import (
     FLASHINFER,

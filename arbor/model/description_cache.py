@@ -26,10 +26,9 @@ from typing import Any
 
 from arbor._version import __version__
 from arbor.errors import ArborError
-from arbor.model.files import Description
 from arbor.model.gguf_header import read_gguf_header
 from arbor.model.loading import BUILTIN, GGUF_PACKAGES, ModelLocation, load_tokenizer
-from arbor.model.model_info import ModelInfo
+from arbor.model.model_info import Description, ModelInfo
 from arbor.model.plain_tokenizer import PlainTokenizer, plain_parts
 from arbor.model.sampling_params import Sampling
 from arbor.support.atomic_write import write_atomically

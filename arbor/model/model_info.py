@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arbor.model.names import BYTES_OF, INT8
+from arbor.model.sampling_params import Sampling
+
+if TYPE_CHECKING:
+    from arbor.kernels.attention.base import AttentionShape
 
 # Parameters below which one thread is the default: more would mostly wait for each other.
 SMALL_MODEL = 50_000_000
@@ -76,3 +80,30 @@ class ModelInfo:
         usual = [name for name in ("kv_dtype", "weights") if getattr(self, name) == "auto"]
         left_out = ("kv_bytes_int8", *usual)
         return {name: value for name, value in asdict(self).items() if name not in left_out}
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a plan needs of a model.
+
+    Attributes:
+        tokenizer: encodes as the model's Hugging Face tokenizer does.
+        info: sizes of the model, and whether it is supported.
+        sampling: the sampling that the model's authors recommend.
+    """
+
+    tokenizer: Any
+    info: ModelInfo
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Files(Description):
+    """A model's config and tokenizer.
+
+    Attributes:
+        tokenizer: a Hugging Face tokenizer.
+        shapes: the distinct attention shapes of the model's layers.
+    """
+
+    shapes: tuple[AttentionShape, ...]

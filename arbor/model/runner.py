@@ -40,11 +40,10 @@ from arbor.model.attention import (
 from arbor.model.cell_attention import CellAttention, cell_lists
 from arbor.model.fuse_layers import TRIAL_SLOTS, WholeDecoder, trial_plans, whole_decoder
 from arbor.model.graphs import DecodeGraphs, Recorder
-from arbor.model.layers import Leave, Tap, install, note_form
+from arbor.model.layers import Leave, Tap, Unembedding, install, note_form
 from arbor.model.plan import ForwardPlan, select_rows
 from arbor.model.rotation import rotations_of
 from arbor.model.streaming import StreamedAttention
-from arbor.model.unembedding import Unembedding
 from arbor.retention.token_kv import PairRotation
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")

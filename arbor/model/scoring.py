@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from arbor.errors import ModelError
 from arbor.model.checkpoint import Checkpoint, ModelSettings
-from arbor.model.files import Files
 from arbor.model.loading import ModelLocation, load_model, weight_files
+from arbor.model.model_info import Files
 from arbor.model.names import check_dtype
 
 # names of a score head in checkpoints: of most architectures, and of GPT-2 for tokens

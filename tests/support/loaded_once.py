@@ -14,8 +14,8 @@ import pytest
 from support.real_models import MODELS, models_folder
 
 from arbor.model import weights
-from arbor.model.files import Files
 from arbor.model.loading import BUILTIN, ModelLocation
+from arbor.model.model_info import Files
 
 FILES: dict[Any, Files] = {}
 WEIGHTS: dict[Any, weights.Weights] = {}

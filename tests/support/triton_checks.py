@@ -39,10 +39,10 @@ from arbor.kernels.fused.rotary import ROTARY_FORMS, RotaryForm, rotate_by_torch
 from arbor.kernels.fused.row_sums import by_torch as sums_by_torch
 from arbor.kernels.invariant import row_invariant
 from arbor.kernels.linear.layers import PackedLinear, pack_linears
-from arbor.model.agreement import arbor_logits, own_logits
 from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
+from arbor.model.weights import arbor_logits, own_logits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

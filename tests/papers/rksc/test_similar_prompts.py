@@ -21,8 +21,7 @@ from arbor.events import Boundary, Compared, Event, Opened, Shared
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.metrics import MetricsFold
 from arbor.model.runner import ModelRunner
-from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing
-from arbor.papers.rksc.similarity import similarity
+from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing, similarity
 from arbor.tasks.base import BlockLimits
 from arbor.trace import Replay, read_trace
 from arbor.tree import ThoughtTree
