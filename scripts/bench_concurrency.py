@@ -40,8 +40,8 @@ from arbor.kernels.fused.parts import fused_ops
 from arbor.kernels.fused.rotary import rotary_ops
 from arbor.kernels.linear.layers import pack_linears
 from arbor.kernels.native import native_library
-from arbor.model.fuse import fuse
-from arbor.model.fuse_attention import fuse_attention
+from arbor.model.fuse.attention import fuse_attention
+from arbor.model.fuse.parts import fuse
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES

@@ -40,8 +40,8 @@ from arbor.kernels.fused.rotary import rotary_ops
 from arbor.kernels.linear.layers import pack_linears
 from arbor.kernels.native import native_library, native_state, open_library, without_native
 from arbor.measure.statistics import bootstrap
-from arbor.model.fuse import fuse
-from arbor.model.fuse_attention import fuse_attention
+from arbor.model.fuse.attention import fuse_attention
+from arbor.model.fuse.parts import fuse
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
@@ -68,8 +68,8 @@ def generated(shape: str) -> int:
 def separate_projections() -> Iterator[None]:
     """Within, `fuse` and `fuse_attention` leave projections of one input apart."""
     with (
-        patch("arbor.model.fuse.joint_linear", return_value=None),
-        patch("arbor.model.fuse_attention.joint_linear", return_value=None),
+        patch("arbor.model.fuse.parts.joint_linear", return_value=None),
+        patch("arbor.model.fuse.attention.joint_linear", return_value=None),
     ):
         yield
 

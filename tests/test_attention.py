@@ -19,8 +19,8 @@ from arbor.kernels.fused.rotary import rotary_ops
 from arbor.kernels.native import native_library
 from arbor.model.attention import IMPLEMENTATION
 from arbor.model.describe import describe_config
-from arbor.model.fuse import fuse
-from arbor.model.fuse_attention import fuse_attention
+from arbor.model.fuse.attention import fuse_attention
+from arbor.model.fuse.parts import fuse
 from arbor.model.loading import ModelLocation
 from arbor.model.runner import ModelRunner
 

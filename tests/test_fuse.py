@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.fused.parts import Activation, NormForm
 from arbor.kernels.linear.layers import pack_linears
-from arbor.model.fuse import FuseReport, fuse
+from arbor.model.fuse.parts import FuseReport, fuse
 from arbor.model.runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
@@ -326,7 +326,7 @@ def test_a_fused_forward_does_not_wait_for_the_device() -> None:
 @pytest.mark.slow
 def test_a_cpu_never_imports_triton_for_them() -> None:
     code = (
-        "import sys, arbor.solver, arbor.model.fuse\n"
+        "import sys, arbor.solver, arbor.model.fuse.parts\n"
         "from arbor.kernels.fused.parts import fused_ops\n"
         "import torch\n"
         "assert type(fused_ops(torch.device('cpu'))).__name__ in ('NativeFusedOps', 'NoneType')\n"

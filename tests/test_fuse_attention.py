@@ -18,8 +18,8 @@ from arbor.kernels.fused.parts import fused_ops
 from arbor.kernels.fused.rotary import RotaryOps, rotary_ops
 from arbor.kernels.linear.layers import DenseJoint, pack_linears, weight_bytes
 from arbor.kernels.native import native_library
-from arbor.model.fuse import fuse, unfuse
-from arbor.model.fuse_attention import fuse_attention
+from arbor.model.fuse.attention import fuse_attention
+from arbor.model.fuse.parts import fuse, unfuse
 from arbor.model.runner import ForwardResult, ModelRunner
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the library is not built")
@@ -156,8 +156,8 @@ def test_keys_are_rotated_before_they_are_stored_in_8_bits() -> None:
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain layers of one input are multiplied as one, as on CUDA."""
-    monkeypatch.setattr("arbor.model.fuse.joins_dense", lambda x: True)
-    monkeypatch.setattr("arbor.model.fuse_attention.joins_dense", lambda x: True)
+    monkeypatch.setattr("arbor.model.fuse.parts.joins_dense", lambda x: True)
+    monkeypatch.setattr("arbor.model.fuse.attention.joins_dense", lambda x: True)
 
 
 @pytest.mark.usefixtures("joined")

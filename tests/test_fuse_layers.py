@@ -21,8 +21,8 @@ from arbor.kernels.fused.rotary import rotary_ops
 from arbor.kernels.linear.layers import pack_linears
 from arbor.kernels.native import native_library
 from arbor.memory.pool import KVPool
-from arbor.model.fuse import fuse
-from arbor.model.fuse_attention import fuse_attention
+from arbor.model.fuse.attention import fuse_attention
+from arbor.model.fuse.parts import fuse
 from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ForwardResult, ModelRunner
 

@@ -19,13 +19,14 @@ from support.real_models import model_file
 from support.run_cli import environment, in_process
 
 from arbor import ModelError, Solver
-from arbor.model import bfloat16, gguf_header
+from arbor.model import bfloat16
 from arbor.model.description_cache import (
     keep_description,
     kept_description,
     light_tokenizer,
 )
-from arbor.model.gguf_header import GGUFHeader, read_gguf_header
+from arbor.model.gguf import header as gguf_header
+from arbor.model.gguf.header import GGUFHeader, read_gguf_header
 from arbor.model.loading import BUILTIN, load_config, load_model, load_tokenizer, locate_model
 from arbor.model.plain_tokenizer import PlainTokenizer
 from arbor.model.weights import read_files

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import tokenization_utils_base
 
-from arbor.model.gguf_conversion import derived_merges
+from arbor.model.gguf.conversion import derived_merges
 
 TOKENS = st.lists(st.text("ab▁", min_size=1, max_size=6), min_size=1, max_size=40, unique=True)
 

@@ -16,7 +16,6 @@ from support.fake_run import fake_run, tick
 from test_trace_tools import violations
 
 from arbor.trace import Replay, TraceWriter, read_trace
-from arbor.trace.read import repair_trace
 from arbor.trace.records import (
     MOST_DEPTH,
     Unreadable,
@@ -25,6 +24,7 @@ from arbor.trace.records import (
     parse,
     seconds_of,
 )
+from arbor.trace.repair import repair_trace
 from arbor.trace.schema import trace_schema
 from arbor.view import read_page_trace
 

@@ -21,7 +21,7 @@ from support.searches import (
 
 from arbor.events import Detail
 from arbor.trace import Replay, read_trace
-from arbor.trace.read import repair_trace
+from arbor.trace.repair import repair_trace
 from arbor.tree import NodeState
 
 SEARCHES = st.builds(

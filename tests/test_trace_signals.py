@@ -13,7 +13,7 @@ import pytest
 from support.run_cli import run_and_record
 
 from arbor.trace import Replay, read_trace
-from arbor.trace.read import repair_trace
+from arbor.trace.repair import repair_trace
 
 MOMENTS = 20
 SEARCH = ("solve", "4 5 6 10", "--budget", "0.25")

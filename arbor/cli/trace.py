@@ -25,7 +25,7 @@ from arbor.support.setting import setting
 from arbor.support.texts import clipped, one_line
 from arbor.trace import Replay, Trace, read_trace
 from arbor.trace.diff import Difference, TraceDiff, diff_traces
-from arbor.trace.read import repair_trace
+from arbor.trace.repair import repair_trace
 from arbor.trace.schema import trace_schema
 from arbor.trace.write import to_record, without_words
 

@@ -6,7 +6,7 @@ import functools
 import sys
 from pathlib import Path
 
-from arbor.model.gguf_header import GGUFHeader
+from arbor.model.gguf.header import GGUFHeader
 
 NATIVE_FLAGS = {"avx512_bf16", "amx_bf16"}  # as Linux names them
 CPU_INFO = Path("/proc/cpuinfo")

@@ -8,8 +8,8 @@ from typing import Any
 
 from arbor.errors import UsageError
 from arbor.model.chat_rendering import chat_renderer
-from arbor.model.gguf_ends import TEMPLATE
-from arbor.model.gguf_header import GGUFHeader
+from arbor.model.gguf.ends import TEMPLATE
+from arbor.model.gguf.header import GGUFHeader
 
 USED = "default"  # of several named templates
 UNPARSED = "TemplateSyntaxError"  # of Jinja's errors

@@ -26,7 +26,7 @@ from typing import Any
 
 from arbor._version import __version__
 from arbor.errors import ArborError
-from arbor.model.gguf_header import read_gguf_header
+from arbor.model.gguf.header import read_gguf_header
 from arbor.model.loading import BUILTIN, GGUF_PACKAGES, ModelLocation, load_tokenizer
 from arbor.model.model_info import Description, ModelInfo
 from arbor.model.plain_tokenizer import PlainTokenizer, plain_parts

@@ -16,11 +16,11 @@ from arbor.errors import ArborError, ModelError, UnknownName, UsageError
 from arbor.model.adapters import check_adapter, merged
 from arbor.model.bfloat16 import auto_dtype
 from arbor.model.chat_template import named_templates
-from arbor.model.gguf_ends import ending_ids, set_ends
-from arbor.model.gguf_header import is_gguf, read_gguf_header
-from arbor.model.gguf_pretokenizers import split_as_named
-from arbor.model.gguf_rope import divide_frequencies, scale_rotary
-from arbor.model.gguf_tags import restore_tags
+from arbor.model.gguf.ends import ending_ids, set_ends
+from arbor.model.gguf.header import is_gguf, read_gguf_header
+from arbor.model.gguf.pretokenizers import split_as_named
+from arbor.model.gguf.rope import divide_frequencies, scale_rotary
+from arbor.model.gguf.tags import restore_tags
 from arbor.model.hub import cache_if_unreachable, is_reachable
 from arbor.model.placeholders import instead_of_weights
 from arbor.model.quantized import check_quantized, quantization_of
@@ -289,7 +289,7 @@ def read_once(
         if source.gguf is None:
             yield source.path, {}
             return
-        from arbor.model.gguf_conversion import header_given
+        from arbor.model.gguf.conversion import header_given
 
         header = read_gguf_header(_gguf_path(source))
         header.check()

@@ -38,7 +38,7 @@ from arbor.model.attention import (
     written,
 )
 from arbor.model.cell_attention import CellAttention, cell_lists
-from arbor.model.fuse_layers import TRIAL_SLOTS, WholeDecoder, trial_plans, whole_decoder
+from arbor.model.fuse.layers import TRIAL_SLOTS, WholeDecoder, trial_plans, whole_decoder
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, Unembedding, install, note_form
 from arbor.model.plan import ForwardPlan, select_rows

@@ -21,8 +21,8 @@ from arbor.memory.pool import KVPool
 from arbor.model.attention import IMPLEMENTATION
 from arbor.model.describe import describe_attention
 from arbor.model.description_cache import keep_description
-from arbor.model.fuse import fuse, unfuse
-from arbor.model.fuse_attention import fuse_attention
+from arbor.model.fuse.attention import fuse_attention
+from arbor.model.fuse.parts import fuse, unfuse
 from arbor.model.graphs import CudaRecorder
 from arbor.model.int8_weights import WeightRounding, check_packed_before, round_weights
 from arbor.model.loading import (

@@ -8,14 +8,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from arbor.errors import TraceError, UsageError
+from arbor.errors import TraceError
 from arbor.events import Boundary, Ended, Event, Header
-from arbor.support.atomic_write import write_atomically
-from arbor.trace.fold import Replay
 from arbor.trace.records import Unreadable, from_record, number_of, parse, seconds_of
-from arbor.trace.write import GZIP, SCHEMA, to_line, to_record, without_words
+from arbor.trace.write import GZIP, SCHEMA
 
 CHUNK_BYTES = 1 << 20
 GZIP_MAGIC = b"\x1f\x8b"
@@ -274,81 +272,3 @@ def _chunks(path: Path) -> Iterator[tuple[bytes, bool]]:
             data = data or file.read(CHUNK_BYTES)
         if not unpacker.eof:
             yield unpacker.flush(), False
-
-
-@dataclass(frozen=True, slots=True)
-class Repaired:
-    """The result of a repair.
-
-    Attributes:
-        path: the clean file.
-        kept: number of lines copied.
-        dropped: number of unreadable lines.
-        lost: number of events missing between the lines; their numbers stay free.
-        ended: whether an end was added because the trace had none.
-    """
-
-    path: Path
-    kept: int
-    dropped: int
-    lost: int
-    ended: bool
-
-
-def repair_trace(
-    path: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    text: Literal["full", "none"] = "full",
-) -> Repaired:
-    """Copies every readable line, unknown types and fields included; adds a missing end.
-
-    Numbers and times are unchanged, so a lost line remains visible as a gap. The added end has the
-    status ``interrupted`` and the counters of the readable events.
-
-    Args:
-        path: the damaged file.
-        output: the clean file, compressed if its name ends in ``.gz``; by default in its folder.
-        text: ``none`` leaves out the words of problem, thoughts and answer.
-
-    Raises:
-        TraceError: unreadable, or without events.
-        UsageError: the clean file cannot be written, or is the damaged one.
-    """
-    source = Path(path)
-    target = Path(output) if output is not None else _repaired(source)
-    if target.exists() and source.exists() and target.samefile(source):
-        raise UsageError(
-            "output-is-input", f"{target} is the trace itself.", "Name another file with --output."
-        )
-    reading, records = Reading(source), []
-    for line, whole in lines_of(source):
-        record = reading.add(line, whole)
-        if record is not None:
-            records.append(record)
-    trace = reading.trace()
-    kept, ended = len(records), trace.end is None
-    if ended:
-        replay = Replay.of(trace)
-        end = Ended("interrupted", len(replay.blocks), replay.metrics().to_dict())
-        place = {"i": reading.due, "t": records[-1].get("t", 0.0)}
-        records.append({"e": end.name, **place, **to_record(end), "repaired": True})
-    if text == "none":
-        records = [without_words(record) for record in records]
-    _write(target, records)
-    lost = sum(gap.found - gap.expected for gap in trace.gaps if gap.found > gap.expected)
-    return Repaired(target, kept, trace.bad_lines, lost, ended)
-
-
-def _repaired(source: Path) -> Path:
-    """``run.arbor.jsonl.gz`` -> ``run.repaired.arbor.jsonl.gz``."""
-    stem, dot, rest = source.name.partition(".")
-    return source.with_name(f"{stem}.repaired{dot}{rest}")
-
-
-def _write(target: Path, records: list[dict[str, Any]]) -> None:
-    """Writes all lines or none."""
-    data = b"".join(to_line(record) + b"\n" for record in records)
-    if target.suffix == ".gz":
-        packer = zlib.compressobj(9, wbits=GZIP)
-        data = packer.compress(data) + packer.flush()
-    write_atomically(target, data)

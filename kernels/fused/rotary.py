@@ -1,6 +1,6 @@
 """Rotary position embedding: its forms, in torch, and with the write of K and V to their slots.
 
-`arbor.model.fuse_attention` finds the form of a layer by comparing it with the layer's own forward,
+`arbor.model.fuse.attention` finds the form of a layer by comparing it with the layer's own forward,
 bit for bit. A CPU has a kernel (`NativeRotary`) where the native library is built, CUDA one in
 Triton (`triton_rotary.py`).
 """

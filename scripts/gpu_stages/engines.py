@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from arbor import Solver
 from arbor.engine.engine import Engine
 from arbor.errors import UsageError
-from arbor.model.fuse import unfuse
+from arbor.model.fuse.parts import unfuse
 from arbor.model.level_rule import LevelRule
 from arbor.model.runner import ModelRunner
 from arbor.tree import Node, NodeState, ThoughtTree

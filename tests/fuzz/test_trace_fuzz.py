@@ -14,7 +14,7 @@ from support.searches import IN_PIECES, PREEMPTED, Search, model
 from arbor.cli import main
 from arbor.errors import TraceError
 from arbor.trace import Replay, read_trace
-from arbor.trace.read import repair_trace
+from arbor.trace.repair import repair_trace
 
 SEED = 20240
 CASES = 60

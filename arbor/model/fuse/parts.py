@@ -2,7 +2,7 @@
 
 Modules are found by structure, whatever their class is named, and each is compared with its own
 forward on random rows before it is changed. Attention layers with their rotary embedding are the
-subject of `arbor.model.fuse_attention`. Residual sums stay as they are: decoder layers compute them
+subject of `arbor.model.fuse.attention`. Residual sums stay as they are: decoder layers compute them
 between their modules.
 """
 

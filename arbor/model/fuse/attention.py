@@ -30,7 +30,7 @@ from arbor.model.attention import (
     answered_by,
     answering,
 )
-from arbor.model.fuse import Fused, install, joins_dense, random_rows, remove
+from arbor.model.fuse.parts import Fused, install, joins_dense, random_rows, remove
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def fuse_attention(model: nn.Module, ops: RotaryOps) -> tuple[tuple[str, ...], M
 
     A layer is changed only if, for random rows, tables and positions far from the start, its
     queries, keys, values and result have the bits of its own forward. On CUDA q, k and v are then
-    multiplied as one matrix, if that gives the same up to rounding. `arbor.model.fuse.unfuse`
+    multiplied as one matrix, if that gives the same up to rounding. `arbor.model.fuse.parts.unfuse`
     gives all layers theirs back.
 
     Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from arbor.model.gguf_header import GGUFHeader
+from arbor.model.gguf.header import GGUFHeader
 
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 TEMPLATE = "tokenizer.chat_template"

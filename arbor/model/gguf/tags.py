@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from arbor.model.gguf_ends import CONTROL, TAGS, TOKENS, TYPES
-from arbor.model.gguf_header import GGUFHeader
-from arbor.model.gguf_pretokenizers import BYTE_LEVEL, MODEL
+from arbor.model.gguf.ends import CONTROL, TAGS, TOKENS, TYPES
+from arbor.model.gguf.header import GGUFHeader
+from arbor.model.gguf.pretokenizers import BYTE_LEVEL, MODEL
 
 
 def restore_tags(tokenizer: Any, header: GGUFHeader, ends: Iterable[int]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from arbor.errors import ModelError
-from arbor.model.gguf_header import GGUFHeader
+from arbor.model.gguf.header import GGUFHeader
 
 FACTORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 GLOBAL = "full_attention"  # layers without a window; the scaling of files with both is theirs

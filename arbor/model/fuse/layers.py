@@ -21,8 +21,8 @@ from arbor.kernels.fused.native_layers import LayerParts, NativeLayers, Norm
 from arbor.kernels.linear.layers import native_product
 from arbor.kernels.native import head_dim_fits, native_library
 from arbor.model.attention import answering
-from arbor.model.fuse import FusedGated, FusedNorm
-from arbor.model.fuse_attention import FusedAttention
+from arbor.model.fuse.attention import FusedAttention
+from arbor.model.fuse.parts import FusedGated, FusedNorm
 from arbor.model.layers import InPlaceOfLayers, StoppableLayers
 from arbor.model.plan import ForwardPlan, Segment, plan_forward
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from arbor.model.gguf_header import ARRAY, NUMBERS, TENSOR_TYPES, TEXT, GGUFHeader
+from arbor.model.gguf.header import ARRAY, NUMBERS, TENSOR_TYPES, TEXT, GGUFHeader
 
 CONVERSION = "transformers.modeling_gguf_pytorch_utils"
 READER = "transformers.integrations.gguf"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from arbor.errors import ModelError
-from arbor.model.gguf_header import GGUFHeader
+from arbor.model.gguf.header import GGUFHeader
 
 logger = logging.getLogger(__name__)
 

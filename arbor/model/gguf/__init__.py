@@ -1,0 +1,1 @@
+"""GGUF files: their header, tokenizer, ends of texts and rotary scaling, as llama.cpp has them."""
