@@ -2,6 +2,7 @@
 
     python scripts/without.py arbor/papers/rksc
     python scripts/without.py --quick arbor/papers/rksc arbor/integrations/ray
+    python scripts/without.py --quick --each
 
 A folder's own tests, ``tests/papers/rksc`` for the first, go with it, and so do those of scripts
 that import it. Of the pages stay the words: their examples of the folder, and entries of errors
@@ -51,7 +52,7 @@ def take_out(folder: str, root: Path) -> set[str]:
     own = "".join(path.read_text("utf-8") for path in (root / place).rglob("*.py"))
     shutil.rmtree(root / place)
     shutil.rmtree(root / "tests" / place.relative_to("arbor"), ignore_errors=True)
-    for page in (root / "docs").glob("*.md"):
+    for page in (root / "docs").rglob("*.md"):
         page.write_text(_without_examples(page.read_text("utf-8"), package), "utf-8")
     others = "".join(
         path.read_text("utf-8")
@@ -59,9 +60,9 @@ def take_out(folder: str, root: Path) -> set[str]:
         for path in ([unit] if unit.suffix == ".py" else unit.rglob("*.py"))
     )
     errors = root / "docs" / "errors.md"
-    head, *entries = re.split(r"^(?=## )", errors.read_text("utf-8"), flags=re.MULTILINE)
-    kept = [each for each in entries if not _is_of(each.splitlines()[0][3:], own, others)]
-    errors.write_text("".join([head, *kept]), "utf-8")
+    rows = errors.read_text("utf-8").splitlines(keepends=True)
+    kept = [row for row in rows if not _is_of(row.split("`")[1:2], own, others)]
+    errors.write_text("".join(kept), "utf-8")
     scripts = (root / "scripts").rglob("*.py")
     naming = [each for each in scripts if f"from {package}" in each.read_text("utf-8")]
     return {each.relative_to(root / "scripts").parts[0] for each in naming}
@@ -76,9 +77,9 @@ def _without_examples(text: str, package: str) -> str:
     return "".join(blocks)
 
 
-def _is_of(code: str, own: str, others: str) -> bool:
-    """Whether an error's code is in these sources, and not in the others."""
-    return f'"{code}"' in own and f'"{code}"' not in others
+def _is_of(codes: Sequence[str], own: str, others: str) -> bool:
+    """Whether a row begins with an error's code that is in these sources, and not in the others."""
+    return any(f'"{code}"' in own and f'"{code}"' not in others for code in codes)
 
 
 def commands(quick: bool, scripts: set[str]) -> list[Sequence[str]]:
@@ -100,25 +101,40 @@ def commands(quick: bool, scripts: set[str]) -> list[Sequence[str]]:
 
 
 def main() -> int:
-    """Runs everything; the number of commands that failed."""
+    """The number of commands that failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="+", metavar="FOLDER")
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", default=features())
     parser.add_argument("--quick", action="store_true", help="a few test files only")
+    parser.add_argument("--each", action="store_true", help="one folder at a time")
     args = parser.parse_args()
     for folder in args.folders:
         if Path(folder).parts[:1] != ("arbor",) or not (ROOT / folder / "__init__.py").is_file():
             parser.error(f"{folder} is no package of arbor, such as arbor/papers/rksc")
+    if args.each:
+        return sum(without([folder], quick=args.quick) for folder in args.folders)
+    return without(args.folders, quick=args.quick)
+
+
+def features() -> list[str]:
+    """The folders of papers and integrations."""
+    found = (ROOT / "arbor").glob("*/*/__init__.py")
+    folders = sorted(path.parent.relative_to(ROOT).as_posix() for path in found)
+    return [each for each in folders if each.split("/")[1] in ("papers", "integrations")]
+
+
+def without(folders: Sequence[str], *, quick: bool) -> int:
+    """Run everything in a copy without these folders; the number of commands that failed."""
     failed = 0
     with tempfile.TemporaryDirectory(prefix="arbor-without-") as name:
         root = Path(name)
         copy_repository(root)
-        scripts = {name for folder in args.folders for name in take_out(folder, root)}
-        every = commands(args.quick, scripts)
+        scripts = {name for folder in folders for name in take_out(folder, root)}
+        every = commands(quick, scripts)
         for command in every:
             print("$", *command[1:], flush=True)
             done = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": name})
             failed += done.returncode != 0
-    print(f"without {' '.join(args.folders)}: {failed} of {len(every)} commands failed")
+    print(f"without {' '.join(folders)}: {failed} of {len(every)} commands failed")
     return failed
 
 
