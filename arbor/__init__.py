@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         UsageError,
         WorkerError,
     )
-    from arbor.measure.workers.workers import Workers
+    from arbor.measure.workers import Workers
     from arbor.metrics import Metrics
     from arbor.model.sampling_params import Sampling
     from arbor.registry import register
@@ -91,7 +91,7 @@ _HOMES = {
         "UsageError",
         "WorkerError",
     ),
-    "arbor.measure.workers.workers": ("Workers",),
+    "arbor.measure.workers": ("Workers",),
     "arbor.metrics": ("Metrics",),
     "arbor.registry": ("register",),
     "arbor.run.solution": ("Solution",),

@@ -309,7 +309,7 @@ def test_imports_go_down_only() -> None:
         ("events.py", "import torch"),
         ("run/session.py", "import arbor\narbor.Solver"),
         ("cli/solve.py", "from arbor.integrations.server import app"),
-        ("integrations/ray/__init__.py", "from arbor.measure.workers import cluster"),
+        ("integrations/ray/__init__.py", "from arbor.measure.cluster import Cluster"),
         ("integrations/ray/ray_cluster.py", "from arbor.integrations.server import app"),
         ("integrations/ray/ray_cluster.py", "import fastapi"),
     ],

@@ -30,6 +30,7 @@ from arbor.cli.output import Output
 from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import ArborError, SearchBug, UsageError
+from arbor.measure.cluster import check_workers
 from arbor.measure.evaluation.folder import (
     CONFIG,
     WEIGHTS,
@@ -38,7 +39,6 @@ from arbor.measure.evaluation.folder import (
     requested_config,
 )
 from arbor.measure.evaluation.rows import HUB
-from arbor.measure.workers.worker_place import check_workers
 from arbor.model.loading import locate_model
 from arbor.model.model_identity import model_identity
 from arbor.run.settings import Settings

@@ -10,7 +10,7 @@ import click
 
 from arbor.cli.record_options import SolverOptions
 from arbor.cli.solve import TraceOptions
-from arbor.measure.workers.worker_place import WorkerPlace
+from arbor.measure.cluster import WorkerPlace
 from arbor.run.limits import RunLimits
 from arbor.support.setting import setting
 

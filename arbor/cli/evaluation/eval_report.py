@@ -14,12 +14,19 @@ from arbor.cli.evaluation.eval_dataset import name_of
 from arbor.errors import InputError, UsageError
 from arbor.measure.evaluation.compare import difference_text, is_decided
 from arbor.measure.evaluation.dataset import Sample
-from arbor.measure.evaluation.folder import PAGE, RESULTS, RunFolder, digest, read_rows
+from arbor.measure.evaluation.folder import (
+    PAGE,
+    RESULTS,
+    RunFolder,
+    digest,
+    linked_pages,
+    read_rows,
+    write_sample_pages,
+)
+from arbor.measure.evaluation.list_page import RunFacts
 from arbor.measure.evaluation.page import ComparedRun, index_page
 from arbor.measure.evaluation.results import compare, is_right, results
-from arbor.measure.evaluation.run_facts import RunFacts
 from arbor.measure.evaluation.run_timeline import from_page, run_timeline, timeline_key
-from arbor.measure.evaluation.sample_pages import linked_pages, write_sample_pages
 from arbor.measure.statistics import clopper_pearson
 from arbor.support.atomic_write import write_atomically
 from arbor.support.units import human_bytes

@@ -13,10 +13,9 @@ from arbor.cli.output import Output
 from arbor.cli.progress import Progress
 from arbor.cli.signals import StopSignals
 from arbor.errors import ArborError, ModelError, SearchBug
-from arbor.measure.evaluation.dataset import Sample
+from arbor.measure.evaluation.dataset import Sample, sample_seed
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.measure.evaluation.results import is_right
-from arbor.measure.evaluation.sample_seed import sample_seed
 from arbor.measure.outcomes import Job, Outcome, outcomes
 from arbor.tasks.base import Task
 
@@ -133,7 +132,7 @@ def _outcomes(
         with signals.stopping(solver):
             yield from outcomes(solver, jobs, several, lambda _, event: progress.hear(event))
         return
-    from arbor.measure.workers.workers import Workers
+    from arbor.measure.workers import Workers
 
     device = options.solver.settings.device
     workers = Workers(solver, options.workers, concurrency=several, device=device)

@@ -18,7 +18,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from arbor.errors import UsageError
-from arbor.measure.evaluation.sample_seed import sample_seed
+from arbor.measure.evaluation.dataset import sample_seed
 from arbor.model.sampling_params import Sampling
 from arbor.run.choices import PathTokens
 from arbor.run.conversation import plain_decoding, stepped_search

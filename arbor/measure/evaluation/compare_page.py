@@ -8,20 +8,22 @@ from typing import Any
 from urllib.parse import quote
 
 from arbor.measure.evaluation.compare import LEAST_DECIDING, ArmRuns, difference_text, percent_text
+from arbor.measure.evaluation.folder import linked_pages
 from arbor.measure.evaluation.list_page import (
+    RunFacts,
     escaped,
+    facts_html,
     list_page,
     list_row,
     number_cell,
     share_bar,
+    shared_facts,
     short,
     words_cell,
 )
 from arbor.measure.evaluation.page import marked_outcome, search_link
 from arbor.measure.evaluation.plot import Point, Series, plot
 from arbor.measure.evaluation.results import is_right
-from arbor.measure.evaluation.run_facts import RunFacts, facts_html, shared_facts
-from arbor.measure.evaluation.sample_pages import linked_pages
 
 OUTCOMES = ("all right", "none right", "arms differ")
 

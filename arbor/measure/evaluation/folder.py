@@ -17,12 +17,13 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from arbor.errors import InputError, UsageError
+from arbor.errors import InputError, TraceError, UsageError
 from arbor.measure.evaluation.dataset import Sample
+from arbor.measure.evaluation.results import Row
 from arbor.run.config import config_text, read_config
 from arbor.support.atomic_write import DISK_FULL, FREE_SPACE, write_atomically
 from arbor.trace.write import to_line
@@ -299,3 +300,57 @@ def _settings(table: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:
     return str(settings[key]) if key in settings else "none"
+
+
+def page_of(trace: str) -> str:
+    """The page of a trace: ``traces/a.arbor.jsonl.gz`` -> ``traces/a.html``."""
+    return f"{trace.removesuffix(TRACE_SUFFIX)}.html"
+
+
+def linked_pages(folder: Path, rows: Iterable[Row]) -> dict[str, str]:
+    """The pages in a run's folder, by their traces; both are paths in the folder."""
+    return {trace: page_of(trace) for trace in _traces(rows) if (folder / page_of(trace)).is_file()}
+
+
+def write_sample_pages(folder: Path, rows: Iterable[Row]) -> list[str]:
+    """Writes a page for each trace of a run's folder that has no page, or an older one.
+
+    Args:
+        folder: of the run.
+        rows: rows of ``samples.jsonl``.
+
+    Returns:
+        A sentence for each trace that cannot be read.
+
+    Raises:
+        UsageError: a page cannot be written.
+    """
+    from arbor.view import read_page_trace, write_page
+
+    unread = []
+    for trace in _traces(rows):
+        source, page = folder / trace, folder / page_of(trace)
+        try:
+            if not page.is_file() or page.stat().st_mtime_ns < source.stat().st_mtime_ns:
+                write_page(page, read_page_trace(source))
+        except TraceError as error:
+            unread.append(error.message)
+        except OSError as error:
+            unread.append(f"{source} cannot be read: {error.strerror}.")
+    return unread
+
+
+def trace_of(row: Row) -> str | None:
+    """The trace of a sample, as a path in the run's folder; none from elsewhere."""
+    trace = row.get("trace")
+    if isinstance(trace, str) and PurePosixPath(trace).parts[:-1] == (TRACES,):
+        return trace
+    return None
+
+
+def _traces(rows: Iterable[Row]) -> Iterator[str]:
+    """The traces of samples, as paths in the run's folder."""
+    for row in rows:
+        trace = trace_of(row)
+        if trace is not None:
+            yield trace

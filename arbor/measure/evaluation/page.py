@@ -14,7 +14,9 @@ from typing import Any
 from urllib.parse import quote
 
 from arbor.measure.evaluation.list_page import (
+    RunFacts,
     escaped,
+    facts_html,
     list_page,
     list_row,
     number_cell,
@@ -24,7 +26,6 @@ from arbor.measure.evaluation.list_page import (
 )
 from arbor.measure.evaluation.plot import binned, plot
 from arbor.measure.evaluation.results import Row, cost, is_cut, is_guessed, is_right
-from arbor.measure.evaluation.run_facts import RunFacts, facts_html
 from arbor.measure.evaluation.run_timeline import RunTimeline, as_attributes
 
 COLUMNS = (

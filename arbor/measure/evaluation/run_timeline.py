@@ -16,8 +16,8 @@ from typing import Self
 
 from arbor.errors import TraceError
 from arbor.events import Header
+from arbor.measure.evaluation.folder import trace_of
 from arbor.measure.evaluation.results import Row
-from arbor.measure.evaluation.sample_pages import trace_of
 from arbor.trace.read import lines_of
 
 BINS = 1200  # columns of the picture
