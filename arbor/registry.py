@@ -158,6 +158,8 @@ RENAMED: Mapping[tuple[str, str], str] = {("scorer", "chance"): "random"}
 ADAPTERS: Mapping[str, str] = {
     package: path for each in features() for package, path in each.adapters.items()
 }
+# those whose classes are components of no kind unless the folder of this name adapts them
+NEED_ADAPTERS = ("kvpress",)
 
 C = TypeVar("C")
 T = TypeVar("T", bound=type[Any])
@@ -285,8 +287,16 @@ def resolve(kind: str, name: str) -> Any:
             path=path,
         ) from error
     for base in getattr(found, "__mro__", ()):
-        if adapter := ADAPTERS.get(base.__module__.partition(".")[0]):
+        package = base.__module__.partition(".")[0]
+        if adapter := ADAPTERS.get(package):
             return _load(adapter, name)(kind, found, name)
+        if package in NEED_ADAPTERS:
+            raise UsageError(
+                f"{kind}-broken",
+                f"'{name}' is a class of {package}, and the folder that adapts those is not there.",
+                f"Put back arbor/integrations/{package}.",
+                name=name,
+            )
     if inspect.isroutine(found) or inspect.ismodule(found):
         raise UsageError(
             f"{kind}-broken",

@@ -40,7 +40,7 @@ from arbor import Solver
 from arbor.components import build, split_spec
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Event, Forwarded, Verified
-from arbor.measure.replay import Recording, replay, replay_smallest
+from arbor.measure.replay import RecordedSearch, replay, replay_smallest
 from arbor.measure.statistics import bootstrap
 from arbor.metrics import Unshared
 from arbor.papers.ams.ams import AMS
@@ -202,7 +202,7 @@ def lossless(args: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"rows": []}
     for name in args.searches or USUAL:
         events: list[Event] = []
-        records: list[Recording] = []
+        records: list[RecordedSearch] = []
         peaks, unshared = [], []
         with Solver(
             args.model, task=args.task, listeners=(events.append,), **SEARCHES[name]
@@ -210,7 +210,7 @@ def lossless(args: argparse.Namespace) -> dict[str, Any]:
             for problem in problems_of(args, solver.task, args.n):
                 events.clear()
                 metrics = solver.solve(problem).metrics
-                records.append(Recording.of(list(events)))
+                records.append(RecordedSearch.of(list(events)))
                 peaks.append(metrics.peak_tokens)
                 unshared.append(metrics.peak_unshared_tokens)
             tokenizer = solver.tokenizer
@@ -266,7 +266,7 @@ def lossless(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def replayed(
-    record: Recording, tokenizer: Any, policy: str, slots: int, rehydrate: Any
+    record: RecordedSearch, tokenizer: Any, policy: str, slots: int, rehydrate: Any
 ) -> dict[str, Any]:
     """One replay; at the smallest budget that works where this one does not."""
     ready, msve = variant(policy)
@@ -289,7 +289,7 @@ def largest(args: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     search = {"name": "tot", "strategy": "dfs", "width": 8, "max_per_state": 8, "max_visited": 200}
     events: list[Event] = []
-    records: list[tuple[list[int], list[int], Recording]] = []
+    records: list[tuple[list[int], list[int], RecordedSearch]] = []
     with Solver(
         args.model, task=args.task, controller=search, listeners=(events.append,)
     ) as solver:
@@ -303,7 +303,7 @@ def largest(args: argparse.Namespace) -> dict[str, Any]:
                 peak = max(peak, event.kv.device) if isinstance(event, Forwarded) else peak
                 if isinstance(event, Verified):
                     shared.append(peak)
-            records.append((unshared.rounds, shared, Recording.of(list(events))))
+            records.append((unshared.rounds, shared, RecordedSearch.of(list(events))))
         tokenizer = solver.tokenizer
     for cap in (128, 256, 512, 1024):
         ours, cost = [], []

@@ -19,7 +19,7 @@ from arbor.controllers.base import Expansion
 from arbor.controllers.dpts import DPTS, DPTSSearch
 from arbor.errors import UsageError
 from arbor.events import Verified
-from arbor.measure.replay import Recording, replay
+from arbor.measure.replay import RecordedSearch, replay
 from arbor.model.checkpoint import Checkpoint
 from arbor.trace import Replay, read_trace
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -313,13 +313,13 @@ def test_a_recorded_search_is_replayed_with_its_counters(
         events = read_trace(path).events
         tokenizer = solver.engine.tokenizer
         slots = solution.metrics.peak_tokens
-        again = replay(Recording.of(events), tokenizer, policy="lru", slots=slots)
+        again = replay(RecordedSearch.of(events), tokenizer, policy="lru", slots=slots)
         for policy in ("belady", "reentry"):
-            tight = replay(Recording.of(events), tokenizer, policy=policy, slots=slots // 2)
+            tight = replay(RecordedSearch.of(events), tokenizer, policy=policy, slots=slots // 2)
             assert tight.tokens_generated == solution.metrics.tokens_generated
         cut = [e for e in events if isinstance(e, Verified)][3]
         short = replay(
-            Recording.of(events[: events.index(cut)]), tokenizer, policy="lru", slots=slots
+            RecordedSearch.of(events[: events.index(cut)]), tokenizer, policy="lru", slots=slots
         )
     for name in ("nodes", "rounds", "expansions", "tokens_generated", "verified", "asked"):
         assert getattr(again, name) == getattr(solution.metrics, name), name

@@ -16,7 +16,7 @@ from support.run_cli import Arbor, in_process
 from arbor import Solver
 from arbor.controllers.tot import ToT
 from arbor.events import Event
-from arbor.measure.replay import Recording, replay
+from arbor.measure.replay import RecordedSearch, replay
 from arbor.metrics import Metrics
 from arbor.tasks.reasoning import Reasoning
 from arbor.trace import Replay, read_trace
@@ -131,7 +131,7 @@ def recorded(**options: Any) -> tuple[Any, Metrics, list[Event]]:
 def test_a_replay_has_the_counters_of_the_run(budget: str) -> None:
     tokenizer, metrics, events = recorded(budget=budget)
 
-    again = replay(Recording.of(events), tokenizer, policy="lru", slots=metrics.budget_tokens)
+    again = replay(RecordedSearch.of(events), tokenizer, policy="lru", slots=metrics.budget_tokens)
 
     assert counters(again) == counters(metrics)
     assert again.tokens_given > 0

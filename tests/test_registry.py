@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -270,3 +271,17 @@ def test_a_file_that_is_missing_or_broken_is_named(
     assert refused.value.code == "policy-broken"
     assert message in refused.value.message and hint in refused.value.hint
     assert "ARBOR_PLUGINS" not in refused.value.hint
+
+
+def test_a_class_of_kvpress_without_its_folder_names_the_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = ModuleType("kvpress")
+    vars(package)["SnapKVPress"] = type("SnapKVPress", (), {"__module__": "kvpress.presses"})
+    monkeypatch.setitem(sys.modules, "kvpress", package)
+    monkeypatch.setattr(registry, "ADAPTERS", {})
+
+    with pytest.raises(UsageError, match="arbor/integrations/kvpress") as raised:
+        registry.resolve("policy", "kvpress:SnapKVPress")
+
+    assert raised.value.code == "policy-broken"

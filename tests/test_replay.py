@@ -13,7 +13,7 @@ from support.slow_cases import every
 
 from arbor import Solver
 from arbor.events import Boundary, Event
-from arbor.measure.replay import Recording, replay
+from arbor.measure.replay import RecordedSearch, replay
 from arbor.metrics import Metrics
 from arbor.model.loading import BUILTIN
 from arbor.run.callbacks import StopSearch
@@ -63,7 +63,7 @@ def tokenizer() -> object:
 @pytest.mark.parametrize("search", every(3, SEARCHES))
 def test_a_replay_has_the_counters_of_a_run(search: dict[str, object], tokenizer: object) -> None:
     whole, events = live(search)
-    record = Recording.of(events)
+    record = RecordedSearch.of(events)
 
     assert counters(replay(record, tokenizer, policy="lru", slots=4096)) == counters(whole)
 
@@ -98,7 +98,7 @@ def test_a_run_that_was_cut_short_is_replayed_up_to_its_last_whole_round(
             solution = solver.solve("4 5 6 10")
             assert solution.finish_reason == "interrupted"
             cut = any(isinstance(e, Boundary) and e.stop == "limit" for e in events)
-            again = replay(Recording.of(list(events)), tokenizer, policy="lru", slots=4096)
+            again = replay(RecordedSearch.of(list(events)), tokenizer, policy="lru", slots=4096)
             rounds.add((cut, again.rounds))
             shorter = again.tokens_generated < solution.metrics.tokens_generated
             assert shorter == cut

@@ -24,7 +24,7 @@ from arbor.measure.cluster import (
     News,
     Ready,
 )
-from arbor.measure.outcomes import Job, Outcome
+from arbor.measure.outcomes import Job, JobOutcome
 from arbor.metrics import Metrics
 from arbor.run.solution import Solution
 
@@ -121,7 +121,9 @@ class FakeCluster:
             del self.jobs[worker]
             return [Died(worker, "killed")]
         job = jobs.pop(self.random.randrange(len(jobs)))
-        return [Finished(worker, [Delivered(Outcome(job, solution(str(job.problem)), NONE), None)])]
+        return [
+            Finished(worker, [Delivered(JobOutcome(job, solution(str(job.problem)), NONE), None)])
+        ]
 
     def end(self, worker: int) -> None:
         self.jobs.pop(worker, None)

@@ -19,7 +19,7 @@ from arbor.model.checkpoint import ModelSource
 from arbor.support.garbage import no_collection
 
 if TYPE_CHECKING:
-    from arbor.measure.replay import Recording
+    from arbor.measure.replay import RecordedSearch
 
 
 @click.command(cls=Command)
@@ -84,13 +84,13 @@ def replay(
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
     with no_collection():  # torch comes with it
-        from arbor.measure.replay import Recording
+        from arbor.measure.replay import RecordedSearch
     from arbor.model.description_cache import light_tokenizer
     from arbor.model.loading import locate_model
     from arbor.trace.read import read_trace
 
     read = read_trace(trace)
-    record = Recording.of(read.events)
+    record = RecordedSearch.of(read.events)
     config = record.header.config
     revision = config.get("revision") if model is None else None
     source = locate_model(config["model"] if model is None else model, revision, trust_remote_code)
@@ -119,7 +119,7 @@ def replay(
 
 
 def _rows(
-    record: Recording,
+    record: RecordedSearch,
     tokenizer: Any,
     policies: tuple[str, ...],
     budgets: list[Budget],

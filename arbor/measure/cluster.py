@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from arbor.engine.mode_names import SIMILAR
 from arbor.errors import ArborError, UsageError
-from arbor.measure.outcomes import Job, Outcome
+from arbor.measure.outcomes import Job, JobOutcome
 
 RUNNING = "ray"  # the cluster that runs already, as a user writes it
 _NUMBER = re.compile(r"[1-9][0-9]{0,3}")
@@ -88,7 +88,7 @@ def _wrong(text: object) -> UsageError:
 class Delivered:
     """An outcome with the bytes of its trace, which lay on the worker's machine."""
 
-    outcome: Outcome
+    outcome: JobOutcome
     trace: bytes | None
 
 

@@ -41,7 +41,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """What became of a job.
 
     Attributes:
@@ -94,7 +94,7 @@ def outcomes(
     jobs: Iterable[Job | None],
     concurrency: int,
     listen: Callable[[int, Event], None] | None = None,
-) -> Generator[Outcome, None, None]:
+) -> Generator[JobOutcome, None, None]:
     """What becomes of each job, in one engine, as they end.
 
     Args:
@@ -139,7 +139,7 @@ def outcomes(
             for which, result in results:
                 job, tokens = begun.pop(which), reused.pop(which, ReusedTokens()).total
                 traced = _close(writers.pop(which, None))
-                yield Outcome(job, result, seconds.end(which), tokens, traced)
+                yield JobOutcome(job, result, seconds.end(which), tokens, traced)
     finally:
         for writer in writers.values():
             _close(writer)

@@ -68,7 +68,7 @@ MOST_VOCABULARY = 1 << 24  # the logits of a replay have a place for every token
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedSearch:
     """The part of a trace that a replay needs.
 
     Attributes:
@@ -88,7 +88,7 @@ class Recording:
     expansions: int | None = None
 
     @classmethod
-    def of(cls, events: Sequence[Event]) -> Recording:
+    def of(cls, events: Sequence[Event]) -> RecordedSearch:
         """From the events of a run.
 
         Raises:
@@ -172,7 +172,7 @@ def _unplayable(opened: Sequence[Opened], blocks: Mapping[int, Boundary]) -> Ite
 
 
 def replay(
-    recorded: Recording | Trace,
+    recorded: RecordedSearch | Trace,
     tokenizer: Any,
     *,
     policy: str | Policy,
@@ -199,7 +199,9 @@ def replay(
         BudgetInfeasible: a path does not fit.
         TraceError: the trace cannot be replayed.
     """
-    record = recorded if isinstance(recorded, Recording) else Recording.of(recorded.events)
+    record = (
+        recorded if isinstance(recorded, RecordedSearch) else RecordedSearch.of(recorded.events)
+    )
     config = record.header.config
     task: Task = components.build("task", config["task"])
     boundary = dataclasses.replace(
@@ -224,7 +226,7 @@ def replay(
         rehydrate=rehydrate,
         share="exact" if share in SIMILAR else share,
         scores=scores,
-        source=_Recorded(record, tokenizer),
+        source=_RecordedBlocks(record, tokenizer),
     )
     turn = question_turn(tokenizer, task, task.parse(record.header.problem))
     judge = _Judge(components.build("verifier", config["verifier"]), record, turn)
@@ -257,7 +259,7 @@ def most_held(header: Header) -> int | None:
 
 
 def replay_smallest(
-    recorded: Recording | Trace, tokenizer: Any, *, slots: int, **settings: Any
+    recorded: RecordedSearch | Trace, tokenizer: Any, *, slots: int, **settings: Any
 ) -> tuple[int, Metrics]:
     """`replay` in the smallest budget of at least `slots` in which the whole search runs.
 
@@ -293,14 +295,14 @@ class _NoModel:
     def forward(
         self, plan: ForwardPlan, pool: KVPool, *, mass: Any = None, queries: Any = None
     ) -> ForwardResult:
-        """Logits of zero, which `_Recorded` ignores; attention and queries are not recorded."""
+        """Logits of zero, which are ignored; attention and queries are not recorded."""
         return ForwardResult(self._nothing.expand(len(plan.logit_rows), -1))
 
 
-class _Recorded(ModelSampler):
+class _RecordedBlocks(ModelSampler):
     """The blocks of the recording."""
 
-    def __init__(self, record: Recording, tokenizer: Any) -> None:
+    def __init__(self, record: RecordedSearch, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         self._blocks = record.blocks
 
@@ -356,7 +358,9 @@ class _Judge:
 
     needs_model = True
 
-    def __init__(self, verifier: Verifier, record: Recording, turn: QuestionTurn | None) -> None:
+    def __init__(
+        self, verifier: Verifier, record: RecordedSearch, turn: QuestionTurn | None
+    ) -> None:
         self.parts = [_Part(part, record.values, turn) for part in parts_of(verifier)]
 
     def verify(

@@ -9,11 +9,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from arbor.errors import ArborError, UsageError, WorkerError
 from arbor.measure.cluster import (
@@ -28,7 +28,7 @@ from arbor.measure.cluster import (
     WorkerPlace,
     check_workers,
 )
-from arbor.measure.outcomes import Job, Outcome
+from arbor.measure.outcomes import Job, JobOutcome
 from arbor.model.model_info import SMALL_MODEL
 from arbor.model.names import check_device
 from arbor.registry import part
@@ -42,26 +42,21 @@ from arbor.support.atomic_write import write_atomically
 from arbor.tasks.base import Problem
 from arbor.trace.write import TraceWriter
 
-T = TypeVar("T")
-Worker = Hashable
-
 
 @dataclass(slots=True)
-class Ticket(Generic[T]):
+class Ticket:
     """A job that is not finished.
 
     Attributes:
-        place: its place among the jobs, 0-based.
         job: the job.
         deaths: workers that died while they had it.
     """
 
-    place: int
-    job: T
+    job: Job
     deaths: int = 0
 
 
-class HandOut(Generic[T]):
+class HandOut:
     """Which worker gets which job: each job once, and again where its worker died.
 
     Jobs go to the workers that have a place free, in their order. At first they are dealt in equal
@@ -76,17 +71,16 @@ class HandOut(Generic[T]):
         tries: times that a job is given before its deaths count as its failure.
     """
 
-    def __init__(self, jobs: Iterable[T], workers: int, places: int, tries: int) -> None:
+    def __init__(self, jobs: Iterable[Job], workers: int, places: int, tries: int) -> None:
         self._source = iter(jobs)
         self._workers = workers
         self._places = places
         self._tries = tries
-        self._read = 0
         self._exhausted = False
-        self._ready: deque[Ticket[T]] = deque()
-        self._again: deque[Ticket[T]] = deque()
-        self._held: dict[Worker, dict[int, Ticket[T]]] = {}
-        self._alone: set[Worker] = set()  # those that have a job which is tried again
+        self._ready: deque[Ticket] = deque()
+        self._again: deque[Ticket] = deque()
+        self._held: dict[int, dict[int, Ticket]] = {}
+        self._alone: set[int] = set()  # those that have a job which is tried again
         self._read_ahead()
 
     @property
@@ -104,11 +98,11 @@ class HandOut(Generic[T]):
         """Whether every job is finished."""
         return self._exhausted and not self.waiting and not self.in_progress
 
-    def holds(self, worker: Worker) -> bool:
+    def holds(self, worker: int) -> bool:
         """Whether a worker has any job."""
         return bool(self._held.get(worker))
 
-    def give(self, worker: Worker) -> list[Ticket[T]]:
+    def give(self, worker: int) -> list[Ticket]:
         """The jobs that a living worker gets now."""
         held = self._held.setdefault(worker, {})
         if worker in self._alone:
@@ -122,20 +116,20 @@ class HandOut(Generic[T]):
             part = math.ceil(len(self._ready) / max(1, self._workers - busy))
             count = min(self._places - len(held), part)
             given = [self._ready.popleft() for _ in range(count)]
-        held.update((ticket.place, ticket) for ticket in given)
+        held.update((ticket.job.place, ticket) for ticket in given)
         return given
 
-    def done(self, worker: Worker, place: int) -> Ticket[T] | None:
+    def done(self, worker: int, place: int) -> Ticket | None:
         """A worker has finished a job; None where it is not that worker's."""
         ticket = self._held.get(worker, {}).pop(place, None)
         if ticket is not None:
             self._alone.discard(worker)
         return ticket
 
-    def died(self, worker: Worker) -> list[Ticket[T]]:
+    def died(self, worker: int) -> list[Ticket]:
         """A worker has died; those of its jobs that failed, since they were tried too often."""
         self._alone.discard(worker)
-        failed: list[Ticket[T]] = []
+        failed: list[Ticket] = []
         for ticket in self._held.pop(worker, {}).values():
             ticket.deaths += 1
             (failed if ticket.deaths >= self._tries else self._again).append(ticket)
@@ -149,8 +143,7 @@ class HandOut(Generic[T]):
             except StopIteration:
                 self._exhausted = True
                 return
-            self._ready.append(Ticket(self._read, job))
-            self._read += 1
+            self._ready.append(Ticket(job))
 
 
 TRIES = 3  # workers that may die with one problem
@@ -299,7 +292,7 @@ class Workers:
 
     def outcomes(
         self, jobs: Iterable[Job], progress: Callable[[int], None] = lambda in_progress: None
-    ) -> Generator[Outcome, None, None]:
+    ) -> Generator[JobOutcome, None, None]:
         """What becomes of each job, as they end; their traces lie where the jobs say.
 
         Args:
@@ -335,15 +328,15 @@ class Workers:
             self._busy.release()
 
     def _outcomes(
-        self, hand_out: HandOut[Job], progress: Callable[[int], None]
-    ) -> Generator[Outcome, None, None]:
+        self, hand_out: HandOut, progress: Callable[[int], None]
+    ) -> Generator[JobOutcome, None, None]:
         """The loop: hand out, wait for news, hand out again, and only then yield what was found."""
         since = time.monotonic()
         named = False  # why there is no worker
         while not (hand_out.over or self._stopped):
             self._hand_out(hand_out)
             progress(hand_out.in_progress)
-            found: list[Outcome] = []
+            found: list[JobOutcome] = []
             for news in self._cluster.news(POLL_S):
                 found += self._heard(hand_out, news)
             if not (hand_out.over or self._stopped):
@@ -355,7 +348,7 @@ class Workers:
                 named = True
                 self._name_lack()
 
-    def _hand_out(self, hand_out: HandOut[Job]) -> None:
+    def _hand_out(self, hand_out: HandOut) -> None:
         """Give jobs to every worker with a free place, and begin workers for those left."""
         for worker in list(self._ready):
             tickets = hand_out.give(worker)
@@ -366,7 +359,7 @@ class Workers:
         for _ in range(min(lacking, hand_out.waiting - len(self._starting))):
             self._starting.add(self._cluster.start())
 
-    def _heard(self, hand_out: HandOut[Job], news: News) -> list[Outcome]:
+    def _heard(self, hand_out: HandOut, news: News) -> list[JobOutcome]:
         """What was found, or cannot be found, by a piece of news.
 
         Raises:
@@ -395,7 +388,7 @@ class Workers:
                 raise RuntimeError(f"a bug in the worker in {where}:\n{traceback}")
         return []
 
-    def _died(self, hand_out: HandOut[Job], worker: int, why: str) -> list[Outcome]:
+    def _died(self, hand_out: HandOut, worker: int, why: str) -> list[JobOutcome]:
         """What cannot be found since a worker has died.
 
         Raises:
@@ -470,7 +463,7 @@ def _threads(solver: Solver, number: int | None) -> int:
     return max(1, (os.cpu_count() or 1) // number)
 
 
-def _received(delivered: Delivered) -> Outcome:
+def _received(delivered: Delivered) -> JobOutcome:
     """An outcome, its trace written where the job says.
 
     Raises:
@@ -485,7 +478,7 @@ def _received(delivered: Delivered) -> Outcome:
     return outcome
 
 
-def _failed(ticket: Ticket[Job], where: str, why: str) -> Outcome:
+def _failed(ticket: Ticket, where: str, why: str) -> JobOutcome:
     """The outcome of a job whose workers have died."""
     error = WorkerError(
         "worker-died",
@@ -495,4 +488,4 @@ def _failed(ticket: Ticket[Job], where: str, why: str) -> Outcome:
         "--concurrency, or see what 'arbor solve' does with the problem.",
         tries=ticket.deaths,
     )
-    return Outcome(ticket.job, error, {"cpu_s": 0.0, "wall_s": 0.0})
+    return JobOutcome(ticket.job, error, {"cpu_s": 0.0, "wall_s": 0.0})

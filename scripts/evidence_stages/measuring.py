@@ -19,7 +19,7 @@ from arbor import Solver
 from arbor.errors import ArborError, InputError
 from arbor.events import Event
 from arbor.measure.evaluation.dataset import Sample
-from arbor.measure.replay import Recording, replay_smallest
+from arbor.measure.replay import RecordedSearch, replay_smallest
 from arbor.measure.timing import turned
 from arbor.model.checkpoint import Checkpoint
 from arbor.papers.rksc.calibration import Recorder, Verification
@@ -134,7 +134,7 @@ class Measuring:
 
     def _replayed(self, search: str, events: list[Event], peak: int) -> list[Record]:
         """Recomputed tokens by policy and part of the peak."""
-        recording = Recording.of(events)
+        recording = RecordedSearch.of(events)
         tokenizer = self.solver(search).tokenizer
         rows = []
         for part in LOSSLESS_PARTS:

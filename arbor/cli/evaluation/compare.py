@@ -34,7 +34,7 @@ from arbor.cli.record_options import options_of, read_options
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import ArborError, BudgetInfeasible, UsageError
 from arbor.measure.evaluation.compare import ArmRuns
-from arbor.measure.evaluation.folder import file_name
+from arbor.measure.evaluation.folder import file_name, refuse_other_files
 from arbor.run.config import config_text
 from arbor.support.atomic_write import write_atomically
 
@@ -101,7 +101,7 @@ def compare(ctx: click.Context, /, **values: Any) -> int:
     budgets = matched_budgets(options, arms, samples)
     settings = settings_of(options)
     path = options.output or new_folder(options.samples.dataset, settings, "compare_")
-    refuse_other_files(path)
+    refuse_other_files(path, "comparison", SETTINGS)
     planned = plan_runs(options, arms, budgets, path)
     path.mkdir(parents=True, exist_ok=True)
     write_atomically(path / SETTINGS, config_text(settings))
@@ -258,24 +258,6 @@ def settings_of(options: CompareOptions) -> dict[str, Any]:
         for name, value in flat.items()
         if name not in skipped and value is not None and value != ()
     }
-
-
-def refuse_other_files(path: Path) -> None:
-    """Refuse a folder that holds something other than a comparison.
-
-    Raises:
-        UsageError: names what it holds.
-    """
-    if not path.is_dir() or (path / SETTINGS).exists():
-        return
-    strange = sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
-    if strange:
-        raise UsageError(
-            "run-foreign",
-            f"{path} is not a comparison's folder; it holds {', '.join(strange[:3])}.",
-            "Name a new folder: --output DIR.",
-            path=str(path),
-        )
 
 
 def resume_command(options: CompareOptions, path: Path) -> str:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from arbor._version import __version__
 from arbor.cli.evaluation.compare_options import CompareOptions
 from arbor.cli.evaluation.eval_report import write_samples
-from arbor.errors import ArborError, InputError
 from arbor.measure.evaluation.compare import (
     COMPARE_SCHEMA,
     ArmRuns,
@@ -22,7 +21,7 @@ from arbor.measure.evaluation.compare import (
     percent_text,
 )
 from arbor.measure.evaluation.compare_page import compare_page
-from arbor.measure.evaluation.folder import read_rows
+from arbor.measure.evaluation.folder import read_results, read_rows
 from arbor.support.atomic_write import write_atomically
 from arbor.trace.write import finite
 
@@ -87,9 +86,8 @@ def write_comparison_samples(path: Path) -> list[str]:
         InputError: not a comparison's folder, or one that lacks a run.
         UsageError: a page cannot be written.
     """
-    try:
-        found = json.loads((path / RESULTS).read_bytes())
-        unread, runs = [], []
+    unread, runs = [], []
+    with read_results(path / RESULTS, "comparison") as found:
         for row in found["table"]:
             rows = []
             for folder in row["folders"]:
@@ -99,15 +97,6 @@ def write_comparison_samples(path: Path) -> list[str]:
             seeds, folders = tuple(row["seeds"]), tuple(row["folders"])
             runs.append(ArmRuns(row["arm"], row["tokens"], seeds, folders, tuple(rows)))
         write_atomically(path / PAGE, compare_page(found, runs, path))
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, ArborError):
-            raise
-        raise InputError(
-            "run-unreadable",
-            f"{path / RESULTS} is not the results of a comparison.",
-            "The command that resumes the comparison writes them again.",
-            path=str(path),
-        ) from error
     return unread
 
 

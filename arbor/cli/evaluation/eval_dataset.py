@@ -26,7 +26,7 @@ from arbor.measure.evaluation.dataset import (
 )
 from arbor.measure.evaluation.rows import (
     HUB,
-    Row,
+    DataRow,
     csv_rows,
     hub_rows,
     json_rows,
@@ -37,7 +37,7 @@ from arbor.tasks.base import Task
 
 DEFAULT_LIMIT = 100  # samples of a task without --limit; some tasks have endless problems
 STDIN = "-"
-TEXTS: Mapping[str, Callable[[IO[str], str], Iterator[Row]]] = {
+TEXTS: Mapping[str, Callable[[IO[str], str], Iterator[DataRow]]] = {
     ".jsonl": jsonl_rows,
     ".json": json_rows,
     ".csv": csv_rows,
@@ -103,7 +103,7 @@ def _task_samples(task: Task, split: str, first: int, last: int) -> list[Sample]
         raise UsageError(error.code, error.message, hint) from error
 
 
-def _rows(dataset: str, encoding: str) -> Iterator[Row]:
+def _rows(dataset: str, encoding: str) -> Iterator[DataRow]:
     """The rows of a file, of stdin or of a data set of the Hub, read as they are needed.
 
     Raises:
@@ -136,7 +136,7 @@ def _rows(dataset: str, encoding: str) -> Iterator[Row]:
     return _file_rows(path, dataset, encoding)
 
 
-def _file_rows(path: Path, name: str, encoding: str) -> Iterator[Row]:
+def _file_rows(path: Path, name: str, encoding: str) -> Iterator[DataRow]:
     try:
         if path.suffix.lower() == ".parquet":
             with path.open("rb"):  # a missing file is an error with or without pyarrow

@@ -20,6 +20,7 @@ from arbor.measure.evaluation.folder import (
     RunFolder,
     digest,
     linked_pages,
+    read_results,
     read_rows,
     write_sample_pages,
 )
@@ -156,18 +157,8 @@ def write_samples(folder: Path) -> list[str]:
     """
     rows, _ = read_rows(folder)
     unread = write_sample_pages(folder, rows.values())
-    try:
-        found = json.loads((folder / RESULTS).read_bytes())
+    with read_results(folder / RESULTS, "run") as found:
         write_index(folder, found, list(rows.values()))
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise InputError(
-            "run-unreadable",
-            f"{folder / RESULTS} is not the results of a run.",
-            "The command that resumes the run writes them again.",
-            path=str(folder),
-        ) from error
     return unread
 
 

@@ -16,7 +16,7 @@ from arbor.errors import ArborError, ModelError, SearchBug
 from arbor.measure.evaluation.dataset import Sample, sample_seed
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.measure.evaluation.results import is_right
-from arbor.measure.outcomes import Job, Outcome, outcomes
+from arbor.measure.outcomes import Job, JobOutcome, outcomes
 from arbor.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _outcomes(
     jobs: Iterator[Job],
     signals: StopSignals,
     progress: Progress,
-) -> Generator[Outcome, None, None]:
+) -> Generator[JobOutcome, None, None]:
     """What becomes of the jobs, in this process or in those of ``--workers``."""
     several = concurrency(options)
     if options.workers is None:

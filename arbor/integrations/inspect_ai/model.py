@@ -201,7 +201,7 @@ class ArborAPI(ModelAPI):
         """
         call = _Call()
         with _reported_by_inspect():
-            asked = _Asked.of(input, tools, config, self._usual, self._searches)
+            asked = _MessageRequest.of(input, tools, config, self._usual, self._searches)
             try:
                 return await anyio.to_thread.run_sync(
                     self._answer, call, asked, abandon_on_cancel=True
@@ -237,7 +237,7 @@ class ArborAPI(ModelAPI):
                 self._loaded = self._solver.shared(self._at_once, self._given_tokens)
             return self._loaded
 
-    def _answer(self, call: _Call, asked: _Asked) -> ModelOutput:
+    def _answer(self, call: _Call, asked: _MessageRequest) -> ModelOutput:
         shared = self._shared()
         try:
             with self._planning:
@@ -267,7 +267,7 @@ class ArborAPI(ModelAPI):
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._solver.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _planned(self, shared: SharedEngine, asked: _Asked) -> _Planned:
+    def _planned(self, shared: SharedEngine, asked: _MessageRequest) -> _Planned:
         """The run of a message.
 
         Raises:
@@ -305,7 +305,7 @@ class ArborAPI(ModelAPI):
         cut = left < asked.max_tokens
         return _Planned(shared.prepare(text, options, **changes), asked, left if cut else None)
 
-    def _conversation(self, shared: SharedEngine, asked: _Asked) -> tuple[Problem, int]:
+    def _conversation(self, shared: SharedEngine, asked: _MessageRequest) -> tuple[Problem, int]:
         """The conversation as a text to continue, and the tokens that the context has left."""
         try:
             tokens = conversation_tokens(self._solver.tokenizer, asked.messages)
@@ -379,7 +379,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _MessageRequest:
     """What is asked of the model.
 
     Attributes:
@@ -410,7 +410,7 @@ class _Asked:
         config: GenerateConfig,
         usual: SearchSettings,
         searches: bool,
-    ) -> _Asked:
+    ) -> _MessageRequest:
         """Read inspect's request.
 
         Raises:
@@ -467,7 +467,7 @@ class _Planned:
     """
 
     run: Run
-    asked: _Asked
+    asked: _MessageRequest
     left: int | None
 
     @property
@@ -481,7 +481,7 @@ class _Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _Completion:
     text: str
     stop_reason: StopReason
     tokens: Sequence[TextToken]
@@ -497,7 +497,7 @@ class _Choice:
 
 def _decoded(
     job: SearchJob, solution: Solution, planned: _Planned, decode: Any
-) -> tuple[list[_Choice], Cost]:
+) -> tuple[list[_Completion], Cost]:
     """The choices of plain decoding."""
     asked = planned.asked
     answers = PlainAnswers(
@@ -520,14 +520,14 @@ def _decoded(
             tokens[delta.choice] += delta.tokens
             stopped[delta.choice] |= delta.finish == "stop"
     return [
-        _Choice(text, planned.stop_reason(ended, length), found)
+        _Completion(text, planned.stop_reason(ended, length), found)
         for text, ended, length, found in zip(texts, stopped, lengths, tokens, strict=True)
     ], answers.cost
 
 
 def _searched(
     job: SearchJob, solution: Solution, planned: _Planned, decode: Any
-) -> tuple[list[_Choice], Cost]:
+) -> tuple[list[_Completion], Cost]:
     """The choices of a search: its best path, then other finished ones."""
     asked = planned.asked
     paths, cost = PathTokens(), Cost()
@@ -549,8 +549,8 @@ def _searched(
         ended = stream.stopped or paths.stop(node) == "eos" or (node in finished and not full)
         text = "".join(piece.text for piece in pieces)
         tokens = [token for piece in pieces for token in piece.tokens]
-        choices.append(_Choice(text, planned.stop_reason(ended, len(ids)), tokens))
-    return choices or [_Choice("", "max_tokens", ())], cost
+        choices.append(_Completion(text, planned.stop_reason(ended, len(ids)), tokens))
+    return choices or [_Completion("", "max_tokens", ())], cost
 
 
 def _events(job: SearchJob) -> Iterator[Any]:

@@ -25,14 +25,14 @@ from arbor._version import __version__
 from arbor.integrations.server.planned import Planned, plan_chat, plan_completion, plan_solve
 from arbor.integrations.server.public import PublicRecords
 from arbor.integrations.server.refusals import Refusal, refusal_of, refusal_of_body
-from arbor.integrations.server.responses import DONE, HEARTBEAT, Format, sse
+from arbor.integrations.server.responses import DONE, HEARTBEAT, Responses, sse
 from arbor.integrations.server.schema import (
     ChatRequest,
     CompletionRequest,
     Generating,
     SolveRequest,
 )
-from arbor.integrations.server.service import Admitted, Ended, Service
+from arbor.integrations.server.service import Admitted, RunEnded, Service
 from arbor.integrations.server.settings import ServerSettings
 from arbor.run.choices import Delta
 
@@ -114,7 +114,7 @@ def make_app(service: Service) -> FastAPI:
         admitted = await service.admit(plan, arrived_s)
         options = body.stream_options
         with_usage = bool(options and options.include_usage)
-        form = Format(settings.name, admitted.planned, kind, with_usage)
+        form = Responses(settings.name, admitted.planned, kind, with_usage)
         over = ending(admitted, request.url.path, arrived_s)
         if body.stream:
             return EventStream(_chunks(admitted, form, with_usage), over)
@@ -285,10 +285,10 @@ class EventStream(StreamingResponse):
             self._over(200 if sent else CLIENT_GONE)
 
 
-async def _whole(admitted: Admitted, form: Format) -> dict[str, Any]:
+async def _whole(admitted: Admitted, form: Responses) -> dict[str, Any]:
     """The response once everything has ended."""
     deltas: list[tuple[int, Delta]] = []
-    ended: list[tuple[int, Ended]] = []
+    ended: list[tuple[int, RunEnded]] = []
     async for news in admitted.news():
         deltas += news.deltas
         ended += news.ended
@@ -317,11 +317,11 @@ async def _events(admitted: Admitted, records: PublicRecords) -> AsyncIterator[b
         yield sse(refusal.to_dict(), "error")
 
 
-async def _chunks(admitted: Admitted, form: Format, with_usage: bool) -> AsyncIterator[bytes]:
+async def _chunks(admitted: Admitted, form: Responses, with_usage: bool) -> AsyncIterator[bytes]:
     """The response as it comes; an error is the last event."""
     for chunk in form.roles():
         yield chunk
-    ended: list[tuple[int, Ended]] = []
+    ended: list[tuple[int, RunEnded]] = []
     try:
         async for news in admitted.news(streaming=True):
             ended += news.ended

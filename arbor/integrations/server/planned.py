@@ -18,7 +18,7 @@ from arbor.integrations.server.schema import (
     CompletionRequest,
     Generating,
     Message,
-    Search,
+    SearchFields,
     SolveRequest,
 )
 from arbor.integrations.server.search_changes import search_changes, search_options
@@ -288,7 +288,11 @@ class _Planning:
         return self._planned(runs, searched=False, copies=copies)
 
     def searches(
-        self, search: Search, problems: Sequence[str], max_tokens: int | None, system: str = ""
+        self,
+        search: SearchFields,
+        problems: Sequence[str],
+        max_tokens: int | None,
+        system: str = "",
     ) -> Planned:
         """A search of each problem.
 

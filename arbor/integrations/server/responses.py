@@ -12,7 +12,7 @@ from typing import Any
 from arbor._version import __version__
 from arbor.engine.text import BROKEN
 from arbor.integrations.server.planned import Planned
-from arbor.integrations.server.service import Ended
+from arbor.integrations.server.service import RunEnded
 from arbor.integrations.server.tool_calls import CallReader
 from arbor.run.choices import Cost, Delta
 from arbor.run.text_stream import TextToken
@@ -30,14 +30,14 @@ def sse(data: Any, event: str | None = None) -> bytes:
 
 
 @dataclass(slots=True)
-class _Choice:
+class _WholeChoice:
     texts: list[str] = field(default_factory=list)
     tokens: list[TextToken] = field(default_factory=list)
     finish: str | None = None
     found: dict[str, Any] | None = None
 
 
-class Format:
+class Responses:
     """The responses to one request.
 
     Args:
@@ -70,12 +70,12 @@ class Format:
     # Whole
 
     def whole(
-        self, deltas: Iterable[tuple[int, Delta]], ended: Sequence[tuple[int, Ended]]
+        self, deltas: Iterable[tuple[int, Delta]], ended: Sequence[tuple[int, RunEnded]]
     ) -> dict[str, Any]:
         """The response, once all runs have ended."""
-        choices: dict[int, _Choice] = {}
+        choices: dict[int, _WholeChoice] = {}
         for run, delta in deltas:
-            choice = choices.setdefault(self.index(run, delta.choice), _Choice())
+            choice = choices.setdefault(self.index(run, delta.choice), _WholeChoice())
             choice.texts.append(delta.text)
             choice.tokens += delta.tokens
             choice.finish = delta.finish or choice.finish
@@ -87,7 +87,7 @@ class Format:
             **self.closing(ended),
         }
 
-    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: _WholeChoice) -> dict[str, Any]:
         reader = CallReader(self._planned.calls)
         text = reader.feed("".join(choice.texts))
         rest, calls = reader.end()
@@ -104,7 +104,7 @@ class Format:
             **({} if choice.found is None else {"arbor": choice.found}),
         }
 
-    def closing(self, ended: Sequence[tuple[int, Ended]]) -> dict[str, Any]:
+    def closing(self, ended: Sequence[tuple[int, RunEnded]]) -> dict[str, Any]:
         """Usage, and how the runs ended, in their order."""
         runs = [end for _, end in sorted(ended, key=lambda each: each[0])]
         return {
@@ -167,7 +167,7 @@ class Format:
             return self._chunk([choice], arbor={"seed": self._planned.seed})
         return self._chunk([choice])
 
-    def last(self, ended: Sequence[tuple[int, Ended]]) -> bytes:
+    def last(self, ended: Sequence[tuple[int, RunEnded]]) -> bytes:
         """The chunk without choices that has the usage."""
         return self._chunk([], **self.closing(ended))
 

@@ -60,7 +60,7 @@ class Body(BaseModel):
         return {key: value for key, value in given.items() if key in known or value not in NOTHING}
 
 
-class Search(Body):
+class SearchFields(Body):
     """How a problem is searched; an empty object is the server's own search.
 
     Attributes:
@@ -91,7 +91,7 @@ class Search(Body):
         return self.model_fields_set == {"timeout"}
 
 
-class SolveRequest(Search):
+class SolveRequest(SearchFields):
     """The body of ``/v1/solve``: a problem and how it is searched.
 
     Attributes:
@@ -117,8 +117,8 @@ class SolveRequest(Search):
         """The same in the form of other requests."""
         names = ("model", "seed", "max_tokens", "temperature", "top_p", "top_k", "min_p")
         given = {name: getattr(self, name) for name in names}
-        search = {name: getattr(self, name) for name in Search.model_fields}
-        return Generating(**given, arbor=Search(**search))
+        search = {name: getattr(self, name) for name in SearchFields.model_fields}
+        return Generating(**given, arbor=SearchFields(**search))
 
 
 class StreamOptions(Body):
@@ -172,7 +172,7 @@ class Generating(Body):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    arbor: Search | None = None
+    arbor: SearchFields | None = None
     # without effect
     user: str | None = None
     # only as switched off
@@ -190,7 +190,7 @@ class Generating(Body):
     extra_body: Annotated[Any, off({})] = None  # its_hub sends it
 
     @property
-    def search(self) -> Search | None:
+    def search(self) -> SearchFields | None:
         """The search; None: plain decoding."""
         return None if self.arbor is None or self.arbor.is_only_a_deadline else self.arbor
 

@@ -12,7 +12,7 @@ from arbor import components, registry
 from arbor.aggregate.base import Aggregate
 from arbor.controllers.base import Controller
 from arbor.integrations.server.refusals import Refusal
-from arbor.integrations.server.schema import Component, Search
+from arbor.integrations.server.schema import Component, SearchFields
 from arbor.integrations.server.settings import ServerSettings
 from arbor.run.boundary import limited
 from arbor.run.breadth import with_breadth
@@ -32,7 +32,7 @@ PROTOCOLS: Mapping[str, type[Any]] = {
 MOST_NUMBER = 10**6  # of a setting
 
 
-def search_changes(search: Search, setup: Setup, settings: ServerSettings) -> dict[str, Any]:
+def search_changes(search: SearchFields, setup: Setup, settings: ServerSettings) -> dict[str, Any]:
     """The fields of `Setup` that a search changes.
 
     Args:
@@ -73,7 +73,7 @@ def search_changes(search: Search, setup: Setup, settings: ServerSettings) -> di
 
 
 def search_options(
-    search: Search, max_tokens: int | None, seed: int, settings: ServerSettings
+    search: SearchFields, max_tokens: int | None, seed: int, settings: ServerSettings
 ) -> Options:
     """The options of a run that a search asks for.
 

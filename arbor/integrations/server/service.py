@@ -38,7 +38,7 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RunEnded:
     """The end of a run.
 
     Attributes:
@@ -51,7 +51,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class RequestNews:
     """What has happened in the runs of a request since the last news; nothing: a heartbeat.
 
     Attributes:
@@ -61,7 +61,7 @@ class News:
     """
 
     deltas: tuple[tuple[int, Delta], ...] = ()
-    ended: tuple[tuple[int, Ended], ...] = ()
+    ended: tuple[tuple[int, RunEnded], ...] = ()
     events: tuple[tuple[int, Event], ...] = ()
 
 
@@ -263,7 +263,7 @@ class Admitted:
 
     async def news(
         self, *, streaming: bool = False, with_events: bool = False
-    ) -> AsyncIterator[News]:
+    ) -> AsyncIterator[RequestNews]:
         """What happens.
 
         Args:
@@ -283,7 +283,7 @@ class Admitted:
                 self._service.metrics.first_seconds.observe(seconds)
             yield news
 
-    async def _news(self, as_it_happens: bool, with_events: bool) -> AsyncIterator[News]:
+    async def _news(self, as_it_happens: bool, with_events: bool) -> AsyncIterator[RequestNews]:
         answers = [self._answers_of(job, self.planned) for job in self._jobs]
         going = dict(enumerate(self._jobs))
         woken, armed = asyncio.Event(), set[int]()
@@ -300,7 +300,7 @@ class Admitted:
         while going:
             woken.clear()
             deltas: list[tuple[int, Delta]] = []
-            ended: list[tuple[int, Ended]] = []
+            ended: list[tuple[int, RunEnded]] = []
             events: list[tuple[int, Event]] = []
             for place, job in list(going.items()):
                 while (as_it_happens or job.ended) and not job.events.empty():
@@ -315,7 +315,7 @@ class Admitted:
                         self._end_shown(place, solution.finish_reason)
                         self._count(answers[place])
                         deltas += [(place, each) for each in answers[place].end(solution)]
-                        ended.append((place, Ended(solution, answers[place])))
+                        ended.append((place, RunEnded(solution, answers[place])))
                         break
                     deltas += [(place, each) for each in answers[place].feed(event)]
                     if self._shown:
@@ -323,7 +323,7 @@ class Admitted:
                     if with_events:
                         events.append((place, event))
             if deltas or ended or events:
-                yield News(tuple(deltas), tuple(ended), tuple(events))
+                yield RequestNews(tuple(deltas), tuple(ended), tuple(events))
                 if going:
                     await asyncio.sleep(TOGETHER_S)
                 continue
@@ -336,7 +336,7 @@ class Admitted:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await woken.wait()
             except TimeoutError:
-                yield News()
+                yield RequestNews()
 
     def _end_shown(self, place: int, status: str) -> None:
         """The end of a search on the page."""

@@ -13,7 +13,6 @@ from fastapi import FastAPI
 
 from arbor.errors import UsageError
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
 HEADERS_BYTES = 65_536
 IDLE_S = 15  # of a connection that is kept open

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arbor.measure.evaluation.results import Row, cost, is_cut, is_guessed, is_right
+from arbor.measure.evaluation.results import SampleRow, cost, is_cut, is_guessed, is_right
 from arbor.measure.statistics import bootstrap, clopper_pearson, paired
 
 COMPARE_SCHEMA = "arbor.compare/1"
@@ -41,7 +41,7 @@ class ArmRuns:
     tokens: int | None
     seeds: tuple[int, ...]
     folders: tuple[str, ...]
-    rows: tuple[Mapping[str, Row], ...]
+    rows: tuple[Mapping[str, SampleRow], ...]
 
     @property
     def samples(self) -> list[str]:
@@ -49,7 +49,7 @@ class ArmRuns:
         first, *others = self.rows
         return [each for each in first if all(each in other for other in others)]
 
-    def share(self, sample: str, of: Callable[[Row], bool]) -> float:
+    def share(self, sample: str, of: Callable[[SampleRow], bool]) -> float:
         """The share of the runs whose row of a sample has a property."""
         return sum(of(rows[sample]) for rows in self.rows) / len(self.rows)
 
@@ -58,17 +58,17 @@ class ArmRuns:
         return sum(cost_of(rows[sample], name) for rows in self.rows) / len(self.rows)
 
 
-def any_right(row: Row) -> bool:
+def any_right(row: SampleRow) -> bool:
     """Whether any finished path of a sample has a right answer."""
     return is_right(row) or row.get("any_correct") is True
 
 
-def reached_tokens(row: Row) -> bool:
+def reached_tokens(row: SampleRow) -> bool:
     """Whether a sample's search ended at the limit on generated tokens."""
     return row.get("limit") == "max_tokens"
 
 
-def cost_of(row: Row, name: str) -> float:
+def cost_of(row: SampleRow, name: str) -> float:
     """One of `COSTS`; 0 for a failed sample."""
     return float(row.get(name) or 0) if name in _OF_ROW else cost(row, name)
 
@@ -116,7 +116,7 @@ def _row(arm: ArmRuns) -> dict[str, Any]:
     return row
 
 
-def _share(arm: ArmRuns, samples: Sequence[str], of: Callable[[Row], bool]) -> dict[str, Any]:
+def _share(arm: ArmRuns, samples: Sequence[str], of: Callable[[SampleRow], bool]) -> dict[str, Any]:
     """The share of successes with its 95 % interval."""
     shares = [arm.share(each, of) for each in samples]
     if len(arm.rows) == 1:

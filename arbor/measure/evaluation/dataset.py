@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arbor.errors import ArborError, InputError, UsageError
-from arbor.measure.evaluation.rows import Row
+from arbor.measure.evaluation.rows import DataRow
 from arbor.support.texts import clipped, surrogate_of
 from arbor.tasks.base import Columns, Problem, ReadsRows, Task
 from arbor.tasks.splits import DATASET_SPLITS, content_id, dataset_split_of
@@ -90,8 +90,8 @@ def of_task(task: Task, split: str, first: int, last: int) -> list[Sample]:
 
 
 def of_split(
-    rows: Iterable[Row], split: str, task: Task, name: str, input_key: str | None = None
-) -> Iterator[Row]:
+    rows: Iterable[DataRow], split: str, task: Task, name: str, input_key: str | None = None
+) -> Iterator[DataRow]:
     """The rows of one split of a data set, read as they are needed.
 
     Args:
@@ -108,12 +108,12 @@ def of_split(
             f"{name} has no split '{split}'.",
             f"Known: {', '.join(DATASET_SPLITS)}; without --split all rows.",
         )
-    reader = _Reader(task, name, input_key, None)
+    reader = _SampleReader(task, name, input_key, None)
     return (row for row in rows if dataset_split_of(reader.text(row)) == split)
 
 
 def of_rows(
-    rows: Iterable[Row],
+    rows: Iterable[DataRow],
     task: Task,
     name: str,
     input_key: str | None = None,
@@ -132,7 +132,7 @@ def of_rows(
     Raises:
         InputError: a column is missing, holds no text, or one id names two problems.
     """
-    reader = _Reader(task, name, input_key, target_key)
+    reader = _SampleReader(task, name, input_key, target_key)
     found: dict[str, Sample] = {}
     count = 0
     for count, row in enumerate(rows, 1):  # noqa: B007, the last number is needed
@@ -152,7 +152,7 @@ def of_rows(
     return list(found.values())
 
 
-class _Reader:
+class _SampleReader:
     """Makes samples of rows; see `of_rows`."""
 
     def __init__(
@@ -168,7 +168,7 @@ class _Reader:
         self._id = columns.id
         self._lists = columns.lists
 
-    def sample(self, row: Row) -> Sample:
+    def sample(self, row: DataRow) -> Sample:
         """The sample of a row, with its problem or with its error."""
         text, expected = self.text(row), self._key(row)
         error: InputError | None = None
@@ -184,7 +184,7 @@ class _Reader:
         sample = Sample(identity, text, expected, row.where)
         return self._read(sample, row) if error is None else self._unread(sample, error)
 
-    def _read(self, sample: Sample, row: Row) -> Sample:
+    def _read(self, sample: Sample, row: DataRow) -> Sample:
         """The sample with its problem, or with its error."""
         try:
             problem = self._task.parse(sample.text)
@@ -211,12 +211,12 @@ class _Reader:
         message = f"{self._name}, {sample.where}: {error.message}"
         return replace(sample, error=InputError(error.code, message, error.hint, **error.data))
 
-    def text(self, row: Row) -> str:
+    def text(self, row: DataRow) -> str:
         """The problem of a row."""
         key = next((each for each in self._problem if each in row.columns), self._problem[0])
         return self._column(row, key, "--input-key")
 
-    def _key(self, row: Row) -> str | None:
+    def _key(self, row: DataRow) -> str | None:
         """The answer key of a row; None without one, or with an empty one."""
         for key in self._answer:
             absent = self._needs_answer and key not in row.columns
@@ -226,7 +226,7 @@ class _Reader:
                     return found
         return None
 
-    def _column(self, row: Row, key: str, flag: str) -> str:
+    def _column(self, row: DataRow, key: str, flag: str) -> str:
         """A column's text; of a number its JSON form."""
         value = row.columns.get(key)
         if self._lists and isinstance(value, list) and all(isinstance(x, str) for x in value):

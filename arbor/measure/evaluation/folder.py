@@ -17,13 +17,13 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from arbor.errors import InputError, TraceError, UsageError
+from arbor.errors import ArborError, InputError, TraceError, UsageError
 from arbor.measure.evaluation.dataset import Sample
-from arbor.measure.evaluation.results import Row
+from arbor.measure.evaluation.results import SampleRow
 from arbor.run.config import config_text, read_config
 from arbor.support.atomic_write import DISK_FULL, FREE_SPACE, write_atomically
 from arbor.trace.write import to_line
@@ -87,6 +87,55 @@ def _request_line(config: Mapping[str, Any], request: str) -> str:
     return f"# {request} {hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()}"
 
 
+def refuse_other_files(path: Path, kind: str, settings: str, own: Sequence[str] = ()) -> None:
+    """Refuse a folder that holds something other than a run or a comparison.
+
+    Args:
+        path: of the folder; it need not exist.
+        kind: ``run`` or ``comparison``.
+        settings: the file that every such folder has.
+        own: what one may hold before it has that file.
+
+    Raises:
+        UsageError: names what it holds.
+    """
+    if not path.is_dir() or (path / settings).exists():
+        return
+    names = sorted(each.name for each in path.iterdir() if each.name not in own)
+    strange = [name for name in names if not name.startswith(".")]
+    if strange:
+        raise UsageError(
+            "run-foreign",
+            f"{path} is not a {kind}'s folder; it holds {', '.join(strange[:3])}.",
+            "Name a new folder: --output DIR.",
+            path=str(path),
+        )
+
+
+@contextlib.contextmanager
+def read_results(path: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The results of a run or a comparison, of which the block within makes pages.
+
+    Args:
+        path: of the file.
+        kind: ``run`` or ``comparison``.
+
+    Raises:
+        InputError: the file is not there, or the block finds something else in it.
+    """
+    try:
+        yield json.loads(path.read_bytes())
+    except ArborError:
+        raise
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            "run-unreadable",
+            f"{path} is not the results of a {kind}.",
+            f"The command that resumes the {kind} writes them again.",
+            path=str(path.parent),
+        ) from error
+
+
 class RunFolder:
     """A run's folder, opened to start or resume it; one process at a time.
 
@@ -112,7 +161,7 @@ class RunFolder:
         self.path = path
         self.config = tomllib.loads(config_text(config))
         try:
-            self._check()
+            refuse_other_files(path, "run", CONFIG, (SAMPLES, TRACES))
             (path / TRACES).mkdir(parents=True, exist_ok=True)
             self._file = (path / SAMPLES).open("ab", buffering=0)
         except OSError as error:
@@ -178,20 +227,6 @@ class RunFolder:
     def trace_path(self, identity: str) -> Path:
         """Path of a sample's trace, named after its id."""
         return self.path / TRACES / f"{file_name(identity, 'sample')}{TRACE_SUFFIX}"
-
-    def _check(self) -> None:
-        """Refuses a folder with other files."""
-        if not self.path.is_dir() or (self.path / CONFIG).exists():
-            return
-        strange = [each.name for each in self.path.iterdir() if each.name not in (SAMPLES, TRACES)]
-        strange = sorted(name for name in strange if not name.startswith("."))
-        if strange:
-            raise UsageError(
-                "run-foreign",
-                f"{self.path} is not a run's folder; it holds {', '.join(strange[:3])}.",
-                "Name a new folder: --output DIR.",
-                path=str(self.path),
-            )
 
     def _lock(self) -> None:
         """Locks the folder for this process, where the system supports it."""
@@ -307,12 +342,12 @@ def page_of(trace: str) -> str:
     return f"{trace.removesuffix(TRACE_SUFFIX)}.html"
 
 
-def linked_pages(folder: Path, rows: Iterable[Row]) -> dict[str, str]:
+def linked_pages(folder: Path, rows: Iterable[SampleRow]) -> dict[str, str]:
     """The pages in a run's folder, by their traces; both are paths in the folder."""
     return {trace: page_of(trace) for trace in _traces(rows) if (folder / page_of(trace)).is_file()}
 
 
-def write_sample_pages(folder: Path, rows: Iterable[Row]) -> list[str]:
+def write_sample_pages(folder: Path, rows: Iterable[SampleRow]) -> list[str]:
     """Writes a page for each trace of a run's folder that has no page, or an older one.
 
     Args:
@@ -340,7 +375,7 @@ def write_sample_pages(folder: Path, rows: Iterable[Row]) -> list[str]:
     return unread
 
 
-def trace_of(row: Row) -> str | None:
+def trace_of(row: SampleRow) -> str | None:
     """The trace of a sample, as a path in the run's folder; none from elsewhere."""
     trace = row.get("trace")
     if isinstance(trace, str) and PurePosixPath(trace).parts[:-1] == (TRACES,):
@@ -348,7 +383,7 @@ def trace_of(row: Row) -> str | None:
     return None
 
 
-def _traces(rows: Iterable[Row]) -> Iterator[str]:
+def _traces(rows: Iterable[SampleRow]) -> Iterator[str]:
     """The traces of samples, as paths in the run's folder."""
     for row in rows:
         trace = trace_of(row)

@@ -25,7 +25,7 @@ from arbor.measure.evaluation.list_page import (
     words_cell,
 )
 from arbor.measure.evaluation.plot import binned, plot
-from arbor.measure.evaluation.results import Row, cost, is_cut, is_guessed, is_right
+from arbor.measure.evaluation.results import SampleRow, cost, is_cut, is_guessed, is_right
 from arbor.measure.evaluation.run_timeline import RunTimeline, as_attributes
 
 COLUMNS = (
@@ -71,7 +71,7 @@ class ComparedRun:
     """
 
     folder: str
-    rows: Mapping[str, Row]
+    rows: Mapping[str, SampleRow]
     pages: Mapping[str, str]
     accuracy: tuple[float, float, float]
 
@@ -79,7 +79,7 @@ class ComparedRun:
 def index_page(
     title: str,
     lines: Sequence[str],
-    rows: Sequence[Row],
+    rows: Sequence[SampleRow],
     pages: Mapping[str, str] | None = None,
     *,
     accuracy: tuple[float, float, float] | None = None,
@@ -122,7 +122,7 @@ def index_page(
     )
 
 
-def _plots(rows: Sequence[Row], other: ComparedRun | None) -> str:
+def _plots(rows: Sequence[SampleRow], other: ComparedRun | None) -> str:
     """Success against tokens and against peak KV; none without a finished search."""
     runs = [("this run", [row for row in rows if row.get("error") is None])]
     if other is not None:
@@ -141,7 +141,9 @@ def _plots(rows: Sequence[Row], other: ComparedRun | None) -> str:
     return f'\n<div class="plots">{"".join(figures)}</div>'
 
 
-def _over_time(rows: Sequence[Row], timeline: RunTimeline | None, key: str, linked: bool) -> str:
+def _over_time(
+    rows: Sequence[SampleRow], timeline: RunTimeline | None, key: str, linked: bool
+) -> str:
     """The run over time, and how many samples are not part of it."""
     if not rows:
         return ""
@@ -158,7 +160,7 @@ def _over_time(rows: Sequence[Row], timeline: RunTimeline | None, key: str, link
     return _TIMELINE.format(attributes=as_attributes(key, timeline), says=says, hint=hint)
 
 
-def _traces_line(rows: Sequence[Row], pages: Mapping[str, str]) -> str:
+def _traces_line(rows: Sequence[SampleRow], pages: Mapping[str, str]) -> str:
     """How to look at a sample's search; empty where there is no trace."""
     traces = [str(row["trace"]) for row in rows if row.get("trace")]
     if not traces:
@@ -172,7 +174,7 @@ def _traces_line(rows: Sequence[Row], pages: Mapping[str, str]) -> str:
     )
 
 
-def outcome_of(row: Row) -> str:
+def outcome_of(row: SampleRow) -> str:
     """One of `OUTCOMES`."""
     if row.get("error") is not None:
         return "error"
@@ -181,18 +183,18 @@ def outcome_of(row: Row) -> str:
     return "no answer" if row.get("answer") is None else "wrong"
 
 
-def marks_of(row: Row) -> list[str]:
+def marks_of(row: SampleRow) -> list[str]:
     """Those of `MARKS` that a sample has."""
     return [mark for mark, of in zip(MARKS, (is_guessed, is_cut), strict=True) if of(row)]
 
 
-def marked_outcome(row: Row) -> str:
+def marked_outcome(row: SampleRow) -> str:
     """The outcome with its marks: ``right (guessed)``."""
     marks = marks_of(row)
     return f"{outcome_of(row)} ({', '.join(marks)})" if marks else outcome_of(row)
 
 
-def search_link(row: Row, pages: Mapping[str, str], folder: str = "", text: str = "") -> str:
+def search_link(row: SampleRow, pages: Mapping[str, str], folder: str = "", text: str = "") -> str:
     """A link to the page of a sample's search; the plain text where there is none.
 
     Args:
@@ -209,7 +211,7 @@ def search_link(row: Row, pages: Mapping[str, str], folder: str = "", text: str 
     return f'<a href="{address}">{text or short(PurePath(target).name)}</a>'
 
 
-def _row(row: Row, pages: Mapping[str, str], other: ComparedRun | None) -> str:
+def _row(row: SampleRow, pages: Mapping[str, str], other: ComparedRun | None) -> str:
     outcome = outcome_of(row)
     error: Mapping[str, Any] | None = row.get("error")
     says = (
@@ -231,7 +233,7 @@ def _row(row: Row, pages: Mapping[str, str], other: ComparedRun | None) -> str:
     return list_row(cells, is_right(row), outcome, *marks_of(row))
 
 
-def _cells_there(row: Row | None, other: ComparedRun) -> list[str]:
+def _cells_there(row: SampleRow | None, other: ComparedRun) -> list[str]:
     """The cells of the other run; empty ones for a sample that it lacks."""
     if row is None:
         return ["<td></td>", number_cell(""), number_cell("")]

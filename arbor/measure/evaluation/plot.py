@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arbor.measure.evaluation.results import Row, is_right
+from arbor.measure.evaluation.results import SampleRow, is_right
 from arbor.measure.statistics import clopper_pearson
 
 WIDTH, HEIGHT = 520, 280
@@ -47,7 +47,7 @@ class Series:
     points: tuple[Point, ...]
 
 
-def binned(label: str, rows: Sequence[Row], costs: Sequence[float]) -> Series:
+def binned(label: str, rows: Sequence[SampleRow], costs: Sequence[float]) -> Series:
     """The share of right samples in groups of equal size, by a cost.
 
     Args:

@@ -12,48 +12,48 @@ from arbor.measure.statistics import bootstrap, clopper_pearson, paired
 RESULTS_SCHEMA = "arbor.results/1"
 COSTS = ("tokens_generated", "tokens_recomputed", "peak_tokens", "peak_bytes")
 
-Row = Mapping[str, Any]
+SampleRow = Mapping[str, Any]
 
 
-def is_right(row: Row) -> bool:
+def is_right(row: SampleRow) -> bool:
     """Whether a sample counts as solved: not with a wrong answer, no answer or an error."""
     return row.get("correct") is True
 
 
-def is_invalid(row: Row) -> bool:
+def is_invalid(row: SampleRow) -> bool:
     """Whether a sample has a text as answer in which the grader found none; it is wrong too."""
     grade = row.get("grade") or {}
     return row.get("answer") is not None and "extracted" in grade and grade["extracted"] is None
 
 
-def is_guessed(row: Row) -> bool:
+def is_guessed(row: SampleRow) -> bool:
     """Whether a sample's answer is a guess: its text marks none."""
     return row.get("guessed") is True
 
 
-def is_cut(row: Row) -> bool:
+def is_cut(row: SampleRow) -> bool:
     """Whether a sample ended with a path that a limit had cut."""
     return row.get("finish_reason") == "cut"
 
 
-def method(row: Row) -> str:
+def method(row: SampleRow) -> str:
     """How a sample was graded, as in ``number`` or ``timeout``; empty if not recorded."""
     return str((row.get("grade") or {}).get("method") or "")
 
 
-def scores(rows: Sequence[Row]) -> dict[str, float]:
+def scores(rows: Sequence[SampleRow]) -> dict[str, float]:
     """The mean of each score that a grader gives, over all samples; one without it has 0."""
     given = [(row.get("grade") or {}).get("scores") or {} for row in rows]
     names = sorted({name for each in given for name in each})
     return {name: sum(each.get(name, 0.0) for each in given) / len(rows) for name in names}
 
 
-def cost(row: Row, name: str) -> float:
+def cost(row: SampleRow, name: str) -> float:
     """A value of a sample's metrics; 0 for a failed sample."""
     return float((row.get("metrics") or {}).get(name, 0))
 
 
-def results(rows: Sequence[Row]) -> dict[str, Any]:
+def results(rows: Sequence[SampleRow]) -> dict[str, Any]:
     """Accuracy with its exact 95 % interval, and the costs of the samples.
 
     Args:
@@ -97,7 +97,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": total / len(values), "max": max(values), "total": total}
 
 
-def compare(mine: Mapping[str, Row], theirs: Mapping[str, Row]) -> dict[str, Any]:
+def compare(mine: Mapping[str, SampleRow], theirs: Mapping[str, SampleRow]) -> dict[str, Any]:
     """Compare two runs over their common samples: paired outcomes, costs side by side.
 
     Args:
@@ -122,5 +122,5 @@ def compare(mine: Mapping[str, Row], theirs: Mapping[str, Row]) -> dict[str, Any
     return found
 
 
-def _costs(rows: Iterable[Row], name: str) -> list[float]:
+def _costs(rows: Iterable[SampleRow], name: str) -> list[float]:
     return [float(row.get("cpu_s", 0)) if name == "cpu_s" else cost(row, name) for row in rows]

@@ -29,7 +29,7 @@ _HUB_NAME = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.+-]+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One row.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row:
         return ", ".join(map(str, self.columns))[:LONGEST_SHOWN] or "nothing"
 
 
-def jsonl_rows(stream: IO[str], name: str) -> Iterator[Row]:
+def jsonl_rows(stream: IO[str], name: str) -> Iterator[DataRow]:
     """The object of every line that is not blank.
 
     Args:
@@ -64,10 +64,10 @@ def jsonl_rows(stream: IO[str], name: str) -> Iterator[Row]:
             raise _no_row(name, f"line {number}", f"is not JSON ({_reason(error)})") from error
         if not isinstance(row, dict):
             raise _no_row(name, f"line {number}", "is not a JSON object")
-        yield Row(f"line {number}", row)
+        yield DataRow(f"line {number}", row)
 
 
-def json_rows(stream: IO[str], name: str) -> Iterator[Row]:
+def json_rows(stream: IO[str], name: str) -> Iterator[DataRow]:
     """The objects of an array; of a file without one, those of its lines.
 
     Raises:
@@ -98,7 +98,7 @@ class _Continued:
         yield from self._stream
 
 
-def _array_rows(stream: IO[str], name: str, text: str) -> Iterator[Row]:
+def _array_rows(stream: IO[str], name: str, text: str) -> Iterator[DataRow]:
     """The objects of an array whose bracket was read, and perhaps some of the text after it."""
     decoder = json.JSONDecoder()
     at, place, size, after_row = 0, 0, CHUNK, False
@@ -123,7 +123,7 @@ def _array_rows(stream: IO[str], name: str, text: str) -> Iterator[Row]:
                 place, size, after_row = place + 1, CHUNK, True
                 if not isinstance(row, dict):
                     raise _no_row(name, f"row {place}", "is not a JSON object")
-                yield Row(f"row {place}", row)
+                yield DataRow(f"row {place}", row)
                 continue
         more = stream.read(size)
         if not more:
@@ -148,7 +148,7 @@ def _no_row(name: str, where: str, what: str) -> InputError:
     )
 
 
-def csv_rows(stream: IO[str], name: str, delimiter: str = ",") -> Iterator[Row]:
+def csv_rows(stream: IO[str], name: str, delimiter: str = ",") -> Iterator[DataRow]:
     """The cells of every row that are not empty; the first line names the columns.
 
     Args:
@@ -181,7 +181,7 @@ def csv_rows(stream: IO[str], name: str, delimiter: str = ",") -> Iterator[Row]:
                 )
             columns = {key: cell for key, cell in zip(names, cells, strict=False) if cell}
             if cells:
-                yield Row(f"line {line}", columns)
+                yield DataRow(f"line {line}", columns)
     except csv.Error as error:
         raise _no_cells(
             name,
@@ -196,7 +196,7 @@ def _no_cells(name: str, line: int, what: str, hint: str) -> InputError:
     return InputError("dataset-invalid", f"{name}: line {line} {what}.", hint, path=name, line=line)
 
 
-def parquet_rows(path: Path, name: str) -> Iterator[Row]:
+def parquet_rows(path: Path, name: str) -> Iterator[DataRow]:
     """The rows of a Parquet file.
 
     Raises:
@@ -213,7 +213,7 @@ def parquet_rows(path: Path, name: str) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=BATCH):
                 for columns in batch.to_pylist():
                     place += 1
-                    yield Row(f"row {place}", columns)
+                    yield DataRow(f"row {place}", columns)
     except pyarrow.ArrowException as error:
         raise InputError(
             "dataset-invalid",
@@ -223,7 +223,7 @@ def parquet_rows(path: Path, name: str) -> Iterator[Row]:
         ) from error
 
 
-def hub_rows(name: str) -> Iterator[Row]:
+def hub_rows(name: str) -> Iterator[DataRow]:
     """The rows of a data set of the Hugging Face Hub, read as they arrive.
 
     Args:
@@ -251,7 +251,7 @@ def hub_rows(name: str) -> Iterator[Row]:
 
         for columns in datasets.load_dataset(path, config, split=split, streaming=True):
             place += 1
-            yield Row(f"row {place}", columns)
+            yield DataRow(f"row {place}", columns)
     except Exception as error:  # the library raises those of the network, the Hub and the file
         reason = one_line(str(error))[:LONGEST_SHOWN] or type(error).__name__
         raise InputError(

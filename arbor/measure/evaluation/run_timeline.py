@@ -17,7 +17,7 @@ from typing import Self
 from arbor.errors import TraceError
 from arbor.events import Header
 from arbor.measure.evaluation.folder import trace_of
-from arbor.measure.evaluation.results import Row
+from arbor.measure.evaluation.results import SampleRow
 from arbor.trace.read import lines_of
 
 BINS = 1200  # columns of the picture
@@ -95,7 +95,7 @@ class RunTimeline:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _TimedSearch:
     """A search's place in time: its row, epoch seconds of beginning and end, and its budget."""
 
     row: int
@@ -131,7 +131,7 @@ class _Ticks:
         self.values[tick] = new
 
 
-def run_timeline(folder: Path, rows: Sequence[Row]) -> RunTimeline | None:
+def run_timeline(folder: Path, rows: Sequence[SampleRow]) -> RunTimeline | None:
     """The timeline of a run, from the traces there are, each read once as a stream.
 
     Args:
@@ -152,7 +152,7 @@ def run_timeline(folder: Path, rows: Sequence[Row]) -> RunTimeline | None:
     return _timeline(recorded, ticks) if recorded else None
 
 
-def _read(path: Path, row: int, ticks: _Ticks) -> _Recorded | None:
+def _read(path: Path, row: int, ticks: _Ticks) -> _TimedSearch | None:
     """A trace's place in time, its slots added to `ticks`; None where it cannot be read.
 
     Only the fields that are needed are looked at, since a run has millions of events.
@@ -177,12 +177,12 @@ def _read(path: Path, row: int, ticks: _Ticks) -> _Recorded | None:
         seconds = _SECONDS.match(last)
         if start is None or seconds is None:
             return None
-        return _Recorded(row, start, start + float(seconds[1]), budget)
+        return _TimedSearch(row, start, start + float(seconds[1]), budget)
     except (TraceError, LookupError, TypeError, ValueError, OverflowError, AttributeError):
         return None
 
 
-def _timeline(recorded: Sequence[_Recorded], ticks: _Ticks) -> RunTimeline:
+def _timeline(recorded: Sequence[_TimedSearch], ticks: _Ticks) -> RunTimeline:
     order = sorted(recorded, key=lambda each: (each.start_s, each.row))
     active: list[list[float]] = []  # begin and end of times with a search, in order
     for each in order:
@@ -238,7 +238,7 @@ def _timeline(recorded: Sequence[_Recorded], ticks: _Ticks) -> RunTimeline:
 # On the page of the run
 
 
-def timeline_key(folder: Path, rows: Sequence[Row]) -> str:
+def timeline_key(folder: Path, rows: Sequence[SampleRow]) -> str:
     """A digest of what a run's timeline is folded from."""
     facts = []
     for row in rows:

@@ -34,7 +34,12 @@ from arbor import Solver
 from arbor.errors import InputError, UsageError
 from arbor.integrations.server.public import PublicRecords
 from arbor.integrations.server.refusals import refusal_of, without_paths
-from arbor.integrations.server.schema import ChatRequest, CompletionRequest, Search, SolveRequest
+from arbor.integrations.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    SearchFields,
+    SolveRequest,
+)
 from arbor.integrations.server.search_changes import _free_settings
 from arbor.integrations.server.settings import read_keys, served_name
 from arbor.model.loading import BUILTIN
@@ -1378,7 +1383,7 @@ def mutant(random: Random) -> bytes:
     for _ in range(random.randrange(3)):
         body[random.choice(fields)] = random.choice(values)
     if random.random() < 0.3:
-        search = {random.choice(list(Search.model_fields)): random.choice(values)}
+        search = {random.choice(list(SearchFields.model_fields)): random.choice(values)}
         body["arbor"] = {"max_expansions": 1, **search}
     text = json.dumps(body).encode()
     if random.random() < 0.2:

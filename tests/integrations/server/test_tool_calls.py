@@ -10,15 +10,15 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from arbor.integrations.server.planned import Planned
-from arbor.integrations.server.responses import Format
+from arbor.integrations.server.responses import Responses
 from arbor.run.choices import Delta
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": [2]}}}\n</tool_call>'
 NOW = '<tool_call>{"name": "now"}</tool_call>'
 
 
-def form(calls: int) -> Format:
-    return Format("m", Planned((), 1, 0, 1.0, (), False, False, calls), "chat.completion")
+def form(calls: int) -> Responses:
+    return Responses("m", Planned((), 1, 0, 1.0, (), False, False, calls), "chat.completion")
 
 
 ADDED = ("add", '{"a": 1, "b": {"c": [2]}}')
