@@ -320,7 +320,7 @@ class _Planning:
 
     def _planned(self, runs: Sequence[Run], *, searched: bool, copies: int = 1) -> Planned:
         asked = None if self._body.arbor is None else self._body.arbor.timeout
-        most = self._settings.timeout_s
+        most = self._settings.timeout
         return Planned(
             tuple(runs),
             self._choices,

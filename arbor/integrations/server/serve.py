@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import ipaddress
 import os
@@ -21,6 +22,12 @@ from arbor.cli.output import Output
 from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.cli.signals import ending_at_once
 from arbor.errors import UsageError
+from arbor.integrations.server.settings import (
+    ServerLimits,
+    ServerSettings,
+    read_keys,
+    served_name,
+)
 from arbor.support.setting import setting
 from arbor.support.units import human_bytes
 
@@ -54,22 +61,7 @@ class ServeOptions:
     api_keys: Path | None = setting(
         None, f"API keys, one a line; also in {KEYS_VARIABLE}, separated by commas.", shown="short"
     )
-    concurrency: int = setting(
-        8, "Requests in progress at a time.", shown="short", least=1, most=1024
-    )
-    queue: int = setting(64, "Requests that may wait; further ones are refused (429).", least=0)
-    max_tokens: int = setting(1024, "Most tokens of one choice.", least=1)
-    max_search_tokens: int = setting(16_384, "Most tokens that one search generates.", least=1)
-    timeout: float = setting(
-        600.0, "Most seconds of a request, its wait included.", metavar="S", least=0, above=True
-    )
-    body_bytes: int = setting(2**20, "Most bytes of a request's body.", least=1)
-    drain: float = setting(
-        10.0, "Seconds that requests in progress get after Ctrl-C or SIGTERM.", metavar="S", least=0
-    )
-    live: bool = setting(
-        False, "Show searches on a page, with the words of all requests.", shown="short"
-    )
+    limits: ServerLimits
     solver: SolverOptions
 
 
@@ -108,7 +100,6 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
         from arbor.integrations.server.app import make_app
         from arbor.integrations.server.service import Service
         from arbor.integrations.server.serving import LOCAL_HOSTS, Server, bound_socket, url_of
-        from arbor.integrations.server.settings import ServerSettings, read_keys, served_name
 
     keys = read_keys(options.api_keys, os.environ.get(KEYS_VARIABLE))
     local = _is_local(options.bind)
@@ -119,28 +110,17 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
             f"Give --api-keys FILE or {KEYS_VARIABLE}, or leave out --bind.",
         )
     settings = ServerSettings(
+        **dataclasses.asdict(options.limits),
         name=options.name or served_name(options.solver.settings.model),
-        at_once=options.concurrency,
-        queue=options.queue,
-        max_tokens=options.max_tokens,
-        max_search_tokens=options.max_search_tokens,
-        timeout_s=options.timeout,
-        body_bytes=options.body_bytes,
-        drain_s=options.drain,
+        max_expansions=options.solver.settings.max_expansions or ServerSettings.max_expansions,
         api_keys=keys,
-        live=options.live,
         hosts=LOCAL_HOSTS if local else (),
-        **(
-            {}
-            if (most := options.solver.settings.max_expansions) is None
-            else {"max_expansions": most}
-        ),
     )
     listening = bound_socket(options.bind, options.port)
     url = url_of(listening)
     with closing(listening), build_solver(options.solver) as solver:
         solver.load()
-        tokens = None if is_part else _kv_tokens(budget, options.concurrency, solver)
+        tokens = None if is_part else _kv_tokens(budget, settings.concurrency, solver)
         service = Service(solver, tokens, settings)
 
         def ready() -> None:
@@ -155,7 +135,7 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
 
         server = Server(
             make_app(service),
-            settings.drain_s,
+            settings.drain,
             ready=ready,
             draining=service.drain,
             verbose=output.verbose > 0,

@@ -141,7 +141,7 @@ class Service:
     def __init__(self, solver: Solver, tokens: int | None, settings: ServerSettings) -> None:
         self.solver = solver
         self.settings = settings
-        self.engine = solver.shared(settings.at_once, tokens)
+        self.engine = solver.shared(settings.concurrency, tokens)
         self.metrics = ServerMetrics(
             lambda: self.engine.running,
             lambda: self.engine.waiting,
@@ -201,17 +201,17 @@ class Service:
 
     def _refuse_if_full(self, runs: int) -> None:
         settings = self.settings
-        most = settings.at_once + settings.queue
+        most = settings.concurrency + settings.queue
         if runs > most:
             raise Refusal(
                 400, "limit_exceeded", f"{runs} prompts at once; the server takes {most}."
             )
         if self.admitted + self._planning + runs > most:
-            wait_s = self._seconds * max(1.0, settings.queue / settings.at_once)
+            wait_s = self._seconds * max(1.0, settings.queue / settings.concurrency)
             raise Refusal(
                 429,
                 "queue_full",
-                f"{settings.at_once} requests are in progress and {settings.queue} wait.",
+                f"{settings.concurrency} requests are in progress and {settings.queue} wait.",
                 retry_s=wait_s,
             )
 

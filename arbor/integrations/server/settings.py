@@ -7,52 +7,63 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arbor.errors import InputError, UsageError
+from arbor.support.setting import setting
 
 LEAST_KEY = 16  # characters of an API key
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class ServerLimits:
+    """The limits of a server that its command sets."""
+
+    HEADING = "Server"
+
+    concurrency: int = setting(
+        8, "Requests in progress at a time.", shown="short", least=1, most=1024
+    )
+    queue: int = setting(64, "Requests that may wait; further ones are refused (429).", least=0)
+    max_tokens: int = setting(1024, "Most tokens of one choice.", least=1)
+    max_search_tokens: int = setting(16_384, "Most tokens that one search generates.", least=1)
+    timeout: float = setting(
+        600.0, "Most seconds of a request, its wait included.", metavar="S", least=0, above=True
+    )
+    body_bytes: int = setting(2**20, "Most bytes of a request's body.", least=1)
+    drain: float = setting(
+        10.0, "Seconds that requests in progress get after Ctrl-C or SIGTERM.", metavar="S", least=0
+    )
+    live: bool = setting(
+        False, "Show searches on a page, with the words of all requests.", shown="short"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(ServerLimits):
     """The limits and secrets of a server.
+
+    Tokens, seconds and leaves that a request leaves open are the most that it may have.
 
     Attributes:
         name: of the model, as requests and `/v1/models` name it.
-        at_once: requests in progress at a time.
-        queue: requests that wait; a further one is refused (429).
-        max_tokens: most generated tokens of one choice, and the default of chats.
         max_choices: most choices of one request (`n`, times its prompts).
-        max_search_tokens: most generated tokens of one search, and the default.
-        max_expansions: most leaves that one search grows, and the default.
+        max_expansions: most leaves that one search grows.
         max_blocks: most blocks that a search may open by its settings.
         max_depth: most thoughts on one path.
         max_stops: most stop strings.
         stop_length: most characters of a stop string.
-        timeout_s: seconds from a request's arrival to its end, and the default.
-        body_bytes: most bytes of a request's body.
-        body_s: most seconds until it has arrived.
-        drain_s: seconds that requests in progress get at a shutdown.
+        body_s: most seconds until a request's body has arrived.
         api_keys: if there are any, a request under `/v1`, `/` or `/metrics` has to name one.
-        live: whether a page shows searches, with the words of all requests.
         hosts: names by which clients may address the server (against DNS rebinding); empty: any.
     """
 
     name: str
-    at_once: int = 8
-    queue: int = 64
-    max_tokens: int = 1024
     max_choices: int = 16
-    max_search_tokens: int = 16_384
     max_expansions: int = 256
     max_blocks: int = 4096
     max_depth: int = 64
     max_stops: int = 16
     stop_length: int = 128
-    timeout_s: float = 600.0
-    body_bytes: int = 2**20
     body_s: float = 30.0
-    drain_s: float = 10.0
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    live: bool = False
     hosts: tuple[str, ...] = ()
 
 

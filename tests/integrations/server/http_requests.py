@@ -100,7 +100,7 @@ class Running:
 def serving(solver: Solver, tokens: int | None = TOKENS, **settings: Any) -> Iterator[Running]:
     """A server of a solver while the context lasts."""
     service = Service(
-        solver, tokens, ServerSettings(name=NAME, hosts=LOCAL_HOSTS, drain_s=1.0, **settings)
+        solver, tokens, ServerSettings(name=NAME, hosts=LOCAL_HOSTS, drain=1.0, **settings)
     )
     ready = threading.Event()
     with closing(bound_socket("127.0.0.1", 0)) as listening:

@@ -612,7 +612,7 @@ def test_too_many_requests_are_refused_with_the_time_to_wait(
     solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    with serving(solver, at_once=1, queue=1) as running, running.client() as client:
+    with serving(solver, concurrency=1, queue=1) as running, running.client() as client:
         gate.close()
         held = [running.begin(COMPLETIONS, LONG) for _ in range(2)]
         until(lambda: running.service.admitted == 2)
@@ -653,7 +653,7 @@ def test_a_deadline_before_its_turn_is_an_error(
     solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    with serving(solver, at_once=1) as running:
+    with serving(solver, concurrency=1) as running:
         gate.close()
         held = running.begin(COMPLETIONS, LONG)
         until(lambda: running.service.engine.running)
@@ -715,7 +715,7 @@ def test_a_client_that_goes_away_in_the_queue_is_never_searched(
     solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    with serving(solver, at_once=1) as running:
+    with serving(solver, concurrency=1) as running:
         gate.close()
         held = running.begin(COMPLETIONS, LONG)
         until(lambda: running.service.engine.running)
@@ -1424,7 +1424,7 @@ def test_clients_that_come_and_go_leave_no_slot_behind(solver: Solver) -> None:
     random = Random(2)
     errors: list[BaseException] = []
 
-    with serving(solver, tokens=2048, at_once=6) as running:
+    with serving(solver, tokens=2048, concurrency=6) as running:
 
         def visit(seed: int) -> None:
             own = Random(seed)
