@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arbor.errors import UsageError
+
 GROUPS = ("papers", "integrations")
 
 
@@ -60,3 +62,23 @@ def hook(setting: str) -> Any:
         return None
     module, _, names = path.partition(":")
     return functools.reduce(getattr, names.split("."), importlib.import_module(module))
+
+
+def hook_for(name: str, value: object) -> Any:
+    """What takes part in the engine's work for a setting.
+
+    Args:
+        name: of the setting.
+        value: that was asked for, for the message.
+
+    Raises:
+        UsageError: the folder that has it was taken out.
+    """
+    found = hook(name)
+    if found is None:
+        raise UsageError(
+            name.replace("_", "-"),
+            f"{name}={value}: this copy of arbor lacks the folder of arbor/papers that does it.",
+            "Leave the setting out, or install arbor-search whole.",
+        )
+    return found

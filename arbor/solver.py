@@ -25,11 +25,11 @@ from arbor import components
 from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget, Plan
 from arbor.controllers.base import Controller
-from arbor.engine.hooks import PromptHook, hook_for
+from arbor.engine.hooks import PromptHook
 from arbor.engine.mode_names import SIMILAR, Mode, Rehydrate
 from arbor.errors import ArborError, SearchBug, UsageError
 from arbor.events import Event, Listener
-from arbor.feature import hook
+from arbor.feature import hook, hook_for
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.level_rule import KV_PROBE, LevelRule
 from arbor.model.model_info import ModelInfo

@@ -18,7 +18,8 @@ PACKAGE = ROOT / "arbor"
 
 # Bottom first. A unit is a module or a folder of arbor; it may import itself and lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "feature"),
+    ("_version", "errors"),
+    ("feature",),
     ("registry", "support"),
     ("components",),
     ("aggregate", "budget", "events", "kernels", "sapling", "tasks", "tree"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from arbor.engine.mode_names import ModeSettings
 from arbor.errors import UsageError
 from arbor.events import Event, Listener
-from arbor.feature import hook
+from arbor.feature import hook_for
 from arbor.retention.base import BlockScores
 from arbor.support.setting import setting
 from arbor.tree import Node, ThoughtTree
@@ -151,26 +151,6 @@ class BranchHook(Protocol):
     def watch(self, branches: Sequence[Branch]) -> Watch:
         """A watch over these, at least two."""
         ...
-
-
-def hook_for(name: str, value: object) -> Any:
-    """What takes part in the engine's work for a setting.
-
-    Args:
-        name: of the setting.
-        value: that was asked for, for the message.
-
-    Raises:
-        UsageError: the folder that has it was taken out.
-    """
-    found = hook(name)
-    if found is None:
-        raise UsageError(
-            name.replace("_", "-"),
-            f"{name}={value}: this copy of arbor lacks the folder of arbor/papers that does it.",
-            "Leave the setting out, or install arbor-search whole.",
-        )
-    return found
 
 
 def _scores(given: object) -> BlockScores:

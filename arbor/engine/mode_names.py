@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arbor.errors import UsageError
+from arbor.feature import hook_for
 from arbor.support.setting import setting
 
 Mode = Literal["lossless", "lossy"]
@@ -90,3 +91,5 @@ class ModeSettings:
                 f"share={self.share} has a search read another prompt than its own, for good.",
                 "Take mode=lossy and no rehydration with it, or share=exact.",
             )
+        if self.share in SIMILAR:
+            hook_for("share", self.share)

@@ -1,4 +1,4 @@
-"""Cluster: where workers live, and the news that they send."""
+"""Cluster: where workers live, how many are wanted there, and the news that they send."""
 
 from __future__ import annotations
 

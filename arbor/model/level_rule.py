@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from arbor.errors import UsageError
+from arbor.feature import hook_for
 from arbor.support.setting import setting
 
 BUCKET = 64  # tokens of shared spans that are judged alike
@@ -66,6 +67,8 @@ def check_kv_probe(text: str) -> str:
     """
     if text not in (*KV_PROBE, "off"):
         LevelRule.parse(text)
+    if text == "measure":
+        hook_for("kv_probe", text)
     return text
 
 

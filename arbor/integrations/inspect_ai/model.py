@@ -27,14 +27,11 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-from arbor.aggregate.base import Aggregate
-from arbor.controllers.base import Controller
 from arbor.errors import ArborError, InputError, UsageError
 from arbor.events import Boundary, Opened
 from arbor.model.sampling_params import Sampling
 from arbor.run.boundary import limited
 from arbor.run.choices import Cost, PathTokens, PlainAnswers
-from arbor.run.component_checks import resolve_component
 from arbor.run.conversation import (
     conversation_tokens,
     plain_decoding,
@@ -47,25 +44,22 @@ from arbor.run.limits import check_count
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.request import Options
 from arbor.run.run import Run
+from arbor.run.settings import Settings
 from arbor.run.shared_engine import SharedEngine
 from arbor.run.solution import Solution
 from arbor.run.text_stream import TextStream, TextToken
 from arbor.solver import Solver
+from arbor.support.setting import settings_of
 from arbor.support.texts import one_line
-from arbor.tasks.base import Problem, Task
+from arbor.tasks.base import Problem
 from arbor.tasks.plain_text import SteppedText, plain_problem
-from arbor.verifiers.base import OwnsModel, Verifier, parts_of
+from arbor.verifiers.base import OwnsModel, parts_of
 
 MOST_TOKENS = 2048  # of a continuation where no number is given, as for inspect's own providers
 STEP_TOKENS = 128
 MOST_EXPANSIONS = 256
 SAMPLING = ("temperature", "top_p", "top_k")
-COMPONENTS: Mapping[str, type[Any]] = {
-    "task": Task,
-    "controller": Controller,
-    "verifier": Verifier,
-    "aggregate": Aggregate,
-}
+COMPONENTS = ("task", "controller", "verifier", "aggregate")
 # Options of a generation that would change the text, and that arbor does not have.
 WITHOUT = (
     "best_of",
@@ -333,11 +327,11 @@ class ArborAPI(ModelAPI):
         """The fields of `Setup` that a search changes."""
         setup = shared.setup
         changes: dict[str, Any] = {}
-        for kind, protocol in COMPONENTS.items():
+        for kind in COMPONENTS:
             given, usual = getattr(search, kind), getattr(self._usual, kind)
             own = getattr(setup, kind)
             same = given is None or given == usual
-            changes[kind] = own if same else resolve_component(kind, given, protocol)
+            changes[kind] = own if same else settings_of(Settings)[kind].checked(given)
         verifier = changes["verifier"]
         if verifier is not setup.verifier and any(
             isinstance(part, OwnsModel) for part in parts_of(verifier)

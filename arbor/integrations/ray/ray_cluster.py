@@ -1,4 +1,4 @@
-"""RayCluster: workers as actors of Ray, each with one GPU, or with threads of a CPU."""
+"""RayCluster: workers as actors of Ray, each an engine on one GPU, or on threads of a CPU."""
 
 from __future__ import annotations
 

@@ -5,30 +5,21 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from arbor import components, registry
-from arbor.aggregate.base import Aggregate
-from arbor.controllers.base import Controller
 from arbor.integrations.server.refusals import Refusal
 from arbor.integrations.server.schema import Component, SearchFields
 from arbor.integrations.server.settings import ServerSettings
 from arbor.run.boundary import limited
 from arbor.run.breadth import with_breadth
-from arbor.run.component_checks import resolve_component
 from arbor.run.plugin_answers import check_boundary, most_blocks
 from arbor.run.request import Options
+from arbor.run.settings import Settings
 from arbor.run.setup import Setup
-from arbor.tasks.base import Task
-from arbor.verifiers.base import OwnsModel, Verifier, parts_of
+from arbor.support.setting import settings_of
+from arbor.verifiers.base import OwnsModel, parts_of
 
-PROTOCOLS: Mapping[str, type[Any]] = {
-    "task": Task,
-    "controller": Controller,
-    "verifier": Verifier,
-    "aggregate": Aggregate,
-}
 MOST_NUMBER = 10**6  # of a setting
 
 
@@ -152,7 +143,7 @@ def _component(kind: str, given: Component | None, usual: Any) -> Any:
             f"{place}: '{name}' has a model of its own, and the server has loaded none for it.",
             param=place,
         )
-    return resolve_component(kind, built, PROTOCOLS[kind])
+    return settings_of(Settings)[kind].checked(built)
 
 
 def _free_settings(component: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""The frame of a page that lists samples: find, filter, sort; no requests, one script."""
+"""The frame of a page that lists samples: what it was made with, find, filter, sort; one script."""
 
 from __future__ import annotations
 
