@@ -217,9 +217,9 @@ def solver() -> Any:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"beams": 0}, "1 or more"),
+        ({"beams": 0}, "at least 1"),
         ({"beams": 2.5}, "beams is 2.5"),
-        ({"max_tokens": None}, "1 or more"),
+        ({"max_tokens": None}, "at least 1"),
         ({"beams": 4, "groups": 3}, "a number of beams that groups divides"),
         ({"diversity": 1.0}, "Set groups as well"),
         ({"groups": 2, "diversity": -1.0}, "0 or more"),
