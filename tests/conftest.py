@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 
@@ -46,7 +47,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 FOLDER = tempfile.TemporaryDirectory(prefix="arbor-tests-")
 os.environ["ARBOR_CACHE"] = FOLDER.name  # searches outside a test learn nothing for the user
 
-GOLDEN = Path(__file__).parent / "golden"
+TESTS = Path(__file__).parent
+GOLDEN = TESTS / "golden"
+# what imports a folder that was taken out belongs to it
+FEATURE = re.compile(r"^from arbor\.((?:papers|integrations)\.\w+)", re.MULTILINE)
+collect_ignore = [
+    str(path)
+    for path in TESTS.rglob("test_*.py")
+    for folder in {*FEATURE.findall(path.read_text(encoding="utf-8"))}
+    if not TESTS.parent.joinpath("arbor", *folder.split(".")).is_dir()
+]
 SLOW_TIMEOUT_S = 900
 
 

@@ -24,22 +24,12 @@ from support.run_cli import FAKE, Arbor, environment, in_process
 from support.slow_cases import every
 
 import arbor.cli.demo
-import arbor.papers.arborkv.calibrate
-import arbor.papers.lazyeviction.calibrate
-import arbor.papers.related.calibrate_queries
-import arbor.papers.rksc.calibration
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
 from arbor.cli.command import Group
 from arbor.cli.options import COMPLETION
-from arbor.feature import features
+from arbor.feature import features, hook
 from arbor.model.loading import BUILTIN
-from arbor.papers.arborkv.calibrate import Example
-from arbor.papers.arborkv.msve import MSVE
-from arbor.papers.lazyeviction.calibrate import Recurrence
-from arbor.papers.related.calibrate_queries import CollectedQueries
-from arbor.papers.related.query_means import LayerMeans, QueryMeans
-from arbor.papers.rksc.calibration import Verification
 from arbor.tasks.splits import dataset_split_of
 from arbor.trace import TraceWriter
 
@@ -258,8 +248,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Solution]:
         place.symlink_to(BUILTIN["sapling"], target_is_directory=True)
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text("abc", encoding="utf-8")
-    MSVE().save(folder / "msve.json")
-    MADE_UP_QUERIES.means.save(folder / "queries.npz")
+    if values := hook("msve"):
+        values().save(folder / "msve.json")
+    if "triattention" in registry.names("policy"):
+        made_up_queries().means.save(folder / "queries.npz")
     row = {"question": "3 boxes of 3 pens: how many?", "answer": "#### 9"}
     assert dataset_split_of(row["question"]) == "calibration"
     (folder / "gsm8k.jsonl").write_text(json.dumps(row), encoding="utf-8")
@@ -283,24 +275,9 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     monkeypatch.setattr(webbrowser, "open", lambda address: True)
     # what takes long: searches, whose own tests run them
     monkeypatch.setattr(arbor.cli.demo, "search", lambda output, folder, seed: solution)
-    monkeypatch.setattr(
-        arbor.papers.arborkv.calibrate, "collect", lambda solver, problems: made_up_losses()
-    )
-    if "calibrate exit" in example:
-        monkeypatch.setattr(
-            "arbor.papers.rksc.calibration.collect_verifications",
-            lambda solver, problems: made_up_verifications(),
-        )
-    monkeypatch.setattr(
-        arbor.papers.lazyeviction.calibrate,
-        "calibrate_window",
-        lambda solver, problems, percentile: MADE_UP_WINDOW,
-    )
-    monkeypatch.setattr(
-        arbor.papers.related.calibrate_queries,
-        "collect_queries",
-        lambda solver, problems: MADE_UP_QUERIES,
-    )
+    for path, made in MADE_UP.items():
+        if f"arbor calibrate {path.partition(' ')[0]}" in example:
+            monkeypatch.setattr(path.partition(" ")[2], lambda *given, made=made: made())
 
     program, *arguments = shlex.split(example)
     ran = command(*arguments)
@@ -310,16 +287,25 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     assert ran.out
 
 
-MADE_UP_WINDOW = Recurrence(25, 80, 8, 900, 0.98, {50: 9, 80: 25}, 0.5)
-MADE_UP_QUERIES = CollectedQueries(  # of the built-in model's sizes
-    QueryMeans((LayerMeans(np.ones((8, 64), np.float32), np.ones((8, 32), np.float32)),) * 6, 900),
-    problems=8,
-    concentration=(0.7,) * 6,
-)
+def made_up_window() -> Any:
+    from arbor.papers.lazyeviction.calibrate import Recurrence
+
+    return Recurrence(25, 80, 8, 900, 0.98, {50: 9, 80: 25}, 0.5)
 
 
-def made_up_losses() -> list[Example]:
+def made_up_queries() -> Any:
+    """Of the built-in model's sizes."""
+    from arbor.papers.related.calibrate_queries import CollectedQueries
+    from arbor.papers.related.query_means import LayerMeans, QueryMeans
+
+    layer = LayerMeans(np.ones((8, 64), np.float32), np.ones((8, 32), np.float32))
+    return CollectedQueries(QueryMeans((layer,) * 6, 900), 8, concentration=(0.7,) * 6)
+
+
+def made_up_losses() -> list[Any]:
     """Blocks that cost the answer where the model attended to them."""
+    from arbor.papers.arborkv.calibrate import Example
+
     return [
         Example(problem, block / 6, 0.5, block / 6, float(block > 3))
         for problem in range(10)
@@ -329,9 +315,19 @@ def made_up_losses() -> list[Example]:
 
 def made_up_verifications() -> list[Any]:
     """Two thoughts each, of which the confident one is right, after every layer."""
+    from arbor.papers.rksc.calibration import Verification
 
     values = (0.8, 0.2)
     return [
         Verification(problem, 0.9, 0.1, 0, values, (0, 1), ((0.5, 0.1),) * 2, (values,) * 2)
         for problem in range(10)
     ]
+
+
+# what takes long of a calibration, and what it is taken to find
+MADE_UP = {
+    "msve arbor.papers.arborkv.calibrate.collect": made_up_losses,
+    "exit arbor.papers.rksc.calibration.collect_verifications": made_up_verifications,
+    "window arbor.papers.lazyeviction.calibrate.calibrate_window": made_up_window,
+    "queries arbor.papers.related.calibrate_queries.collect_queries": made_up_queries,
+}

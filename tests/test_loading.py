@@ -13,13 +13,13 @@ from support.run_cli import Arbor, in_process
 
 from arbor import Solver
 from arbor.errors import UsageError
+from arbor.feature import hook
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library
 from arbor.model.describe import describe
 from arbor.model.loading import BUILTIN
-from arbor.papers.arborkv.msve import MSVE
 
 OLD, NEW = "1" * 40, "2" * 40
 
@@ -110,56 +110,6 @@ def test_code_next_to_the_weights_runs_only_if_it_is_trusted(command: Arbor, own
     assert Path("it_ran").exists()
 
 
-# Block values
-
-
-@pytest.fixture
-def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
-    """``arbor calibrate`` with made-up losses; lists its solvers here, writes ``kept``."""
-    import arbor.papers.arborkv.calibrate
-    from arbor.papers.arborkv.calibrate import Example
-
-    solvers: list[Solver] = []
-
-    def losses(solver: Solver, problems: list[Any]) -> list[Example]:
-        solvers.append(solver)
-        solver.describe()
-        return [
-            Example(problem, block / 6, 0.5, block / 6, float(block > 3))
-            for problem in range(10)
-            for block in range(6)
-        ]
-
-    monkeypatch.setattr(arbor.papers.arborkv.calibrate, "collect", losses)
-    monkeypatch.setenv("ARBOR_CACHE", str(tmp_path / "kept"))
-    return solvers
-
-
-def test_values_fitted_to_a_model_of_the_hub_are_found_for_that_revision(
-    command: Arbor, hub: Path, fitted: list[Solver], tmp_path: Path
-) -> None:
-    ran = command("calibrate", "msve", "--model", "Some/Model", "--revision", "v1", "--n", "8")
-
-    assert ran.code == 0, ran.err
-    out = Path(ran.out.strip())
-    assert (
-        out.is_relative_to(tmp_path / "kept")
-        and json.loads(out.read_text())["provenance"]["revision"] == "v1"
-    )
-    assert [each.config["revision"] for each in fitted] == ["v1"]
-    assert Solver("Some/Model", revision="v1").setup.msve == MSVE.load(out) != MSVE()
-    assert (
-        Solver("Some/Model").setup.msve == Solver("Some/Model", revision="v2").setup.msve == MSVE()
-    )
-    assert Solver("Some/Other", revision="v1").setup.msve == MSVE()
-
-    out.write_text("broken", encoding="utf-8")
-    with pytest.raises(UsageError, match="msve-unreadable"):
-        Solver("Some/Model", revision="v1")
-    again = command("calibrate", "msve", "--model", "Some/Model", "--revision", "v1", "--n", "8")
-    assert again.code == 0 and Solver("Some/Model", revision="v1").setup.msve == MSVE.load(out)
-
-
 # Attention backends
 
 
@@ -179,3 +129,58 @@ def test_the_backend_is_the_one_that_was_asked_for(
     with Solver(device="cpu", max_expansions=1, **settings) as solver:
         assert isinstance(solver.engine.runner.backend, kind)
         assert Solver.from_config(solver.config).config == solver.config
+
+
+# Block values
+
+
+@pytest.fixture
+def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
+    """``arbor calibrate`` with made-up losses; lists its solvers here, writes ``kept``."""
+    calibrate = pytest.importorskip("arbor.papers.arborkv.calibrate")
+
+    solvers: list[Solver] = []
+
+    def losses(solver: Solver, problems: list[Any]) -> list[Any]:
+        solvers.append(solver)
+        solver.describe()
+        return [
+            calibrate.Example(problem, block / 6, 0.5, block / 6, float(block > 3))
+            for problem in range(10)
+            for block in range(6)
+        ]
+
+    monkeypatch.setattr(calibrate, "collect", losses)
+    monkeypatch.setenv("ARBOR_CACHE", str(tmp_path / "kept"))
+    return solvers
+
+
+def test_values_fitted_to_a_model_of_the_hub_are_found_for_that_revision(
+    command: Arbor, hub: Path, fitted: list[Solver], tmp_path: Path
+) -> None:
+    ran = command("calibrate", "msve", "--model", "Some/Model", "--revision", "v1", "--n", "8")
+
+    assert ran.code == 0, ran.err
+    out = Path(ran.out.strip())
+    assert (
+        out.is_relative_to(tmp_path / "kept")
+        and json.loads(out.read_text())["provenance"]["revision"] == "v1"
+    )
+    assert [each.config["revision"] for each in fitted] == ["v1"]
+    assert (
+        Solver("Some/Model", revision="v1").setup.msve == hook("msve").load(out) != hook("msve")()
+    )
+    assert (
+        Solver("Some/Model").setup.msve
+        == Solver("Some/Model", revision="v2").setup.msve
+        == hook("msve")()
+    )
+    assert Solver("Some/Other", revision="v1").setup.msve == hook("msve")()
+
+    out.write_text("broken", encoding="utf-8")
+    with pytest.raises(UsageError, match="msve-unreadable"):
+        Solver("Some/Model", revision="v1")
+    again = command("calibrate", "msve", "--model", "Some/Model", "--revision", "v1", "--n", "8")
+    assert again.code == 0 and Solver("Some/Model", revision="v1").setup.msve == hook("msve").load(
+        out
+    )

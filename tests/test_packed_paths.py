@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build
-from support.policies import POLICIES
+from support.policies import needed
 from support.trees import GREEDY, Lab
 from torch import Tensor
 
@@ -30,7 +30,6 @@ from arbor.memory.stores import HostStore, LowerRoom
 from arbor.model.plan import Segment, SegmentTable
 from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention
-from arbor.papers.hierarchy.hierarchy import Hierarchy
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.support.packed_size import BITS, GROUP
@@ -301,8 +300,8 @@ def test_what_full_precision_has_no_room_for_is_packed_and_what_is_packed_never_
 
 def hierarchy(packed: float, ratio: float = 0.0, every: int = 8, **protect: Any) -> Policy:
     return replace(
-        POLICIES["hierarchy"],
-        allocator=Hierarchy(ratio, first=2, packed=packed),
+        policy := needed("hierarchy"),
+        allocator=replace(policy.allocator, ratio=ratio, first=2, packed=packed),
         protect=Protect(**({"recent": 6, "prompt": True} | protect)),
         trigger=Trigger(every=every),
     )

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 from support.masked_reads import masked_logits, recorded
 from support.models import Words, build, path_logits
-from support.policies import POLICIES
+from support.policies import needed
 from support.trees import (
     GREEDY,
     PROMPT,
@@ -54,7 +54,6 @@ from arbor.memory.stores import LowerRoom
 from arbor.model.plan import Segment, SegmentTable
 from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention, chunks_of
-from arbor.papers.hierarchy.hierarchy import Hierarchy
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
@@ -434,8 +433,8 @@ def test_given_tokens_are_all_computed_before_a_block_goes_on(counts: tuple[int,
 
 def hierarchy(every: int = 8, ratio: float = 0.3) -> Policy:
     return replace(
-        POLICIES["hierarchy"],
-        allocator=Hierarchy(ratio, first=2),
+        policy := needed("hierarchy"),
+        allocator=replace(policy.allocator, ratio=ratio, first=2),
         protect=Protect(recent=6, prompt=True),
         trigger=Trigger(every=every),
     )

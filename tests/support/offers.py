@@ -54,11 +54,15 @@ def variant(name: str, **parts: Any) -> Policy:
 
 
 EVERY |= {
-    "arborkv, eta 1": variant("arborkv", eta=1.0, lambda_depth=-0.3),
-    "arborkv, ratio_min": variant("arborkv", ratio_min=0.4, gamma=1.0),
-    "kkt, no distance": variant("kkt", lambda_distance=0.0, gamma=1.0),
-    "h2o, normalised": variant("h2o", normalise=True),
-    "random, seed 7": variant("random", seed=7),
+    f"{name}, {what}": variant(name, **parts)
+    for name, what, parts in (
+        ("arborkv", "eta 1", {"eta": 1.0, "lambda_depth": -0.3}),
+        ("arborkv", "ratio_min", {"ratio_min": 0.4, "gamma": 1.0}),
+        ("kkt", "no distance", {"lambda_distance": 0.0, "gamma": 1.0}),
+        ("h2o", "normalised", {"normalise": True}),
+        ("random", "seed 7", {"seed": 7}),
+    )
+    if name in POLICIES
 }
 
 
