@@ -8,7 +8,7 @@ CODE := arbor kernels controllers verifiers examples tests scripts
 WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help check format lint types architecture test slow fix native sanitize sanitize-threads bench golden docs extras size
+.PHONY: help check format lint types architecture test slow without fix native sanitize sanitize-threads bench golden docs extras size
 
 SANITIZED := build/libarbor_native_sanitized.so
 THREADS_SANITIZED := build/libarbor_native_threads.so
@@ -35,6 +35,9 @@ test:  ## the default tests; markers gpu and slow are left out
 
 slow:  ## the tests too long for every run; PART=2/6: the third of six parts of them
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu" $(if $(PART),--slow-part $(PART))
+
+without:  ## each folder of papers and integrations taken out of a copy, which has to work
+	$(PYTHON) scripts/without.py --quick --each
 
 fix:  ## format, and repair what the linter can
 	$(PYTHON) -m ruff check --fix $(CODE)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,6 @@ from arbor.support.graph import Vertex, search_graph
 if TYPE_CHECKING:
     import networkx
 
-    from arbor.forest import Forest
 
 NO_SLOT = -1
 NO_RECORD = -1
@@ -353,6 +352,19 @@ class Node:
         return [node.text for node in self.path[1:]]
 
 
+class Rows(Protocol):
+    """What gives rows to the blocks of several trees, see `arbor.forest.Forest`."""
+
+    @property
+    def cuts(self) -> Mapping[int, tuple[int, ...]]:
+        """Where the KV that a block has in common with others ends, by row."""
+        ...
+
+    def add(self, node: Node) -> None:
+        """Give a new block its row."""
+        ...
+
+
 class ThoughtTree:
     """Blocks in order of creation, and their geometry for retention policies.
 
@@ -364,7 +376,7 @@ class ThoughtTree:
     """
 
     def __init__(self, prompt: Iterable[int], text: str = "") -> None:
-        self.forest: Forest | None = None
+        self.forest: Rows | None = None
         self.number = 0
         self.spans = Spans()
         root = Node(

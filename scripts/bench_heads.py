@@ -100,7 +100,7 @@ def measure(
     sizes = np.full(blocks, tokens // blocks)
     room = tokens - 1 if kept is None else int(kept * tokens)
     draw = np.random.default_rng(0)
-    table = HeadTable([LayerKV(heads, DIM, DIM)] * layers, tokens)
+    table = HeadTable([heads] * layers, tokens)
     pool = None
     if move:
         pool = KVPool(table_layers(layers, heads), tokens, torch.float16, torch.device("cpu"))

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = ("architecture", "feature", "registry", "session", "engine_forest")
+QUICK = ("architecture", "feature", "registry")
 NATIVE = Path("kernels/libarbor_native.so")  # built, and not tracked
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.memory.pool import LayerKV
 from arbor.memory.slots import SlotTable
 
 
@@ -42,13 +41,16 @@ class HeadTable:
     own head or, in a *lent* slot, of any head whose K and V are as wide. No head holds a token
     twice, and no cell is empty, so a slot that is freed is C cells less.
 
+    Args:
+        heads: KV heads of each layer.
+        slots: of the pool.
+
     Attributes:
         layer: int64 [C], the layer of each KV head.
         head: int64 [C], its place in that layer.
     """
 
-    def __init__(self, layers: Sequence[LayerKV], slots: int) -> None:
-        heads = [layer.num_kv_heads for layer in layers]
+    def __init__(self, heads: Sequence[int], slots: int) -> None:
         self.layer = np.repeat(np.arange(len(heads)), heads)
         self.head = np.concatenate([np.arange(count) for count in heads])
         self._slots = slots

@@ -74,7 +74,7 @@ class KVMemory:
         )
         self._inexact = lower.inexact
         self.table = SlotTable(slots - lower.staging)
-        self.heads = HeadTable(layers, self.table.slots)
+        self.heads = HeadTable([layer.num_kv_heads for layer in layers], self.table.slots)
         self.debug = debug
         self.forest = Forest()
         stores = lower.stores(self.pool)
@@ -128,7 +128,7 @@ class KVMemory:
             slots *= 2
         self.pool.grow(slots)
         self.table.grow(slots)
-        self.heads = HeadTable(self.pool.layers, slots)
+        self.heads = HeadTable([layer.num_kv_heads for layer in self.pool.layers], slots)
 
     @property
     def peak(self) -> int:

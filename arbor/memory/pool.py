@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
 
 if TYPE_CHECKING:
     from arbor.memory.head_table import HeadMoves, HeadTable
-    from arbor.memory.staging_buffer import StagingBuffer
 
 
 class KVFormat(Protocol):
@@ -163,7 +162,7 @@ class KVPool:
         self.layers = tuple(layers)
         self.slots = slots
         self.staging = staging
-        self.reader: StagingBuffer | None = None
+        self.reader: Any = None
         self.holders: Callable[[NDArray[np.int32]], NDArray[np.integer] | None] | None = None
         self.dtype = dtype
         self.device = device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,6 @@ from arbor.retention.observation import Observation
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from arbor.retention.base import Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +220,16 @@ class HeadKV(TokenKV):
         return scores
 
 
+class TokensOnDevice(Protocol):
+    """Tokens, as `arbor.retention.base.Tokens` has them."""
+
+    @property
+    def kv(self) -> TokenKV: ...
+
+    @property
+    def mass(self) -> NDArray[np.float64]: ...
+
+
 class KVScorer(ABC):
     """A scorer of keys, values and queries.
 
@@ -242,7 +250,7 @@ class KVScorer(ABC):
     def of(self, sequence: KVSequence, layer: int) -> Tensor:
         """The score of each token of a sequence in a layer, [n]; n >= 1."""
 
-    def scores(self, tokens: Tokens) -> NDArray[np.float64]:
+    def scores(self, tokens: TokensOnDevice) -> NDArray[np.float64]:
         return tokens.kv.scores(self)
 
 

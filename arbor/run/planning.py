@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from arbor.budget import Budget, Footprint, Plan
-from arbor.controllers.base import Controller
 from arbor.errors import ArborError, BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.model.control_tokens import control_tokens, encode_marked
 from arbor.model.names import BYTES_OF
-from arbor.registry import name_of
 from arbor.retention.base import CalibratedScorer
 from arbor.run.conversation import conversation_tokens
 from arbor.run.limits import check_count
@@ -25,7 +23,6 @@ from arbor.run.plugin_answers import (
 from arbor.run.question_turn import QuestionTurn, in_conversation, question_turn
 from arbor.support.texts import one_line, refuse_surrogates
 from arbor.tasks.base import (
-    BlockLimits,
     BoundedQuestions,
     Converses,
     GivesTurns,
@@ -292,30 +289,6 @@ def proposal_tokens(task: Proposes, problem: Problem, encoder: Encoder) -> int:
     """Tokens of a question for proposals and its longest completion, at no thoughts."""
     first = task.proposal(problem, ())
     return len(encoder.encode(first.text)) + first.max_tokens
-
-
-def check_proposals(task: Task, controller: Controller, boundary: BlockLimits) -> None:
-    """Refuses a search that proposes thoughts where they cannot be asked for.
-
-    Raises:
-        UsageError: the task has no question for them, or thoughts have a format.
-    """
-    if not most_proposals(controller, boundary.max_depth):
-        return
-    if proposing(task) is None:
-        raise UsageError(
-            "generate",
-            f"the task '{name_of(task)}' has no question for several thoughts, and the search "
-            "proposes them.",
-            "Use generate=sample; docs/task.md says what a task of your own needs.",
-            name=name_of(task),
-        )
-    if boundary.form is not None:
-        raise UsageError(
-            "generate",
-            "a step format holds for thoughts that are sampled, and the search proposes them.",
-            "Leave out step_format, or use generate=sample.",
-        )
 
 
 def search_shape(setup: Setup, problem: Problem, prompt_tokens: int) -> SearchShape:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arbor import components
+from arbor.controllers.base import Controller
 from arbor.errors import UsageError
 from arbor.feature import hook
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
-from arbor.run.planning import check_proposals
-from arbor.run.plugin_answers import check_boundary, unchecked
+from arbor.registry import name_of
+from arbor.run.plugin_answers import check_boundary, most_proposals, proposing, unchecked
 from arbor.run.settings import Settings, recorded, sampling_with
 from arbor.tasks.base import BlockLimits, Task
 from arbor.tasks.worded import Worded
@@ -119,3 +120,27 @@ def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> V
         return verifier
     name = str(components.spec_of(task)["name"])
     return verifier.calibrated(source.place, source.revision, name)
+
+
+def check_proposals(task: Task, controller: Controller, boundary: BlockLimits) -> None:
+    """Refuses a search that proposes thoughts where they cannot be asked for.
+
+    Raises:
+        UsageError: the task has no question for them, or thoughts have a format.
+    """
+    if not most_proposals(controller, boundary.max_depth):
+        return
+    if proposing(task) is None:
+        raise UsageError(
+            "generate",
+            f"the task '{name_of(task)}' has no question for several thoughts, and the search "
+            "proposes them.",
+            "Use generate=sample; docs/task.md says what a task of your own needs.",
+            name=name_of(task),
+        )
+    if boundary.form is not None:
+        raise UsageError(
+            "generate",
+            "a step format holds for thoughts that are sampled, and the search proposes them.",
+            "Leave out step_format, or use generate=sample.",
+        )

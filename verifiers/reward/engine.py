@@ -21,9 +21,14 @@ from arbor.registry import name_of
 from arbor.retention.policy import POLICIES
 from arbor.tasks.base import Problem, Task
 from arbor.verifiers.base import Placement, SearchShape
-from arbor.verifiers.reward.format import PROCESS, REPLY, RewardFormat, process_family
+from arbor.verifiers.reward.format import (
+    PROCESS,
+    REPLY,
+    RewardFormat,
+    RewardSettings,
+    process_family,
+)
 from arbor.verifiers.reward.mirror import Mirror
-from arbor.verifiers.reward_model import RewardModel
 from arbor.verifiers.self_eval import CERTAIN
 
 if TYPE_CHECKING:
@@ -75,7 +80,7 @@ class RewardEngine:
         UsageError: a device or backend that cannot be used.
     """
 
-    def __init__(self, verifier: RewardModel, placement: Placement) -> None:
+    def __init__(self, verifier: RewardSettings, placement: Placement) -> None:
         self.verifier = verifier
         self.name = name_of(verifier)
         self.budget = Budget.parse(verifier.budget)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from arbor.aggregate.base import Steps
+from arbor.budget import Budget
+from arbor.errors import UsageError
 
 Head = Literal["classes", "tags"]
 
@@ -92,3 +97,79 @@ def process_family(architecture: str) -> str:
     if architecture.endswith("ForProcessRewardModel"):
         return "qwen-prm"
     return "math-shepherd" if architecture.endswith("ForCausalLM") else "trl"
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """The settings that every reward model has.
+
+    Args:
+        model: a directory or a Hub id; required.
+        family: the format of its input and output; ``auto`` goes by the architecture.
+        budget: KV of the reward model, as for `Solver`: ``full``, a part, ``8192tok``, ``6GiB``.
+        revision: branch, tag or commit of a model of the Hub.
+        dtype: of its weights and KV.
+        head, prompt, chat, system, first, between, separator, end, good, bad, label: replace parts
+            of the family's format, see `RewardFormat`; in a text ``\\n`` is a line break and
+            ``\\s`` a space, which the command line removes at the ends.
+    """
+
+    model: str = ""
+    family: str = "auto"
+    budget: float | str = "full"
+    revision: str | None = None
+    dtype: str = "auto"
+    head: Head | None = None
+    prompt: str | None = None
+    chat: bool | None = None
+    system: str | None = None
+    first: str | None = None
+    between: str | None = None
+    separator: str | None = None
+    end: str | None = None
+    good: str | None = None
+    bad: str | None = None
+    label: int | None = None
+
+    def __post_init__(self) -> None:
+        families = self.families()
+        if self.family not in ("auto", *families):
+            raise UsageError(
+                "setting-range",
+                f"family='{self.family}': it must be auto, {' or '.join(families)}.",
+            )
+        Budget.parse(self.budget)
+        if self.label is not None and self.label < 0:
+            raise UsageError("setting-range", f"label={self.label}: classes are counted from 0.")
+
+    @classmethod
+    def families(cls) -> Mapping[str, RewardFormat]:
+        """The formats of this kind of reward model, by name."""
+        raise NotImplementedError
+
+    @property
+    def path_value(self) -> Steps | None:
+        """The value of a path from the scores of its steps; None: the path has one score."""
+        raise NotImplementedError
+
+    def format(self, family: str) -> RewardFormat:
+        """The format of a family, with the parts that the settings replace."""
+        given = {
+            field.name: value
+            for field in dataclasses.fields(RewardFormat)
+            if (value := getattr(self, field.name, None)) is not None
+        }
+        texts = ("prompt", "first", "between", "separator", "end", "good", "bad")
+        given |= {name: _unescaped(given[name]) for name in texts if name in given}
+        found = dataclasses.replace(self.families()[family], **given)
+        # a separator of the user's own may be any text, unless it looks like a special token
+        own = found.separator.strip()
+        if self.separator is not None:
+            found = dataclasses.replace(
+                found, one_token=own.startswith("<") and own.endswith(">") and "><" not in own
+            )
+        return found
+
+
+def _unescaped(text: str) -> str:
+    return text.replace("\\n", "\n").replace("\\s", " ")

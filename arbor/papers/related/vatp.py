@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.base import Floats, Tokens
+from arbor.retention.base import Floats
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.token_kv import HeadKVScorer, KVSequence
+from arbor.retention.token_kv import HeadKVScorer, KVSequence, TokensOnDevice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ class VATP(HeadKVScorer):
     def of_heads(self, sequence: KVSequence, layer: int) -> Tensor:
         return sequence.values(layer).abs().sum(-1).T
 
-    def scores(self, tokens: Tokens) -> Floats:
+    def scores(self, tokens: TokensOnDevice) -> Floats:
         scores: Floats = tokens.mass * super().scores(tokens)
         # the value of a token that is not on the device is unknown
         scores[tokens.kv.places < 0] = -1.0
