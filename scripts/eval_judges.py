@@ -33,7 +33,7 @@ from arbor.errors import UsageError
 from arbor.events import Boundary, Event, Opened
 from arbor.measure.statistics import bootstrap_groups
 from arbor.run.planning import Words, encode_prompt
-from arbor.run.question_turn import question_turn
+from arbor.run.questions import question_turn
 from arbor.run.request import Options
 from arbor.tasks.base import Problem, Question
 from arbor.tree import ThoughtTree

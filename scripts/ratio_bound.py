@@ -25,8 +25,7 @@ from model_and_problems import add_model_and_problems, problems_of, settings_of
 
 from arbor import Solver
 from arbor.engine import engine
-from arbor.engine.decode_batch import DecodeBatch
-from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.forward_pass import DecodeBatch, ForwardPasses
 from arbor.model.plan import ForwardPlan
 from arbor.tasks.base import Problem
 

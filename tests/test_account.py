@@ -14,8 +14,8 @@ from support.drawn_searches import MODEL, QUESTION, DrawnSearch, drawn_lab, run
 from support.slow_cases import every, only
 from support.trees import Lab
 
-from arbor.engine.account import UNLIMITED
 from arbor.engine.operation import GivenBlock, Growing
+from arbor.engine.retained import UNLIMITED
 from arbor.errors import BudgetInfeasible
 from arbor.events import Evicted, Forwarded
 from arbor.memory import memory as memory_module

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from arbor.engine.decode_batch import DecodeBatch
+from arbor.engine.forward_pass import DecodeBatch
 from arbor.engine.operation import Growth, Row
 from arbor.engine.pieces import contexts_of
 from arbor.engine.sampling import ArithmeticCode

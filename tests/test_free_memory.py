@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from arbor.memory import free_memory
-from arbor.memory.free_memory import free_bytes
+from arbor.memory import out_of_memory as free_memory
+from arbor.memory.out_of_memory import free_bytes
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from arbor import Solver
-from arbor.engine.nvtx import VARIABLE, nvtx_range
+from arbor.engine.stopwatch import VARIABLE, nvtx_range
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_every_phase_of_a_search_has_its_range(
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")
     with monkeypatch.context() as gpu:
-        gpu.setattr("arbor.engine.nvtx.torch.cuda.is_available", lambda: True)
+        gpu.setattr("arbor.engine.stopwatch.torch.cuda.is_available", lambda: True)
         search()
 
     phases = ("prefill", "decode", "verify", "rehydrate", "policy")
@@ -56,7 +56,7 @@ def test_no_range_is_opened_without_a_gpu_or_without_being_asked(
         monkeypatch.delenv(VARIABLE, raising=False)
     else:
         monkeypatch.setenv(VARIABLE, value)
-    monkeypatch.setattr("arbor.engine.nvtx.torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("arbor.engine.stopwatch.torch.cuda.is_available", lambda: gpu)
 
     with nvtx_range("decode"):
         pass

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build
-from support.policies import needed
 from support.trees import GREEDY, Lab
 from torch import Tensor
 
@@ -300,7 +299,7 @@ def test_what_full_precision_has_no_room_for_is_packed_and_what_is_packed_never_
 
 def hierarchy(packed: float, ratio: float = 0.0, every: int = 8, **protect: Any) -> Policy:
     return replace(
-        policy := needed("hierarchy"),
+        policy := POLICIES["hierarchy"],
         allocator=replace(policy.allocator, ratio=ratio, first=2, packed=packed),
         protect=Protect(**({"recent": 6, "prompt": True} | protect)),
         trigger=Trigger(every=every),

@@ -15,7 +15,7 @@ from arbor.controllers.tot import ToT
 from arbor.events import Event, Verified
 from arbor.run.conversation import conversation_tokens
 from arbor.run.planning import Words
-from arbor.run.question_turn import question_turn
+from arbor.run.questions import question_turn
 from arbor.tasks.base import Problem
 from arbor.tasks.reasoning import Reasoning
 from arbor.tree import Node

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from support.models import Words, build, path_logits
 from support.trees import LENGTH, PROMPT, SAMPLED, Lab, path_ids, relative_error
 
-from arbor.engine.account import Account
 from arbor.engine.decoding import Decoding
 from arbor.engine.open_tree import OpenTree, RunHooks
 from arbor.engine.operation import Growing, Growth, Operation, Row, Work
+from arbor.engine.retained import Account
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import MARGIN, Joined, Scheduler, WaveScheduler, most_held
 from arbor.engine.stop_rule import StopRule

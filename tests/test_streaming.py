@@ -22,7 +22,6 @@ from hypothesis.stateful import (
 )
 from support.masked_reads import masked_logits, recorded
 from support.models import Words, build, path_logits
-from support.policies import needed
 from support.trees import (
     GREEDY,
     PROMPT,
@@ -433,7 +432,7 @@ def test_given_tokens_are_all_computed_before_a_block_goes_on(counts: tuple[int,
 
 def hierarchy(every: int = 8, ratio: float = 0.3) -> Policy:
     return replace(
-        policy := needed("hierarchy"),
+        policy := POLICIES["hierarchy"],
         allocator=replace(policy.allocator, ratio=ratio, first=2),
         protect=Protect(recent=6, prompt=True),
         trigger=Trigger(every=every),

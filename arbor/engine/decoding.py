@@ -14,7 +14,7 @@ from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.operation import Growing, Row, Siblings
 from arbor.engine.pieces import head
 from arbor.engine.prefix_sharing import PrefixSharing
-from arbor.engine.schedulers import Schedulers
+from arbor.engine.scheduler import Schedulers
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import CheckedSource, TokenSource
 from arbor.events import Boundary, Sampled

@@ -17,8 +17,7 @@ from arbor.engine.beam_search import BeamSearch
 from arbor.engine.decoding import Decoding
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
-from arbor.engine.head_sets import HeadSets, check_layers
-from arbor.engine.head_statistics import HeadStatistics
+from arbor.engine.head_sets import HeadSets, HeadStatistics, check_layers
 from arbor.engine.hooks import BranchHook, OtherPrompt, PromptHook, Way
 from arbor.engine.kv_view import KVView
 from arbor.engine.mode import (
@@ -52,7 +51,7 @@ from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.sampling_graphs import SamplingGraphs
-from arbor.engine.schedulers import Schedulers
+from arbor.engine.scheduler import Schedulers
 from arbor.engine.step import Stepper
 from arbor.engine.text import before
 from arbor.engine.token_source import CheckedSource, ModelSampler, TokenSource

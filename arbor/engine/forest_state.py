@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.engine.account import Account, PartOfRetained
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.pieces import contexts_of
+from arbor.engine.retained import Account, PartOfRetained
 from arbor.events import Cause, Discarded, Evicted
 from arbor.forest import Forest, by_tree
 from arbor.memory import KVMemory

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
-from arbor.engine.head_statistics import HeadStatistics
+from arbor.engine.head_sets import HeadStatistics
 from arbor.engine.query_window import QueryWindow, last_of_each
 from arbor.model.plan import ForwardPlan, visibility
 from arbor.model.runner import ForwardResult, ModelRunner

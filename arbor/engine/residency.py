@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.engine.account import Account
 from arbor.engine.forest_state import ForestState
 from arbor.engine.head_sets import HeadSets
-from arbor.engine.nvtx import nvtx_range
 from arbor.engine.policy_view import PolicyView, ShowsKV, Where
+from arbor.engine.retained import Account
+from arbor.engine.stopwatch import nvtx_range
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure, Rehydrated
 from arbor.forest import Forest, by_tree

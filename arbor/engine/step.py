@@ -8,17 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.engine.decode_batch import DecodeBatch
 from arbor.engine.decoding import Decoding
 from arbor.engine.forest_state import ForestState
-from arbor.engine.forward_pass import ForwardPasses, Part
+from arbor.engine.forward_pass import DecodeBatch, ForwardPasses, Part
 from arbor.engine.mode import Rules
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.operation import Asking, Growing, Operation, Reading, Row, Work
 from arbor.engine.rehydration import Placed, Rehydration
 from arbor.engine.residency import DoesNotFit, Residency
-from arbor.engine.scheduler import MARGIN, Joined, Scheduler, is_part
-from arbor.engine.schedulers import Schedulers
+from arbor.engine.scheduler import MARGIN, Joined, Scheduler, Schedulers, is_part
 from arbor.errors import ArborError, BudgetInfeasible
 from arbor.events import ForwardKind, Limited
 from arbor.forest import by_tree

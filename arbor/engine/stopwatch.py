@@ -1,11 +1,12 @@
-"""Stopwatch: seconds of work on a device, without waiting for the device at each stretch."""
+"""Stopwatch: seconds of work on a device, without waiting at each stretch; and ranges for profilers."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,3 +60,19 @@ class Stopwatch:
     def _read(self) -> None:
         begin, end = self._unread.popleft()
         self._seconds += begin.elapsed_time(end) / 1e3
+
+
+VARIABLE = "ARBOR_NVTX"
+
+
+def nvtx_range(name: str) -> AbstractContextManager[object]:
+    """Within it, a profiler that reads NVTX (Nsight Systems) shows ``arbor.NAME``; phases nest.
+
+    A null context unless the variable `VARIABLE` is set and not 0, and torch sees a GPU.
+
+    Args:
+        name: ``prefill``, ``decode``, ``verify``, ``rehydrate``, ``fetch`` or ``policy``.
+    """
+    if os.environ.get(VARIABLE, "0") in ("", "0") or not torch.cuda.is_available():
+        return nullcontext()
+    return torch.cuda.nvtx.range(f"arbor.{name}")

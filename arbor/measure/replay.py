@@ -44,7 +44,7 @@ from arbor.retention.token_kv import PairRotation
 from arbor.run.callbacks import Broadcast
 from arbor.run.component_checks import resolve_component
 from arbor.run.limits import Limits, check_granularity
-from arbor.run.question_turn import QuestionTurn, question_turn
+from arbor.run.questions import QuestionTurn, question_turn
 from arbor.run.session import BY_ITSELF, Session
 from arbor.tasks.base import Problem, Task
 from arbor.trace.fold import Replay

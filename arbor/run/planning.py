@@ -20,7 +20,7 @@ from arbor.run.plugin_answers import (
     proposing,
     unchecked,
 )
-from arbor.run.question_turn import QuestionTurn, in_conversation, question_turn
+from arbor.run.questions import QuestionTurn, in_conversation, question_turn
 from arbor.support.texts import one_line, refuse_surrogates
 from arbor.tasks.base import (
     BoundedQuestions,

@@ -34,8 +34,7 @@ from arbor.run.planning import (
     search_shape,
 )
 from arbor.run.plugin_answers import checked_task, path_answer, unchecked
-from arbor.run.question_turn import question_turn
-from arbor.run.questions import PlannedQuestions
+from arbor.run.questions import PlannedQuestions, question_turn
 from arbor.run.recording import Recording
 from arbor.run.request import Request
 from arbor.run.searches import Steps, completed

@@ -31,7 +31,7 @@ from arbor.model.sampling_params import Sampling
 # Functions that plan a forward: module and name. What is missing counts for the engine's own work.
 PLANNING = (
     ("arbor.engine.forward_pass", "plan_forward"),
-    ("arbor.engine.decode_batch", "DecodeBatch.plan"),
+    ("arbor.engine.forward_pass", "DecodeBatch.plan"),
     ("arbor.model.plan", "ForwardPlan.layout"),
 )
 

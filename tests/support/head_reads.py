@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
-from arbor.engine.decode_batch import DecodeBatch
+from arbor.engine.forward_pass import DecodeBatch
 from arbor.memory import KVMemory
 from arbor.model.plan import SegmentTable
 from arbor.tree import Node

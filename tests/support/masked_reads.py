@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from arbor.engine.decode_batch import DecodeBatch
+from arbor.engine.forward_pass import DecodeBatch
 from arbor.model.plan import SegmentTable
 from arbor.tree import Node
 

@@ -1,19 +1,18 @@
-"""Every named policy of this checkout, and those that a test needs."""
+"""Every named policy of this checkout."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from arbor.registry import names, resolve
 from arbor.retention.policy import Policy
 
-POLICIES: dict[str, Policy] = {name: resolve("policy", name) for name in names("policy")}
 
+class Named(dict[str, Policy]):
+    """Policies by name; a test that asks for one whose folder was taken out is skipped."""
 
-def needed(name: str) -> Any:
-    """A policy, or the test is skipped where its folder was taken out."""
-    if name not in POLICIES:
+    def __missing__(self, name: str) -> Policy:
         pytest.skip(f"the folder of the policy {name} was taken out")
-    return POLICIES[name]
+
+
+POLICIES = Named({name: resolve("policy", name) for name in names("policy")})

@@ -178,7 +178,7 @@ def _is_local(host: str) -> bool:
 
 def _kv_tokens(size: Budget | None, concurrency: int, solver: Solver) -> int:
     """Tokens of KV for all requests; read after the weights are loaded."""
-    from arbor.memory.free_memory import free_bytes
+    from arbor.memory.out_of_memory import free_bytes
     from arbor.run.shared_engine import default_tokens
 
     info = solver.describe()
