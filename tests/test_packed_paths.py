@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build
+from support.policies import POLICIES
 from support.trees import GREEDY, Lab
 from torch import Tensor
 

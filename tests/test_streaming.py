@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 from support.masked_reads import masked_logits, recorded
 from support.models import Words, build, path_logits
+from support.policies import POLICIES
 from support.trees import (
     GREEDY,
     PROMPT,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from arbor import components
+from arbor import components, registry
 from arbor.budget import Budget
 from arbor.cli.build import known_policy
 from arbor.cli.command import Command, option
@@ -20,6 +20,8 @@ from arbor.support.garbage import no_collection
 
 if TYPE_CHECKING:
     from arbor.measure.replay import RecordedSearch
+
+DEFAULT = ("lru", "arborkv", "reentry", "belady")
 
 
 @click.command(cls=Command)
@@ -77,7 +79,8 @@ def replay(
       arbor replay run.arbor.jsonl --policy kkt --policy kkt,scorer=recency
       arbor replay run.arbor.jsonl --rehydrate span --json
     """
-    chosen = policy or ("lru", "arborkv", "reentry", "belady")
+    known = registry.names("policy")
+    chosen = policy or [name for name in DEFAULT if name in known]
     policies = tuple(dict.fromkeys(map(known_policy, chosen)))
     for name in policies:
         components.build("policy", name)  # checks the settings

@@ -1,4 +1,4 @@
-"""Stopwatch: seconds of work on a device, without waiting at each stretch; and ranges for profilers."""
+"""Stopwatch: seconds of work on a device, without waiting each time; and ranges for profilers."""
 
 from __future__ import annotations
 
