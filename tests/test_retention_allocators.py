@@ -13,8 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.offers import SEEDS, AtMost, offer, room_for
 
-from arbor.papers.ams.ams import AMS
-from arbor.papers.ams.strata import Strata
+from arbor.papers.ams.ams import AMS, Strata
 from arbor.papers.arborkv.kkt import KKT
 from arbor.papers.arborkv.ratio import Ratio
 from arbor.papers.hierarchy.hierarchy import Hierarchy

@@ -15,8 +15,7 @@ from support.policies import POLICIES
 from support.trees import GREEDY, Lab
 
 from arbor.errors import UsageError
-from arbor.papers.ams.ams import AMS
-from arbor.papers.ams.strata import Strata
+from arbor.papers.ams.ams import AMS, Strata
 from arbor.papers.related.chunks import Chunks
 from arbor.retention.allocators.segments import quotas_of
 from arbor.retention.base import Blocks, TokenAllocator
