@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from support.attention_history import History
 from support.offers import SEEDS, offer
+from support.policies import of_papers
 
-from arbor.registry import names, resolve
 from arbor.retention.base import Scorer, Tokens
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.window import Window
 
-# of papers, those that read attention alone
-OF_PAPERS = (("lazyeviction",), ("lazyeviction", "paper"), ("raas",), ("tova",))
 SCORERS: tuple[Scorer, ...] = (
     Recency(),
     HeavyHitters(),
@@ -26,10 +24,12 @@ SCORERS: tuple[Scorer, ...] = (
     RandomTokens(),
     RandomTokens(seed=3),
     Window(),
-    *(
-        resolve("scorer", name)(*settings)
-        for name, *settings in OF_PAPERS
-        if name in names("scorer")
+    *of_papers(
+        "scorer",
+        ("lazyeviction", {}),
+        ("lazyeviction", {"h2": "paper"}),
+        ("raas", {}),
+        ("tova", {}),
     ),
 )
 every_scorer = pytest.mark.parametrize("scorer", SCORERS, ids=repr)

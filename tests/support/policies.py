@@ -17,3 +17,8 @@ def needed(name: str) -> Any:
     if name not in POLICIES:
         pytest.skip(f"the folder of the policy {name} was taken out")
     return POLICIES[name]
+
+
+def of_papers(kind: str, *rows: tuple[str, dict[str, Any]]) -> tuple[Any, ...]:
+    """Components by name and settings; without those whose folder was taken out."""
+    return tuple(resolve(kind, name)(**settings) for name, settings in rows if name in names(kind))
