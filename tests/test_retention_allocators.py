@@ -19,6 +19,7 @@ from arbor.retention.allocators.lru import LRU
 from arbor.retention.allocators.per_tree import Among, PerTree, divided
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.reentry import Reentry
+from arbor.retention.allocators.segments import quotas_of
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.allocators.waterfill import rounded, waterfill
 from arbor.retention.base import (
@@ -111,6 +112,25 @@ def test_rounding_changes_no_share_by_a_token(seed: int, share: float) -> None:
     if up.any() and down.any():
         remainder = shares - np.floor(shares)
         assert remainder[up].min() >= remainder[down].max() - 1e-6
+
+
+@given(
+    weight=st.lists(st.floats(0, 1), min_size=1, max_size=20),
+    sizes=st.lists(st.integers(1, 30), min_size=20, max_size=20),
+    least=st.integers(0, 5),
+    share=SHARES,
+)
+def test_quotas_hold_the_minimum_the_caps_and_the_sum(
+    weight: list[float], sizes: list[int], least: int, share: float
+) -> None:
+    size = np.array(sizes[: len(weight)])
+    room = round(share * int(size.sum()))
+
+    quotas = quotas_of(np.array(weight), size, least, room)
+
+    assert (quotas >= 0).all() and (quotas <= size).all() and int(quotas.sum()) == room
+    if least * len(size) <= room:
+        assert (quotas >= np.minimum(least, size)).all()
 
 
 @given(seed=SEEDS, share=SHARES)
