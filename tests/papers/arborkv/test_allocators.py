@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.offers import SEEDS, blocks_of, choices, offer, room_for
 
+from arbor.components import build
+from arbor.errors import UsageError
 from arbor.papers.arborkv.kkt import KKT
 from arbor.papers.arborkv.ratio import Ratio
 from arbor.retention.allocators.waterfill import waterfill
@@ -127,3 +129,27 @@ def test_ratio_is_equation_2_with_alpha_solved() -> None:
     assert ratio[0] / ratio[2] == pytest.approx(2, rel=0.02)
     assert ratio[2] / ratio[3] == pytest.approx(4, rel=0.02)
     assert counts.sum() == 1000
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("arborkv", "eta", 0.0),
+        ("arborkv", "eta", 1.5),
+        ("arborkv", "gamma", 0.0),
+        ("arborkv", "gamma", float("inf")),
+        ("arborkv", "lambda_distance", -0.1),
+        ("arborkv", "lambda_depth", float("nan")),
+        ("arborkv", "ratio_min", 1.5),
+        ("kkt", "gamma", -1.0),
+        ("arborkv", "ratio_min", -0.1),
+        ("arborkv", "lambda_depth", float("inf")),
+        ("arborkv", "lambda_distance", float("inf")),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(name: str, setting: str, value: float) -> None:
+    with pytest.raises(UsageError, match=f"{setting}={value}"):
+        build("policy", name, **{setting: value})
