@@ -29,8 +29,7 @@ from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
 from arbor.model.sampling_params import Sampling
 from arbor.registry import resolve
-from arbor.retention.policy import Policy, Protect
-from arbor.retention.trigger import Trigger
+from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.tree import Node, ThoughtTree
 
 POLICY_NAMES = (

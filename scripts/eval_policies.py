@@ -51,11 +51,10 @@ from arbor.papers.related.thinkv import ThinKV
 from arbor.registry import names, resolve
 from arbor.retention.base import Scorer
 from arbor.retention.observation import Observation
-from arbor.retention.policy import Policy, Protect
+from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
-from arbor.retention.trigger import Trigger
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains, chain_to
 

@@ -49,8 +49,7 @@ from arbor.model.fetch_costs import FetchCosts
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.allocators.per_tree import Among
-from arbor.retention.policy import Policy, Protect
-from arbor.retention.trigger import Trigger
+from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.support.packed_size import BITS
 from arbor.tasks.base import BlockLimits
 from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier

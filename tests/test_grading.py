@@ -14,10 +14,9 @@ from arbor.tasks.arc import Choice, stated_letter
 from arbor.tasks.base import Grade, Problem
 from arbor.tasks.grading import mathematics
 from arbor.tasks.grading.base import Grader
-from arbor.tasks.grading.exact import Exact
+from arbor.tasks.grading.exact import Exact, Integer, Numeric
 from arbor.tasks.grading.extraction import hashed
 from arbor.tasks.grading.mathematics import Mathematics, never_equal
-from arbor.tasks.grading.numeric import Integer, Numeric
 from arbor.tasks.reasoning import Reasoning
 
 MATH = Mathematics(seconds=20)

@@ -25,8 +25,7 @@ from arbor.kernels.native_heads import head_moves
 from arbor.memory.head_table import HeadMoves
 from arbor.memory.pool import KVPool
 from arbor.memory.stores import LowerRoom
-from arbor.papers.ams.ams import AMS
-from arbor.papers.ams.strata import Strata
+from arbor.papers.ams.ams import AMS, Strata
 from arbor.papers.related.chunks import Chunks
 from arbor.papers.related.expected_attention import ExpectedAttention
 from arbor.papers.related.rkv import RKV
@@ -41,10 +40,9 @@ from arbor.retention.head_selection import (
     moves_of,
     ranked_means,
 )
-from arbor.retention.policy import Policy, Protect
+from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.token_kv import KVScorer, KVSequence
-from arbor.retention.trigger import Trigger
 from arbor.tree import Node, ThoughtTree
 
 pytestmark = pytest.mark.usefixtures("loaded_once")

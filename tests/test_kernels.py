@@ -21,8 +21,9 @@ from arbor.kernels.attention.base import (
     AttentionShape,
     CascadeLayout,
     CascadeLevel,
+    attention_logits,
+    matmul_float32,
 )
-from arbor.kernels.attention.logits import attention_logits, matmul_float32
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.rowwise import RowwiseAttention

@@ -13,8 +13,7 @@ from support.trees import GREEDY, PROMPT, Lab, relative_error
 
 from arbor.engine.scheduler import MARGIN
 from arbor.events import Evicted
-from arbor.retention.policy import Policy, Protect
-from arbor.retention.trigger import Trigger
+from arbor.retention.policy import Policy, Protect, Trigger
 
 SLOTS = 24
 LONG = 60  # tokens of a block, more than the budget

@@ -22,8 +22,7 @@ from arbor.errors import UsageError
 from arbor.events import Allocated, Event, Evicted, Pressure, Rehydrated
 from arbor.model.checkpoint import Checkpoint
 from arbor.retention.base import Blocks, Scorer
-from arbor.retention.policy import Policy
-from arbor.retention.trigger import Trigger
+from arbor.retention.policy import Policy, Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree
 

@@ -30,8 +30,7 @@ from arbor.memory.stores import HostStore, LowerRoom
 from arbor.model.plan import Segment, SegmentTable
 from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention
-from arbor.retention.policy import Policy, Protect
-from arbor.retention.trigger import Trigger
+from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.support.packed_size import BITS, GROUP
 from arbor.trace.fold import Replay
 from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier

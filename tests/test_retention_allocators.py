@@ -5,26 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.offers import SEEDS, AtMost, offer, room_for
+from support.offers import SEEDS, AtMost, blocks_of, choices, offer, room_for
+from support.policies import of_papers
 
-from arbor.papers.ams.ams import AMS
-from arbor.papers.ams.strata import Strata
-from arbor.papers.arborkv.kkt import KKT
-from arbor.papers.arborkv.ratio import Ratio
-from arbor.papers.hierarchy.hierarchy import Hierarchy
-from arbor.papers.related.chunks import Chunks
 from arbor.retention.allocators.belady import Belady
 from arbor.retention.allocators.ends import Ends
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.allocators.per_tree import Among, PerTree, divided
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.reentry import Reentry
+from arbor.retention.allocators.segments import quotas_of
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.allocators.waterfill import rounded, waterfill
 from arbor.retention.base import (
@@ -33,7 +28,6 @@ from arbor.retention.base import (
     Blocks,
     CappedAllocator,
     Floats,
-    Ints,
     TokenAllocator,
     Tokens,
 )
@@ -46,39 +40,6 @@ from arbor.retention.selection import select
 SHARES = st.floats(0, 1)
 DIVIDED: tuple[Among, ...] = ("fair", "first-come", "shortest-first")
 ANY = Recency()
-
-
-def blocks_of(count: int, **columns: object) -> Blocks:
-    """Blocks of 10 resident tokens that differ in these columns only."""
-    zeros = np.zeros(count, np.int64)
-    plain: dict[str, object] = {
-        "ids": np.arange(count),
-        "length": np.full(count, 10),
-        "resident": np.full(count, 10),
-        "floor": zeros,
-        "depth": zeros,
-        "distance": zeros,
-        "active": np.zeros(count, np.bool_),
-        "value": np.zeros(count),
-        "confidence": np.zeros(count),
-        "attention": np.zeros(count),
-        "score": np.full(count, 0.5),
-        "last_used": zeros,
-        "scheduled": np.full(count, NEVER),
-        "reentry": np.zeros(count),
-        "turn": zeros,
-        "next_use": np.full(count, NEVER),
-    }
-    given = {name: np.asarray(column) for name, column in columns.items()}
-    if "length" in given and "resident" not in given:
-        given["resident"] = given["length"]
-    return Blocks(**{**plain, **given}, see=offer(0, 0).see)  # type: ignore[arg-type]
-
-
-def choices(blocks: Blocks, room: int) -> list[tuple[int, ...]]:
-    """Every way to keep whole tokens within the room."""
-    ranges = [range(low, high + 1) for low, high in zip(blocks.floor, blocks.resident, strict=True)]
-    return [counts for counts in itertools.product(*ranges) if sum(counts) <= room]
 
 
 # Sorting
@@ -153,112 +114,23 @@ def test_rounding_changes_no_share_by_a_token(seed: int, share: float) -> None:
         assert remainder[up].min() >= remainder[down].max() - 1e-6
 
 
-# KKT
-
-
-def utility(weight: np.ndarray, counts: tuple[int, ...] | Ints) -> float:
-    """sum(w ln k), the objective of the paper's optimisation view."""
-    return sum(
-        w * (math.log(k) if k > 0 else -math.inf) if w > 0 else 0.0
-        for w, k in zip(weight.tolist(), counts, strict=True)
-    )
-
-
-@given(seed=SEEDS, share=SHARES)
-def test_kkt_is_the_best_of_all_ways_to_keep_whole_tokens(seed: int, share: float) -> None:
-    rng = np.random.default_rng(seed)
-    size = int(rng.integers(1, 5))
-    length = rng.integers(1, 8, size)
-    blocks = blocks_of(
-        size,
-        length=length,
-        floor=np.minimum(length, 1),
-        score=rng.random(size) * 0.9 + 0.05,
-        distance=rng.integers(0, 4, size),
-    )
-    room = room_for(blocks, share)
-    weight = blocks.score**2 * np.exp(-0.5 * blocks.distance)
-
-    counts = KKT().counts(blocks, room, ANY)
-
-    best = max(utility(weight, each) for each in choices(blocks, room))
-    parts = waterfill(np.log(weight), blocks.floor, blocks.resident, room)
-    assert utility(weight, counts) == pytest.approx(best, abs=1e-9)
-    assert best <= utility(weight, parts) + 1e-9
-    assert (np.abs(counts - parts) < 2).all()
-
-
-@given(seed=SEEDS, share=SHARES)
-def test_kkt_is_what_the_papers_loop_arrives_at(seed: int, share: float) -> None:
-    """Pressure with the marginal loss as its priority, and an end: take the cheapest token."""
-    blocks = offer(seed, 1 + seed % 30, ties=False, longest=30)
-    blocks = dataclasses.replace(blocks, floor=np.maximum(blocks.floor, 1))
-    room = room_for(blocks, share)
-    weight = blocks.score**2 * np.exp(-0.5 * blocks.distance)
-    loop = blocks.resident.copy()
-    while loop.sum() > room:
-        worth = [
-            w * math.log(k / (k - 1)) if k > low else math.inf
-            for w, k, low in zip(weight, loop.tolist(), blocks.floor.tolist(), strict=True)
-        ]
-        loop[np.argmin(worth)] -= 1
-
-    counts = KKT().counts(blocks, room, ANY)
-
-    assert counts.tolist() == loop.tolist()
-
-
-# TAE
-
-
-@given(seed=SEEDS, share=SHARES)
-def test_a_block_on_a_running_path_keeps_at_least_what_it_would_keep_off_it(
-    seed: int, share: float
+@given(
+    weight=st.lists(st.floats(0, 1), min_size=1, max_size=20),
+    sizes=st.lists(st.integers(1, 30), min_size=20, max_size=20),
+    least=st.integers(0, 5),
+    share=SHARES,
+)
+def test_quotas_hold_the_minimum_the_caps_and_the_sum(
+    weight: list[float], sizes: list[int], least: int, share: float
 ) -> None:
-    blocks = offer(seed, ties=False)
-    off = dataclasses.replace(blocks, active=np.zeros(len(blocks), np.bool_))
-    room = room_for(blocks, share)
-    for index in range(len(blocks)):
-        active = off.active.copy()
-        active[index] = True
-        on = dataclasses.replace(off, active=active)
+    size = np.array(sizes[: len(weight)])
+    room = round(share * int(size.sum()))
 
-        more = Ratio().counts(on, room, ANY)[index] - Ratio().counts(off, room, ANY)[index]
+    quotas = quotas_of(np.array(weight), size, least, room)
 
-        assert more >= 0
-
-
-@given(seed=SEEDS, share=SHARES)
-def test_without_sibling_coordination_it_does_not_matter_who_is_active(
-    seed: int, share: float
-) -> None:
-    blocks = offer(seed)
-    room = room_for(blocks, share)
-    rule = Ratio(eta=1.0)
-
-    counts = rule.counts(blocks, room, ANY)
-
-    turned = dataclasses.replace(blocks, active=~blocks.active)
-    assert (rule.counts(turned, room, ANY) == counts).all()
-
-
-def test_ratio_is_equation_2_with_alpha_solved() -> None:
-    """r = alpha eta^[off] s^gamma e^(-0.5 distance): eta 2 : 1, score 4 : 1, two edges e : 1."""
-    blocks = blocks_of(
-        4,
-        length=[1000, 1000, 500, 1000],
-        score=[0.8, 0.8, 0.8, 0.4],
-        distance=[0, 2, 0, 0],
-        active=[True, True, False, False],
-    )
-
-    counts = Ratio().counts(blocks, 1000, ANY)
-
-    ratio = counts / blocks.length
-    assert ratio[0] / ratio[1] == pytest.approx(math.e, rel=0.02)
-    assert ratio[0] / ratio[2] == pytest.approx(2, rel=0.02)
-    assert ratio[2] / ratio[3] == pytest.approx(4, rel=0.02)
-    assert counts.sum() == 1000
+    assert (quotas >= 0).all() and (quotas <= size).all() and int(quotas.sum()) == room
+    if least * len(size) <= room:
+        assert (quotas >= np.minimum(least, size)).all()
 
 
 @given(seed=SEEDS, share=SHARES)
@@ -446,6 +318,9 @@ def test_the_room_is_divided_among_trees(among: Among, room: int, kept: list[int
     assert np.bincount(blocks.turn, counts).astype(int).tolist() == kept
 
 
+OF_PAPERS = of_papers("allocator", ("kkt", {}), ("ratio", {}))
+
+
 @pytest.mark.parametrize("among", DIVIDED)
 @given(seed=SEEDS, share=SHARES, ties=st.booleans())
 def test_every_tree_keeps_between_its_floors_and_all(
@@ -453,7 +328,7 @@ def test_every_tree_keeps_between_its_floors_and_all(
 ) -> None:
     blocks = offer(seed, 12, ties=ties)
     room = room_for(blocks, share)
-    for allocator in (LRU(), Reentry(), KKT(), Uniform(), Ratio(), Pooled()):
+    for allocator in (LRU(), Reentry(), Uniform(), Pooled(), *OF_PAPERS):
         counts = PerTree(allocator, among).counts(blocks, room, ANY)
         assert (counts >= blocks.floor).all() and (counts <= blocks.resident).all()
         assert counts.sum() <= room
@@ -461,9 +336,12 @@ def test_every_tree_keeps_between_its_floors_and_all(
 
 ALL_TOKEN_ALLOCATORS: tuple[TokenAllocator, ...] = (
     Pooled(),
-    Strata(4),
-    Chunks(3),
-    AMS(delta=0.2, shortest=2, longest=6),
+    *of_papers(
+        "allocator",
+        ("strata", {"size": 4}),
+        ("chunks", {"size": 3}),
+        ("ams", {"delta": 0.2, "shortest": 2, "longest": 6}),
+    ),
 )
 
 
@@ -514,7 +392,10 @@ def test_within_each_tree_the_allocator_chooses_the_tokens(
     assert (counts == blocks.resident - lost).all()
 
 
-@pytest.mark.parametrize("allocator", [AtMost(2), Hierarchy(0.5, first=0)])
+CAPPED = [AtMost(2), *of_papers("allocator", ("hierarchy", {"ratio": 0.5, "first": 0}))]
+
+
+@pytest.mark.parametrize("allocator", CAPPED)
 @pytest.mark.parametrize("among", DIVIDED)
 @given(seed=SEEDS)
 @example(seed=30716)  # a tree gives up a token of its floors

@@ -16,8 +16,7 @@ from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import UsageError
 from arbor.events import Event, Evicted, Forwarded, Rehydrated
-from arbor.retention.policy import Protect
-from arbor.retention.trigger import Trigger
+from arbor.retention.policy import Protect, Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.tree import NodeState, ThoughtTree
 

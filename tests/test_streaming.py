@@ -54,8 +54,7 @@ from arbor.memory.stores import LowerRoom
 from arbor.model.plan import Segment, SegmentTable
 from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention, chunks_of
-from arbor.retention.policy import Policy, Protect
-from arbor.retention.trigger import Trigger
+from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.trace.fold import Replay
 from arbor.tree import Node, NodeState

@@ -16,7 +16,7 @@ from arbor.errors import InputError
 from arbor.tasks.base import Columns, Problem
 from arbor.tasks.grading import extraction
 from arbor.tasks.grading.base import Grader
-from arbor.tasks.grading.numeric import Numeric, number_of, said_number
+from arbor.tasks.grading.exact import Numeric, number_of, said_number
 from arbor.tasks.worded import Worded
 
 

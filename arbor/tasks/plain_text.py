@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from arbor.tasks.base import BlockLimits, Grade, Problem, Question
-from arbor.tasks.sureness import sureness
+from arbor.tasks.worded import sureness
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,25 @@ from arbor.tasks.grading.base import Equates, Grader
 from arbor.tasks.grading.extraction import first_problem, marked
 from arbor.tasks.prompt_template import PromptTemplate, read_template
 from arbor.tasks.splits import content_id
-from arbor.tasks.sureness import sureness
+
+
+def sureness(subject: str) -> Question:
+    """How sure it is that a subject is correct, as a model for conversations is asked.
+
+    The words are those of Tree of Thoughts' value prompt; for what they are worth next to yes and
+    no see docs/experiments/controllers.md.
+    """
+    verdicts = {
+        spelling: value
+        for word, value in (("sure", 1.0), ("likely", 0.5), ("impossible", 0.0))
+        for spelling in (word, word.capitalize())
+    }
+    return Question(
+        f"Evaluate if the {subject} above is correct (sure/likely/impossible). "
+        "Answer with one word.",
+        verdicts,
+    )
+
 
 STOPS: Mapping[str, tuple[str, ...]] = {
     "paragraph": ("\n",),  # and `ends_thought`

@@ -1,7 +1,13 @@
 """Views of a run: one HTML page without server or network, and the terminal."""
 
-from arbor.view.page import html_page, notebook_frame, write_page
-from arbor.view.page_trace import PageTrace, page_trace_of, read_page_trace
+from arbor.view.page import (
+    PageTrace,
+    html_page,
+    notebook_frame,
+    page_trace_of,
+    read_page_trace,
+    write_page,
+)
 from arbor.view.picture import plain_text, search_picture
 
 __all__ = [

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
-from arbor.kernels.attention.logits import attention_logits, matmul_float32
+from arbor.kernels.attention.base import (
+    AttentionShape,
+    CascadeLayout,
+    apply_sinks,
+    attention_logits,
+    matmul_float32,
+)
 from arbor.kernels.int8 import is_stored, read_slots
 from arbor.kernels.invariant import plain
 

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
+from arbor.kernels.attention.base import (
+    AttentionShape,
+    CascadeLayout,
+    apply_sinks,
+    attention_logits,
+    matmul_float32,
+)
 from arbor.kernels.attention.decoded_cascade import DecodedCascade, DecodedPlan
-from arbor.kernels.attention.logits import attention_logits, matmul_float32
 from arbor.kernels.attention.mass_work import MassKernel, MassWork, mass_work
 from arbor.kernels.attention.torch_tasks import (
     JOINED_KEYS,

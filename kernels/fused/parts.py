@@ -1,8 +1,8 @@
 """Fused parts of a decoder: RMS norms and gated activations as one kernel each.
 
-`arbor.model.fuse.parts` puts them into a model. A device's kernels are an object with the methods of
-`FusedOps`; CUDA has one in Triton (`arbor.kernels.fused.triton_parts`), a CPU the native kernels'
-(`NativeFusedOps`) where they are built.
+`arbor.model.fuse.parts` puts them into a model. A device's kernels are an object with the methods
+of `FusedOps`; CUDA has one in Triton (`arbor.kernels.fused.triton_parts`), a CPU the native
+kernels' (`NativeFusedOps`) where they are built.
 """
 
 from __future__ import annotations

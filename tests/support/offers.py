@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -175,3 +176,36 @@ def permuted(blocks: Blocks, order: np.ndarray) -> Blocks:
         if f.name not in ("ids", "see")
     }
     return Blocks(ids=blocks.ids, **columns, see=moved.only)
+
+
+def blocks_of(count: int, **columns: object) -> Blocks:
+    """Blocks of 10 resident tokens that differ in these columns only."""
+    zeros = np.zeros(count, np.int64)
+    plain: dict[str, object] = {
+        "ids": np.arange(count),
+        "length": np.full(count, 10),
+        "resident": np.full(count, 10),
+        "floor": zeros,
+        "depth": zeros,
+        "distance": zeros,
+        "active": np.zeros(count, np.bool_),
+        "value": np.zeros(count),
+        "confidence": np.zeros(count),
+        "attention": np.zeros(count),
+        "score": np.full(count, 0.5),
+        "last_used": zeros,
+        "scheduled": np.full(count, NEVER),
+        "reentry": np.zeros(count),
+        "turn": zeros,
+        "next_use": np.full(count, NEVER),
+    }
+    given = {name: np.asarray(column) for name, column in columns.items()}
+    if "length" in given and "resident" not in given:
+        given["resident"] = given["length"]
+    return Blocks(**{**plain, **given}, see=offer(0, 0).see)  # type: ignore[arg-type]
+
+
+def choices(blocks: Blocks, room: int) -> list[tuple[int, ...]]:
+    """Every way to keep whole tokens within the room."""
+    ranges = [range(low, high + 1) for low, high in zip(blocks.floor, blocks.resident, strict=True)]
+    return [counts for counts in itertools.product(*ranges) if sum(counts) <= room]

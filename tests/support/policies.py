@@ -1,6 +1,8 @@
-"""Every named policy of this checkout."""
+"""Every named policy of this checkout, and components of papers that are there."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -16,3 +18,8 @@ class Named(dict[str, Policy]):
 
 
 POLICIES = Named({name: resolve("policy", name) for name in names("policy")})
+
+
+def of_papers(kind: str, *rows: tuple[str, dict[str, Any]]) -> tuple[Any, ...]:
+    """Components by name and settings; without those whose folder was taken out."""
+    return tuple(resolve(kind, name)(**settings) for name, settings in rows if name in names(kind))

@@ -14,8 +14,7 @@ from arbor.metrics import MetricsFold
 from arbor.run.recording import Recording
 from arbor.support.texts import clipped, one_line
 from arbor.view import html_page
-from arbor.view.page import list_style
-from arbor.view.page_trace import PageTrace, shortened
+from arbor.view.page import PageTrace, list_style, shortened
 
 MOST = 16  # searches that are kept
 MOST_BYTES = 4 * 2**20  # of packed events of each

@@ -6,11 +6,11 @@ FEATURE = Feature(
     names={
         "policy": {
             "ams": "arbor.papers.ams.ams:POLICY",
-            "strata": "arbor.papers.ams.strata:POLICY",
+            "strata": "arbor.papers.ams.ams:STRATA",
         },
         "allocator": {
             "ams": "arbor.papers.ams.ams:AMS",
-            "strata": "arbor.papers.ams.strata:Strata",
+            "strata": "arbor.papers.ams.ams:Strata",
         },
     },
 )

@@ -11,9 +11,8 @@ from arbor.components import ONLY_IF_SET
 from arbor.errors import UsageError
 from arbor.retention.allocators.segments import Segmented, TokenSequence, quotas_of
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
-from arbor.retention.policy import Policy
+from arbor.retention.policy import Policy, Trigger
 from arbor.retention.scorers.window import Window
-from arbor.retention.trigger import Trigger
 
 _FAINT = 1e-9  # epsilon of the normalisation, relative to the largest
 
@@ -213,4 +212,33 @@ POLICY = Policy(
     trigger=Trigger(spare=32),
     summary="Cuts the sequence into segments of equal attention mass and keeps the best tokens of "
     "each (AMS).",
+)
+
+
+@dataclass(frozen=True)
+class Strata(Segmented):
+    """Keep equally many tokens of each stretch of `size` positions, the best ones of each.
+
+    The control for methods that spread what they keep over the sequence (AMS): it spreads without
+    looking at attention.
+
+    Attributes:
+        size: positions of a stretch, >= 1.
+    """
+
+    size: int = 32
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UsageError("setting-range", f"size={self.size}: it must be at least 1.")
+
+    def divide(self, sequence: TokenSequence) -> tuple[Ints, Ints]:
+        segment, size = sequence.stretches(self.size)
+        return segment, quotas_of(np.ones(len(size)), size, 0, sequence.room)
+
+
+STRATA = Policy(
+    Strata(),
+    Window(),
+    summary="Keeps equally many tokens of every stretch of the sequence: the control for AMS.",
 )

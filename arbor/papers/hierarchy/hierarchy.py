@@ -13,10 +13,9 @@ from arbor.errors import UsageError
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Blocks, Bools, Ints, Scorer
 from arbor.retention.ordering import order
-from arbor.retention.policy import Policy, Protect
+from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.selection import checked_scores
-from arbor.retention.trigger import Trigger
 
 Evict = Literal["cumulative", "per_event", "size"]
 

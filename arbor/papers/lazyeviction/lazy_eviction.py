@@ -10,8 +10,7 @@ import numpy as np
 from arbor.errors import UsageError
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Floats, Tokens
-from arbor.retention.policy import Policy, Protect
-from arbor.retention.trigger import Trigger
+from arbor.retention.policy import Policy, Protect, Trigger
 
 _FAR = 700.0  # above it exp overflows
 

@@ -15,10 +15,9 @@ from arbor.errors import UsageError
 from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
 from arbor.retention.observation import Observation
 from arbor.retention.ordering import order
-from arbor.retention.policy import Policy, Protect
+from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.retention.selection import checked_scores, filled_floors, select_all_but
 from arbor.retention.token_kv import KVSequence, TokenKV, attention_of
-from arbor.retention.trigger import Trigger
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,12 +1,14 @@
-"""Exact comparison: the same number exactly, or the same text up to notation."""
+"""Exact comparisons: of numbers, of integers of a range, of texts up to notation."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from arbor.tasks.base import Grade
 from arbor.tasks.grading.base import graded, invalid
-from arbor.tasks.grading.extraction import EMPTY_BOX, marked
+from arbor.tasks.grading.extraction import EMPTY_BOX, marked, numbers_in, single_number, stated
 from arbor.tasks.grading.notation import LONGEST, normalise, number, same
 
 
@@ -39,3 +41,86 @@ def canonical(answer: str | None) -> str | Grade:
     if not extracted or len(extracted) > LONGEST:
         return invalid("The answer is empty or far too long.")
     return extracted
+
+
+_CHANGED = re.compile(
+    r"\d\s*(?:[kKM]\b|squared|cubed|[xyzn]\b|[_^!])"
+)  # a number that is not the value
+
+_AND_PART = re.compile(r"(?<=\d)\s+and\s+(?=\d+\s*/\s*\d+$|\\frac)")  # 2 and 1/3 cups
+
+
+@dataclass(frozen=True)
+class Numeric:
+    """Numbers compared as exact fractions: ``$1,234.50`` is 1234.5, and 72 clips are 72."""
+
+    version = "number/3"
+
+    def check(self) -> None:
+        """No package is needed."""
+
+    def grade(self, answer: str | None, expected: str | None) -> Grade:
+        """See `Grader.grade`."""
+        value = number_of(answer)
+        if value is None:
+            return invalid("There is no number in the answer.")
+        if expected is None:
+            return Grade(False, str(value), "The problem has no answer key.")
+        key = number_of(expected)
+        shown = expected if key is None else str(key)
+        return graded(value == key, str(value), shown, "number")
+
+
+@dataclass(frozen=True)
+class Integer:
+    """Integers compared as integers: 033 is 33, and 25 is not in 125.
+
+    Attributes:
+        least, most: the range of valid answers; any other number is wrong.
+    """
+
+    least: int = 0
+    most: int = 999
+
+    @property
+    def version(self) -> str:
+        return "integer/3"
+
+    def check(self) -> None:
+        """No package is needed."""
+
+    def grade(self, answer: str | None, expected: str | None) -> Grade:
+        """See `Grader.grade`."""
+        value = number_of(answer)
+        if value is None:
+            return invalid("There is no number in the answer.")
+        if value.denominator != 1 or not self.least <= value <= self.most:
+            reason = f"Is {value}, not an integer from {self.least} to {self.most}."
+            return Grade(False, str(value), reason, "integer")
+        if expected is None:
+            return Grade(False, str(value), "The problem has no answer key.")
+        key = number_of(expected)
+        shown = expected if key is None else str(key)
+        return graded(value == key, str(value), shown, "integer")
+
+
+def said_number(text: str) -> str | None:
+    """What a text says is its answer, if that is a number; several are refused later."""
+    said = stated(text)
+    return said if said and (number_of(said) is not None or len(numbers_in(said)) > 1) else None
+
+
+def number_of(text: str | None) -> Fraction | None:
+    """The exact value of an answer that is a number, also with a unit in words.
+
+    None for a text with several numbers that are not an equation.
+    """
+    if text is None or len(text) > 10_000:
+        return None
+    plain = _AND_PART.sub(" ", normalise(marked(text) or text))
+    one = single_number(plain)
+    if one is not None:
+        return number(one)
+    found = numbers_in(plain)
+    alone = len(found) == 1 and "\\" not in plain and not _CHANGED.search(plain)
+    return number(found[0]) if alone else None

@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 
 from arbor.tasks.grading.notation import LONGEST, grouped, normalise, number
-from arbor.tasks.grading.number_words import in_digits, numbers_in_words
-from arbor.tasks.grading.units import FACTORS
+from arbor.tasks.grading.number_words import FACTORS, in_digits, numbers_in_words
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")

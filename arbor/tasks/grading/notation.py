@@ -7,8 +7,7 @@ import unicodedata
 from fractions import Fraction
 
 from arbor.tasks.grading.intervals import plain_intervals
-from arbor.tasks.grading.number_words import in_digits
-from arbor.tasks.grading.units import FACTOR, FACTORS, without_unit
+from arbor.tasks.grading.number_words import FACTOR, FACTORS, in_digits, without_unit
 
 LONGEST = 400  # characters of an answer; a longer text does not count as one
 

@@ -18,10 +18,9 @@ from arbor.components import build as component
 from arbor.events import Evicted
 from arbor.papers.hierarchy.hierarchy import Evict, Hierarchy
 from arbor.retention.base import Blocks, Ints, Tokens
-from arbor.retention.policy import Policy, Protect
+from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.selection import select
-from arbor.retention.trigger import Trigger
 
 EVERY = 8
 LONG = 60

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from arbor.errors import UsageError
 from arbor.model.runner import ModelRunner
+from arbor.papers.related.chunks import Chunks
 from arbor.papers.related.expected_attention import ExpectedAttention
 from arbor.papers.related.keydiff import KeyDiff
 from arbor.papers.related.rkv import RKV
@@ -367,3 +368,8 @@ def test_nothing_is_collected_that_the_policy_does_not_want(
 
 def queries(*values: float) -> dict[int, Tensor]:
     return {0: torch.tensor(values).view(-1, 1, 1)}
+
+
+def test_a_chunk_of_no_token_is_refused() -> None:
+    with pytest.raises(UsageError, match="it must be"):
+        Chunks(size=0)

@@ -26,10 +26,9 @@ from arbor.papers.related.thinkv import (
     representatives,
 )
 from arbor.retention.base import NEVER, Blocks, Floats, Tokens
-from arbor.retention.policy import Protect
+from arbor.retention.policy import Protect, Trigger
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.token_kv import KVSequence
-from arbor.retention.trigger import Trigger
 from arbor.testing import random_kv
 from arbor.tree import Node
 

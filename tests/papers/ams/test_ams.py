@@ -1,4 +1,4 @@
-"""Allocators that divide the sequence: strata, chunks and AMS."""
+"""AMS and its control, strata: what leaves, what is credited, which settings are refused."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import build
 from support.offers import SEEDS, offer, room_for
-from support.policies import POLICIES
+from support.policies import POLICIES, of_papers
 from support.trees import GREEDY, Lab
 
 from arbor.errors import UsageError
-from arbor.papers.ams.ams import AMS
-from arbor.papers.ams.strata import Strata
-from arbor.papers.related.chunks import Chunks
-from arbor.retention.allocators.segments import quotas_of
+from arbor.papers.ams.ams import AMS, Strata
 from arbor.retention.base import Blocks, TokenAllocator
 from arbor.retention.policy import Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
@@ -26,7 +23,7 @@ from arbor.retention.selection import select
 
 ALLOCATORS: tuple[TokenAllocator, ...] = (
     Strata(4),
-    Chunks(3),
+    *of_papers("allocator", ("chunks", {"size": 3})),
     AMS(delta=0.2, shortest=2, longest=6),
     AMS(delta=0.2, shortest=2, longest=6, mass="paper", padded=3),
     AMS(delta=0.2, shortest=2, longest=6, cut="length", quotas="equal"),
@@ -48,25 +45,6 @@ def test_just_what_has_to_leaves_and_nothing_protected(
     assert not blocks.tokens.protected[gone].any()
     counts = allocator.counts(blocks, room, HeavyHitters())
     assert (counts >= blocks.floor).all() and int(counts.sum()) == room
-
-
-@given(
-    weight=st.lists(st.floats(0, 1), min_size=1, max_size=20),
-    sizes=st.lists(st.integers(1, 30), min_size=20, max_size=20),
-    least=st.integers(0, 5),
-    share=SHARES,
-)
-def test_quotas_hold_the_minimum_the_caps_and_the_sum(
-    weight: list[float], sizes: list[int], least: int, share: float
-) -> None:
-    size = np.array(sizes[: len(weight)])
-    room = round(share * int(size.sum()))
-
-    quotas = quotas_of(np.array(weight), size, least, room)
-
-    assert (quotas >= 0).all() and (quotas <= size).all() and int(quotas.sum()) == room
-    if least * len(size) <= room:
-        assert (quotas >= np.minimum(least, size)).all()
 
 
 def flat(lately: list[float], credit: list[float] | None = None, protected: int = 0) -> Blocks:
@@ -144,7 +122,6 @@ def test_the_engine_carries_credit_from_event_to_event() -> None:
         (AMS, {"mass": "all"}),
         (AMS, {"padded": -1}),
         (Strata, {"size": 0}),
-        (Chunks, {"size": 0}),
     ],
 )
 def test_settings_are_checked(kind: Any, settings: dict[str, Any]) -> None:
