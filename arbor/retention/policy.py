@@ -1,4 +1,4 @@
-"""A retention policy: how many tokens, which ones, what is protected; and the named policies."""
+"""A retention policy: how many tokens, which ones, what is protected, and when it acts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments by attention mass, and a quota for each: AMS."""
+"""AMS: segments by attention mass, and a quota for each; and its control, equal stretches."""
 
 from __future__ import annotations
 
