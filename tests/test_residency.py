@@ -192,7 +192,7 @@ def test_every_decision_is_reported_with_its_signals() -> None:
         by = decided.signals
         assert set(by) == {"score", "value", "confidence", "attention", "depth", "distance"}
         read = [np.array(by[name]) for name in ("value", "confidence", "attention")]
-        assert lab.msve.scores(*read) == pytest.approx(by["score"], abs=2e-3)
+        assert lab.scores.scores(*read) == pytest.approx(by["score"], abs=2e-3)
     assert any(attention > 0 for decided in reported for attention in decided.signals["attention"])
 
 
