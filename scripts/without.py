@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = ("architecture", "feature", "registry")
+QUICK = ("feature", "registry")
 NATIVE = Path("kernels/libarbor_native.so")  # built, and not tracked
 
 
@@ -93,7 +93,6 @@ def commands(quick: bool, scripts: set[str]) -> list[Sequence[str]]:
     gone = " or ".join(sorted({name.split("_stages")[0].removesuffix(".py") for name in scripts}))
     left_out = ["-k", f"not (script_runs and ({gone}))"] if gone else []
     return [
-        [sys.executable, "-c", "import arbor.solver, arbor.cli.app"],
         [sys.executable, "-m", "arbor", "solve", "4 5 6 10"],
         [sys.executable, "-m", "arbor", "list"],
         [sys.executable, "-m", "pytest", "-q", *left_out, *tests],
