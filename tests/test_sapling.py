@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-from arbor import Solver
 
 ROOT = Path(__file__).resolve().parents[1]
 SAPLING = ROOT / "arbor" / "sapling"
@@ -85,21 +82,3 @@ def test_the_lean_forward_gives_the_logits_of_the_saved_model(model: Any, tokeni
         mine = lean(ids, torch.arange(length)[None], mask) @ lean.embed_tokens.weight.T
         theirs = model(ids).logits
     assert (mine - theirs).abs().max() < 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "least"),
-    [
-        ({"name": "chains", "fewest": 24, "most": 24}, 14),
-        ({"name": "recall"}, 14),
-    ],
-    ids=["chains", "recall"],
-)
-def test_the_model_for_long_problems_solves_them(task: dict[str, Any], least: int) -> None:
-    folder = ROOT / "scripts" / "sapling_long"
-    greedy = {"controller": "chain", "verifier": "exact", "sampling": {"temperature": 0.0}}
-    with Solver(str(folder), task=task, **greedy) as solver:
-        problems = itertools.islice(solver.task.problems("test"), 20)
-        solved = sum(bool(solver.solve(problem).correct) for problem in problems)
-    assert solved >= least
