@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from arbor.metrics import Metrics
     from arbor.model.sampling_params import Sampling
     from arbor.registry import register
-    from arbor.run.callbacks import Callback, SafeCallback, StopSearch
+    from arbor.run.listeners import Callback, StopSearch
     from arbor.run.solution import Solution
     from arbor.run.stream import SearchStream
     from arbor.solver import Solver
@@ -51,7 +51,6 @@ __all__ = [
     "OutOfMemory",
     "Plan",
     "Replay",
-    "SafeCallback",
     "Sampling",
     "SearchStream",
     "Solution",
@@ -76,7 +75,7 @@ if "torch" not in sys.modules:
 
 _HOMES = {
     "arbor.budget": ("Budget", "Plan"),
-    "arbor.run.callbacks": ("Callback", "SafeCallback", "StopSearch"),
+    "arbor.run.listeners": ("Callback", "StopSearch"),
     "arbor.model.sampling_params": ("Sampling",),
     "arbor.errors": (
         "ArborError",

@@ -1,10 +1,8 @@
 """Components from names and settings, and back: texts of the command line, JSON of traces.
 
 Settings are the fields of a frozen dataclass; their types say how texts are read. The conversion is
-our own: of the readable settings of `tests/test_registry.py` msgspec's ``convert(strict=False)``
-and pydantic's lax mode each read 19 of 27. Both refuse ``none`` for an optional number and every
-list as text (``1,2``), take ``5`` for text where a field is ``str | int``, ignore unknown settings
-of a part, and build nothing for a field typed by a protocol; pydantic also takes true for a number.
+our own: msgspec's and pydantic's lax modes each read 19 of the 27 settings of
+`tests/test_registry.py`, and build nothing for a field typed by a protocol.
 """
 
 from __future__ import annotations
@@ -115,10 +113,10 @@ def flat_defaults_of(component: Any) -> dict[str, Any]:
         if name in registry.KINDS and value is not None and not isinstance(value, str):
             found[name] = registry.name_of(value)
         elif not is_part:
-            found[name] = _jsonable(value)
+            found[name] = jsonable(value)
         for inner, each in defaults_of(value).items() if is_part else ():
             if inner not in own:
-                found[inner] = _jsonable(each)
+                found[inner] = jsonable(each)
     return found
 
 
@@ -160,7 +158,7 @@ def spec_of(component: Any) -> dict[str, Any]:
             continue
         usual = dataclasses.is_dataclass(value) and type(value) is type(_default(usually, name))
         is_part = name in registry.KINDS and type(value).__module__ != "builtins" and not usual
-        spec[name] = spec_of(value) if is_part else _jsonable(value)
+        spec[name] = spec_of(value) if is_part else jsonable(value)
     return spec
 
 
@@ -209,11 +207,7 @@ def _parts(component: Any) -> dict[str, type[Any]]:
 
 
 def _changed(component: Any, label: str, fields: Mapping[str, Any]) -> Any:
-    """A class built with some settings, or a ready component with some of them replaced.
-
-    Args:
-        label: its name in errors.
-    """
+    """A class built with some settings, or a ready component with some of them replaced."""
     if not fields and not isinstance(component, type):
         return component
     values = _converted(component, label, _with_parts(component, label, fields))
@@ -433,18 +427,19 @@ def _unreadable(value: Any, wanted: str, where: str) -> UsageError:
     )
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """A value as JSON has it; of a dataclass its settings, of an infinite number its text."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, tuple | list):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            name: _jsonable(getattr(value, name))
+            name: jsonable(getattr(value, name))
             for name, field in _fields(value).items()
             if not field.metadata.get("only_if_set")
             or getattr(value, name) != _default(type(value), name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from arbor.components import ONLY_IF_SET
 
@@ -403,7 +403,7 @@ class Sampled:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     alternatives: tuple[tuple[tuple[int, float], ...], ...] = field(
-        default=(), metadata={"only_if_set": True}
+        default=(), metadata=ONLY_IF_SET
     )
 
 
@@ -572,29 +572,4 @@ def preferred(values: Sequence[float]) -> int:
     return max(range(len(values)), key=lambda place: values[place])
 
 
-EVENTS: tuple[type[Event], ...] = (
-    Header,
-    Opened,
-    Boundary,
-    BranchesStopped,
-    Selected,
-    Transition,
-    Limited,
-    Pressure,
-    Allocated,
-    Evicted,
-    Discarded,
-    Rehydrated,
-    Shared,
-    Merged,
-    Compared,
-    Audited,
-    Forwarded,
-    Sampled,
-    Scored,
-    Verified,
-    Pruned,
-    Terminal,
-    Answered,
-    Ended,
-)
+EVENTS: tuple[type[Event], ...] = get_args(Event)

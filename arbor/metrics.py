@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from arbor.components import ONLY_IF_SET
@@ -116,7 +116,9 @@ class Metrics:
     audits_differ: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_generated: int = 0
     tokens_given: int = field(default=0, metadata=ONLY_IF_SET)
-    branches_stopped: int = field(default=0, metadata=ONLY_IF_SET)
+    branches_stopped: int = field(
+        default=0, metadata={**ONLY_IF_SET, "said": "branches stopped early"}
+    )
     tokens_recomputed: int = 0
     tokens_stored: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_fetched: int = 0
@@ -193,6 +195,12 @@ class Metrics:
         return self.peak_tokens / self.budget_tokens if self.budget_tokens else 0.0
 
     @property
+    def remarks(self) -> list[str]:
+        """Counters that a summary has where they are not 0: ``3 branches stopped early``."""
+        said = [(getattr(self, each.name), each.metadata.get("said")) for each in fields(self)]
+        return [f"{count:,} {words}" for count, words in said if words and count]
+
+    @property
     def retained_share(self) -> float:
         """The peak as a part of what full retention held; 0 where that is not known."""
         return self.peak_tokens / self.retained_tokens if self.retained_tokens else 0.0
@@ -228,15 +236,15 @@ class Metrics:
             "reads_saved",
         )
         counters = dataclasses.asdict(self)
-        for each in dataclasses.fields(self):
-            if each.metadata == ONLY_IF_SET and not counters[each.name]:
+        for each in fields(self):
+            if each.metadata.get("only_if_set") and not counters[each.name]:
                 del counters[each.name]
         return counters | {name: getattr(self, name) for name in derived}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The counters of `to_dict`; derived and unknown entries are ignored."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
 

@@ -185,12 +185,7 @@ class Register:
 
 
 class Naming:
-    """Gives names to components of one kind.
-
-    Args:
-        kind: one of `KINDS`.
-        named: the components named so far, by name; written.
-    """
+    """Gives names to components of one kind."""
 
     def __init__(self, kind: str, named: dict[str, Any]) -> None:
         self._kind = kind

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from arbor import components
@@ -36,22 +35,18 @@ from arbor.model.model_info import ModelInfo
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
 from arbor.retention.policy import Policy
-from arbor.run.batch import Batch
-from arbor.run.boundary import limited
+from arbor.run.batch import Batch, OnError, each_solution
 from arbor.run.config import read_config, refuse_trust
-from arbor.run.each_solution import OnError, each_solution
-from arbor.run.generation import Continuation, Generation, checked_beams
-from arbor.run.job import SearchJob
-from arbor.run.limits import RunLimits, check_count
+from arbor.run.limits import RunLimits, check_count, limited
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
-from arbor.run.scoring import Scoring
 from arbor.run.searches import as_completed
 from arbor.run.settings import Settings
 from arbor.run.setup import Setup
-from arbor.run.shared_engine import SharedEngine
 from arbor.run.solution import Solution, failed_solution
-from arbor.run.worker import Worker
+from arbor.run.stream import SearchJob
+from arbor.run.token_level import Continuation, Generation, TokenScoring, checked_beams
+from arbor.run.worker import SearchWorker, SharedEngine
 from arbor.support.setting import known_keywords, settings_of
 from arbor.tasks.base import BlockLimits, Problem, Task
 from arbor.verifiers.base import Verifier
@@ -93,7 +88,7 @@ class Solver:
         model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then
             `tokenizer` too, see `ModelSettings`).
         task, controller, verifier, aggregate, budget, policy, sampling, seed, listeners: see
-            `SearchSettings`.
+            `SolverSettings`.
         mode, rehydrate: see `ModeSettings`.
         host: see `TierSettings`.
         max_depth: see `BoundarySettings`.
@@ -146,11 +141,11 @@ class Solver:
         self._engine: Engine | None = None
         self._loading = threading.Lock()
         # the search in progress, or several
-        self._run: Run | Batch | Worker | Generation | Scoring | None = None
+        self._run: Run | Batch | SearchWorker | Generation | TokenScoring | None = None
         self._busy = threading.Lock()  # held by it
         self._next = threading.Lock()  # held by the thread that has `_busy` next
         self._thread: int | None = None  # in which it runs
-        self._worker = Worker(self.setup.at_once, self._lend, self._next.locked)
+        self._worker = SearchWorker(self.setup.at_once, self._lend, self._next.locked)
 
     @classmethod
     def from_config(
@@ -186,12 +181,7 @@ class Solver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -305,9 +295,7 @@ class Solver:
                 "Use --backend torch.",
             )
         kv_bytes = bytes_per_token(runner.layer_kv, runner.kv_dtype)
-        lossy = setup.mode == "lossy"
-        room = setup.lower.room(kv_bytes, runner.kv_dtype.itemsize, lossy=lossy)
-        kept = setup.kept_prompts
+        room = setup.tier_room(kv_bytes, runner.kv_dtype.itemsize)
         engine = Engine(
             runner,
             self.tokenizer,
@@ -319,8 +307,8 @@ class Solver:
             scores=setup.msve,
             levels=self._levels(runner, *named),
             lower=room,
-            prompts=None if kept is None else kept.files(self.checkpoint),
-            costs=chosen_costs(setup.fetch, runner, room, *named) if setup.lower else None,
+            prompts=setup.prompt_files(self.checkpoint),
+            costs=chosen_costs(setup.fetch, runner, room, *named) if setup.tiered else None,
             debug=setup.debug,
         )
         engine.companions = tuple(companions)
@@ -362,11 +350,6 @@ class Solver:
     def device(self) -> torch.device:
         """Where the model runs."""
         return self.checkpoint.device
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether it is required that tokens are the same, bit for bit, in every batch."""
-        return self.setup.deterministic
 
     # Planning
 
@@ -656,7 +639,7 @@ class Solver:
         Raises:
             InputError, UsageError, ModelError: before anything is computed.
         """
-        return Scoring(self.checkpoint, pairs).run(self._lend)
+        return TokenScoring(self.checkpoint, pairs).run(self._lend)
 
     def shared(self, at_once: int, tokens: int | None = None) -> SharedEngine:
         """This solver's engine for searches with settings of their own, as they arrive.
@@ -687,7 +670,9 @@ class Solver:
         return replace(self.setup, listeners=tuple(self.listeners))
 
     @contextmanager
-    def _lend(self, run: Run | Batch | Worker | Generation | Scoring) -> Iterator[Engine]:
+    def _lend(
+        self, run: Run | Batch | SearchWorker | Generation | TokenScoring
+    ) -> Iterator[Engine]:
         """The engine, loaded, for one run at a time, or for one batch of runs.
 
         Raises:

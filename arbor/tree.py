@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
-
-from arbor.support.graph import Vertex, search_graph
-
-if TYPE_CHECKING:
-    import networkx
-
 
 NO_SLOT = -1
 NO_RECORD = -1
@@ -480,20 +474,6 @@ class ThoughtTree:
                     result[other.id] = result[node.id] + 1
                     queue.append(other)
         return result
-
-    def to_networkx(self) -> networkx.DiGraph:
-        """The tree as a directed graph, see `arbor.support.graph.search_graph`."""
-        return search_graph(
-            Vertex(
-                node.id,
-                None if node.parent is None else node.parent.id,
-                node.text,
-                node.value,
-                node.state.value,
-                len(node.tokens),
-            )
-            for node in self.nodes
-        )
 
 
 def paths_of(leaves: Iterable[Node]) -> list[Node]:

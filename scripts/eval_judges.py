@@ -19,6 +19,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from arbor.cli.evaluation.eval_options import DatasetOptions
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event, Opened
 from arbor.measure.statistics import bootstrap_groups
-from arbor.run.planning import Words, encode_prompt
-from arbor.run.questions import question_turn
+from arbor.run.planning import encode_prompt
+from arbor.run.questions import Words, question_turn
 from arbor.run.request import Options
 from arbor.tasks.base import Problem, Question
 from arbor.tree import ThoughtTree
@@ -112,7 +113,9 @@ def judged(solver: Solver, chain: Mapping[str, Any]) -> dict[str, dict[str, floa
     found = {}
     places = [("text", inside.root), *([("turn", tree.root)] if turn is not None else [])]
     for place, root in places:
-        words = Words(tokenizer, turn if place == "turn" else None)
+        words = Words(
+            partial(tokenizer.encode, add_special_tokens=False), turn if place == "turn" else None
+        )
         asked = {
             name: known
             for name, question in questions().items()

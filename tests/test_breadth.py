@@ -10,8 +10,7 @@ import pytest
 
 from arbor import Solver
 from arbor.cli import solve as estimate
-from arbor.run.breadth import NARROW, with_breadth
-from arbor.run.component_checks import resolve_component
+from arbor.run.settings import NARROW, resolve_component, with_breadth
 from arbor.tasks.game24 import Game24
 from arbor.tasks.reasoning import Reasoning
 

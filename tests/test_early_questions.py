@@ -9,7 +9,7 @@ import torch
 
 from arbor import Solver
 from arbor.events import Boundary, Event, Forwarded, Selected, Verified
-from arbor.run.early_questions import EarlyQuestions
+from arbor.run.verification import EarlyQuestions
 from arbor.tree import Node
 
 SEARCHES = ["tot", "beam", "mcts"]

@@ -20,7 +20,7 @@ from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.full import Full
 from arbor.retention.base import Blocks, Ints, Scorer
 from arbor.retention.policy import Policy
-from arbor.run.verification import Verification
+from arbor.run.verification import Valuation
 from arbor.trace import read_trace
 from arbor.trace.fold import Replay
 from arbor.tree import NodeState
@@ -202,10 +202,10 @@ class Stingy:
 
 
 def failing_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`Verification.steps`; the first forward after a path has ended does not fit into memory."""
-    right = Verification.steps
+    """`Valuation.steps`; the first forward after a path has ended does not fit into memory."""
+    right = Valuation.steps
 
-    def verify(self: Verification, children: list[Any]) -> Any:
+    def verify(self: Valuation, children: list[Any]) -> Any:
         yield from right(self, children)
         if any(child.state is NodeState.TERMINAL for child in children):
             fail_after(monkeypatch, 1, CUDAFailure)
@@ -225,7 +225,7 @@ def test_a_search_that_runs_out_of_room_reports_the_best_answer_until_then(
     with Solver(controller=search, policy=policy, budget=budget, debug=True) as solver:
         if lacking == "memory":
             solver.load()
-            monkeypatch.setattr(Verification, "steps", failing_after_an_answer(monkeypatch))
+            monkeypatch.setattr(Valuation, "steps", failing_after_an_answer(monkeypatch))
         monkeypatch.setattr(
             type(solver.task), "answer", lambda self, problem, thoughts: thoughts[-1]
         )

@@ -31,7 +31,7 @@ from arbor.model.loading import BUILTIN, load_config, load_model, load_tokenizer
 from arbor.model.plain_tokenizer import PlainTokenizer
 from arbor.model.weights import read_files
 from arbor.run.conversation import conversation_tokens
-from arbor.support.units import human_bytes
+from arbor.support.texts import human_bytes
 
 pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")

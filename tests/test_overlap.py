@@ -22,7 +22,8 @@ from arbor.engine.stop_rule import StopRule
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Answered, Event, Selected, Verified
 from arbor.model.sampling_params import Sampling
-from arbor.run.session import Limits, Outcome, Session
+from arbor.run.limits import SessionLimits
+from arbor.run.session import Outcome, Session
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Inquiry, Verdict
 
@@ -283,7 +284,7 @@ class Run:
         engine: FakeEngine,
         verifier: str = "exact",
         controller: Any = None,
-        limits: Limits | None = None,
+        limits: SessionLimits | None = None,
         listen: Callable[[Session, Event], None] = lambda session, event: None,
     ) -> None:
         self.engine = engine
@@ -304,7 +305,7 @@ class Run:
             controller or Greedy(),
             VERIFIERS[verifier](engine.script),
             Growth(0, Sampling(), rule),
-            limits or Limits(DEPTH),
+            limits or SessionLimits(DEPTH),
             100,
             emit,
         )
@@ -392,7 +393,7 @@ def test_expansions_are_reported_in_order_of_the_logical_clock(
 def test_a_limit_on_expansions_cuts_the_same_search(
     script: Script, verifier: str, seed: int, most: int
 ) -> None:
-    limits = Limits(DEPTH, most)
+    limits = SessionLimits(DEPTH, most)
     whole = Run(FakeEngine(script, everything=True), verifier).go()
     full = Run(FakeEngine(script, everything=True), verifier, limits=limits).go()
     slow = Run(FakeEngine(script, seed), verifier, limits=limits).go()

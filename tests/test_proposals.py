@@ -17,7 +17,7 @@ from arbor.controllers.tot import ToT
 from arbor.engine.mode import Mode, Rehydrate
 from arbor.errors import UsageError
 from arbor.events import Boundary, Opened, Pruned
-from arbor.run.limits import Limits
+from arbor.run.limits import SessionLimits
 from arbor.tasks.base import Problem, Proposal
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -38,7 +38,7 @@ def proposed(writes: Writer | str, controller: Any = PLAIN, **settings: Any) -> 
     """A search whose model writes this after each question."""
     here = settings.pop("desk", None) or desk()
     here.script.writes = writes if callable(writes) else lambda thoughts: str(writes)
-    settings.setdefault("limits", Limits(settings.pop("depth", 1)))
+    settings.setdefault("limits", SessionLimits(settings.pop("depth", 1)))
     return search(here, controller, **settings)
 
 

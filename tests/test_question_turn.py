@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -14,8 +15,7 @@ from arbor import Solver
 from arbor.controllers.tot import ToT
 from arbor.events import Event, Verified
 from arbor.run.conversation import conversation_tokens
-from arbor.run.planning import Words
-from arbor.run.questions import question_turn
+from arbor.run.questions import Words, question_turn
 from arbor.tasks.base import Problem
 from arbor.tasks.reasoning import Reasoning
 from arbor.tree import Node
@@ -140,7 +140,8 @@ def test_a_real_model_is_judged_by_its_answer_to_the_whole_rendered_text(
 
 def words(tokenizer: Any, task: Reasoning, problem: Problem) -> Words:
     """The encoder of a search's plan."""
-    return Words(tokenizer, question_turn(tokenizer, task, problem))
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return Words(encode, question_turn(tokenizer, task, problem))
 
 
 def _asked(tokenizer: Any, task: Reasoning, problem: Problem, node: Node) -> list[int]:

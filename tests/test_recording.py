@@ -1,4 +1,4 @@
-"""Recording: every event in memory, in order, packed, up to its limit."""
+"""RecordedEvents: every event in memory, in order, packed, up to its limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.fake_run import fake_run
 
-from arbor.run.recording import PACK_EVENTS, Recording
+from arbor.run.listeners import PACK_EVENTS, RecordedEvents
 
 
 def ticking() -> Iterator[float]:
@@ -17,10 +17,10 @@ def ticking() -> Iterator[float]:
         second += 0.5
 
 
-def recorded(count: int, most_bytes: int = 2**20) -> Recording:
+def recorded(count: int, most_bytes: int = 2**20) -> RecordedEvents:
     """A recording of the first events of a made-up run, repeated, half a second apart."""
     events = list(fake_run(seed=1))
-    recording = Recording(most_bytes, iter(ticking()).__next__)
+    recording = RecordedEvents(most_bytes, iter(ticking()).__next__)
     for number in range(count):
         recording(events[number % len(events)])
     return recording

@@ -16,7 +16,7 @@ from arbor.events import Boundary, Event
 from arbor.measure.replay import RecordedSearch, replay
 from arbor.metrics import Metrics
 from arbor.model.loading import BUILTIN
-from arbor.run.callbacks import StopSearch
+from arbor.run.listeners import StopSearch
 from arbor.trace.fold import Replay
 from arbor.trace.read import read_trace
 

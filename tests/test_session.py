@@ -11,7 +11,7 @@ import pytest
 
 from arbor import Solver, TraceWriter
 from arbor.events import Boundary, Event
-from arbor.run.worker import Worker
+from arbor.run.worker import SearchWorker
 
 
 class Listening:
@@ -31,7 +31,7 @@ class Listening:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Boundary) and len(self.references) == 2:
             run = getattr(self._solver(), "_run", None)
-            if isinstance(run, Worker):
+            if isinstance(run, SearchWorker):
                 (run,) = run.running
             assert run is not None and run.session is not None
             self.references += [weakref.ref(run), weakref.ref(run.session)]

@@ -10,7 +10,7 @@ from arbor import Solver
 from arbor.controllers.chain import Chain
 from arbor.events import Event, Opened
 from arbor.model.checkpoint import Checkpoint
-from arbor.run.job import SearchJob
+from arbor.run.stream import SearchJob
 
 
 @pytest.fixture

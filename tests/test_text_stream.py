@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from arbor.engine.text import added
-from arbor.run.text_stream import TextStream
+from arbor.run.choices import TextStream
 
 PIECES = [b"a", b"b", b"ab", b" ", "é".encode(), "é".encode()[:1], "é".encode()[1:]]
 PIECES += ["𝄞".encode()[i : i + 1] for i in range(4)] + [b"\xff", b"aba", b""]

@@ -46,7 +46,8 @@ def test_a_child_begins_where_its_parent_ends(tree: ThoughtTree) -> None:
 @given(tree=trees, data=st.data())
 def test_distances_are_those_of_the_graph(tree: ThoughtTree, data: st.DataObject) -> None:
     leaves = data.draw(st.lists(st.sampled_from(list(tree)), min_size=1, max_size=4))
-    graph = tree.to_networkx().to_undirected()
+    graph = networkx.Graph([(node.parent.id, node.id) for node in tree if node.parent])
+    graph.add_node(0)
 
     shortest = [
         min(networkx.shortest_path_length(graph, leaf.id, node.id) for leaf in leaves)

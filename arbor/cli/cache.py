@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from arbor.errors import ArborError, ModelError
-from arbor.support.units import human_bytes
+from arbor.support.texts import human_bytes
 
 MOST_NAMED = 8
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from arbor.cli.command import F, Group, Integer, option, option_group
+from arbor.cli.command import F, Group, option_group
 from arbor.cli.evaluation.eval import complete_dataset, task_of
 from arbor.cli.evaluation.eval_dataset import is_task, name_of, read_samples
 from arbor.cli.evaluation.eval_options import ColumnOptions, DatasetOptions
 from arbor.cli.options import output_options
-from arbor.cli.record_options import options_of
+from arbor.cli.record_options import options_of, read_options
 from arbor.errors import UsageError
 from arbor.feature import features
 from arbor.model.checkpoint import ModelSource
+from arbor.support.setting import setting, settings_of
 
 if TYPE_CHECKING:
     from arbor.solver import Solver
@@ -26,45 +27,34 @@ if TYPE_CHECKING:
 
 
 def fitted_to(task: str) -> Callable[[F], F]:
-    """Options of what is calibrated: the model, and the problems; `task` by default."""
+    """Options of what is calibrated, see `Fitted`; `task` by default."""
     return option_group(
         click.argument("dataset", required=False, shell_complete=complete_dataset),
-        options_of(ModelSource),
-        option(
-            "--task",
-            default=task,
-            metavar="NAME",
-            heading="Search",
-            common=True,
-            help="Task that reads a data set, or whose training problems are solved.",
-        ),
-        option(
-            "--n",
-            type=Integer(8),
-            default=100,
-            metavar="N",
-            heading="Search",
-            common=True,
-            help="Problems to solve, the first of the split.",
-        ),
-        options_of(ColumnOptions),
+        options_of(Fitted, task=task),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted(ModelSource):
-    """What is calibrated, and the problems: the options of `fitted_to`.
+class Fitted(ColumnOptions, ModelSource):
+    """What is calibrated, and the problems.
 
     Attributes:
+        dataset: a file or ``hf:OWNER/NAME:SPLIT``; None: the training split of the task's own
+            problems.
         task: as `Solver` takes it.
         n: problems.
-        rows: the split ``calibration`` of a data set, which ``arbor eval --split evaluation``
-            leaves out; None: the training split of the task's own problems.
     """
 
-    task: str
-    n: int
-    rows: DatasetOptions | None
+    HEADING = "Search"
+
+    dataset: str | None
+    task: str = setting(
+        "chains",
+        "Task that reads a data set, or whose training problems are solved.",
+        shown="short",
+        metavar="NAME",
+    )
+    n: int = setting(100, "Problems to solve, the first of the split.", shown="short", least=8)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Fitted:
@@ -73,21 +63,22 @@ class Fitted(ModelSource):
         Raises:
             UsageError: the data set and ``--task`` are two tasks.
         """
-        dataset, task, rows = values["dataset"], values["task"], None
-        if dataset is not None:
-            task = task_of(click.get_current_context(), dataset, task)
-            if not is_task(dataset):
-                rows = DatasetOptions(
-                    dataset=dataset,
-                    split="calibration",
-                    input_key=values["input_key"],
-                    target_key=values["target_key"],
-                    encoding=values["encoding"],
-                    limit=str(values["n"]),
-                    sample_id=(),
-                )
-        same = ("model", "revision", "trust_remote_code", "n")
-        return cls(**{name: values[name] for name in same}, task=task, rows=rows)
+        given = read_options(cls, values)
+        if given.dataset is None:
+            return given
+        task = task_of(click.get_current_context(), given.dataset, given.task)
+        return replace(given, task=task)
+
+    @property
+    def rows(self) -> DatasetOptions | None:
+        """The split ``calibration`` of a data set, which ``arbor eval --split evaluation`` leaves
+        out; None: problems of the task's own."""
+        if self.dataset is None or is_task(self.dataset):
+            return None
+        columns = {name: getattr(self, name) for name in settings_of(ColumnOptions)}
+        return DatasetOptions(
+            **columns, dataset=self.dataset, split="calibration", limit=str(self.n)
+        )
 
     def solver(self, **settings: Any) -> Solver:
         """A solver of the model and the task."""

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from arbor.events import Ended, Event, Header
-from arbor.support.units import duration_text
+from arbor.support.texts import duration_text
 
 if TYPE_CHECKING:
     from rich.console import Console

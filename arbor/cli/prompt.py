@@ -19,9 +19,9 @@ from arbor.errors import InputError, UsageError
 from arbor.model.checkpoint import ModelSource
 from arbor.model.description_cache import light_tokenizer
 from arbor.model.loading import locate_model
-from arbor.run.component_checks import resolve_component
 from arbor.run.planning import encode_problem, fitted, parse_problem
 from arbor.run.plugin_answers import checked_task
+from arbor.run.settings import resolve_component
 from arbor.support.setting import setting
 from arbor.tasks.base import Task
 from arbor.tasks.prompt_template import template_file

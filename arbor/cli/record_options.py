@@ -94,7 +94,9 @@ class SolverOptions:
         return Settings.of(given | {"sampling": parts["sampling"] | flags})
 
 
-def options_of(record: type[Any], *, without: Iterable[str] = ()) -> Callable[[F], F]:
+def options_of(
+    record: type[Any], *, without: Iterable[str] = (), **defaults: Any
+) -> Callable[[F], F]:
     """A decorator: an option for each setting of a record that the command line shows.
 
     The others are taken by ``--set``, where the record has it.
@@ -102,8 +104,11 @@ def options_of(record: type[Any], *, without: Iterable[str] = ()) -> Callable[[F
     Args:
         record: a dataclass; a field that is a record itself stands for its settings.
         without: settings that the command does not have.
+        defaults: those that differ from the record's.
     """
     known = known_settings(record)
+    for name, value in defaults.items():
+        known[name] = dataclasses.replace(known[name], default=value)
     for name in without:
         del known[name]
 

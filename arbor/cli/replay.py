@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,12 +12,13 @@ import click
 from arbor import components, registry
 from arbor.budget import Budget
 from arbor.cli.build import known_policy
-from arbor.cli.command import Command, option
+from arbor.cli.command import Command
 from arbor.cli.options import TRACE_PATH, output_options
 from arbor.cli.output import Output
-from arbor.cli.record_options import names_of, option_for
+from arbor.cli.record_options import option_for, options_of, read_options
 from arbor.model.checkpoint import ModelSource
 from arbor.support.garbage import no_collection
+from arbor.support.setting import setting
 
 if TYPE_CHECKING:
     from arbor.measure.replay import RecordedSearch
@@ -24,53 +26,46 @@ if TYPE_CHECKING:
 DEFAULT = ("lru", "arborkv", "reentry", "belady")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Options of ``arbor replay``, named as on the command line."""
+
+    HEADING = "KV budget"
+
+    policy: tuple[str, ...] = setting(
+        (),
+        "May be repeated; default: lru, arborkv, reentry and belady.",
+        shown="short",
+        metavar="NAME[,KEY=VALUE]",
+        names="policy",
+    )
+    budget: tuple[str, ...] = setting(
+        (),
+        "Part of this run's own peak, or 512tok; may be repeated; default: 0.5, 0.25 and 0.125.",
+        shown="short",
+        metavar="X",
+    )
+    rehydrate: Literal["selective", "span"] = setting(
+        "selective",
+        "Recompute missing tokens (selective) or whole blocks (span).",
+        shown="short",
+    )
+    model: str | None = setting(
+        None,
+        "Model whose tokenizer the run used; default: the one in the trace.",
+        heading="Model",
+        shown="short",
+        metavar="NAME|DIR",
+    )
+
+
 @click.command(cls=Command)
 @click.argument("trace", type=TRACE_PATH)
-@option(
-    "--policy",
-    multiple=True,
-    metavar="NAME[,KEY=VALUE]",
-    heading="KV budget",
-    common=True,
-    shell_complete=names_of("policy"),
-    help="May be repeated; default: lru, arborkv, reentry and belady.",
-)
-@option(
-    "--budget",
-    multiple=True,
-    metavar="X",
-    heading="KV budget",
-    common=True,
-    help="Part of this run's own peak, or 512tok; may be repeated; default: 0.5, 0.25 and 0.125.",
-)
-@option(
-    "--rehydrate",
-    type=click.Choice(["selective", "span"]),
-    default="selective",
-    heading="KV budget",
-    common=True,
-    help="Recompute missing tokens (selective) or whole blocks (span).",
-)
-@option(
-    "--model",
-    metavar="NAME|DIR",
-    heading="Model",
-    common=True,
-    help="Model whose tokenizer the run used; default: the one in the trace.",
-)
+@options_of(ReplayOptions)
 @option_for(ModelSource, "trust_remote_code")
 @output_options
 @click.pass_obj
-def replay(
-    output: Output,
-    /,
-    trace: Path,
-    policy: tuple[str, ...],
-    budget: tuple[str, ...],
-    rehydrate: Literal["selective", "span"],
-    model: str | None,
-    trust_remote_code: bool,
-) -> int:
+def replay(output: Output, /, trace: Path, trust_remote_code: bool, **values: Any) -> int:
     """Compare policies and budgets on a recorded search, without running the model.
 
     \b
@@ -79,12 +74,12 @@ def replay(
       arbor replay run.arbor.jsonl --policy kkt --policy kkt,scorer=recency
       arbor replay run.arbor.jsonl --rehydrate span --json
     """
-    known = registry.names("policy")
-    chosen = policy or [name for name in DEFAULT if name in known]
+    given, known = read_options(ReplayOptions, values), registry.names("policy")
+    chosen = given.policy or [name for name in DEFAULT if name in known]
     policies = tuple(dict.fromkeys(map(known_policy, chosen)))
     for name in policies:
         components.build("policy", name)  # checks the settings
-    parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
+    parts = [Budget.parse(text) for text in given.budget or ("0.5", "0.25", "0.125")]
 
     with no_collection():  # torch comes with it
         from arbor.measure.replay import RecordedSearch
@@ -95,9 +90,10 @@ def replay(
     read = read_trace(trace)
     record = RecordedSearch.of(read.events)
     config = record.header.config
-    revision = config.get("revision") if model is None else None
-    source = locate_model(config["model"] if model is None else model, revision, trust_remote_code)
-    rows = list(_rows(record, light_tokenizer(source), policies, parts, rehydrate))
+    revision = config.get("revision") if given.model is None else None
+    model = config["model"] if given.model is None else given.model
+    source = locate_model(model, revision, trust_remote_code)
+    rows = list(_rows(record, light_tokenizer(source), policies, parts, given.rehydrate))
     if output.json:
         output.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
         return 0

@@ -27,7 +27,7 @@ from arbor.errors import ArborError, ModelError
 from arbor.run.limits import RunLimits
 from arbor.support.cache_dir import cache_dir
 from arbor.support.setting import settings_of
-from arbor.support.units import human_bytes
+from arbor.support.texts import human_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

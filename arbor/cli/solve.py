@@ -35,8 +35,7 @@ from arbor.run.config import config_text
 from arbor.run.limits import RunLimits
 from arbor.run.request import TraceDetail
 from arbor.support.setting import setting
-from arbor.support.texts import clipped, one_line
-from arbor.support.units import duration_text, human_bytes
+from arbor.support.texts import clipped, duration_text, human_bytes, one_line
 from arbor.tasks.base import BlockLimits
 from arbor.trace.write import TraceWriter
 
@@ -397,8 +396,7 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
             f"{metrics.rehydrations:,} rehydrations "
             f"({metrics.tokens_recomputed:,} tokens recomputed{fetched})"
         )
-    if metrics.branches_stopped:
-        parts.append(f"{metrics.branches_stopped:,} branches stopped early")
+    parts += metrics.remarks
     if metrics.verified:
         parts.append(f"model judged {metrics.asked:,} of {metrics.verified:,} thoughts")
     if metrics.verifications:

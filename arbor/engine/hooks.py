@@ -159,17 +159,23 @@ def _scores(given: object) -> BlockScores:
     return found
 
 
+def _branch_stop(given: object) -> BranchHook:
+    found: BranchHook = hook_for("branch_stop", given)(given)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
-class ScoreSettings:
-    """The scores of blocks, for the policies that read them.
+class HookSettings(ModeSettings):
+    """What features take part with, where a user asks for it.
 
     Attributes:
-        msve: an `MSVE`, its numbers (``2,1,1,-2``), or a file of ``arbor calibrate msve``; by
-            default the model directory's ``msve.json``, what was calibrated for this revision of a
-            Hub model, or the defaults of `MSVE` (docs/papers/arborkv.md).
+        msve: the scores of blocks, for the policies that read them: an `MSVE`, its numbers
+            (``2,1,1,-2``), or a file of ``arbor calibrate msve``; by default the model directory's
+            ``msve.json``, what was calibrated for this revision of a Hub model, or the defaults of
+            `MSVE` (docs/papers/arborkv.md).
+        branch_stop: a `BranchHook` or its text, by which blocks of one expansion end early where
+            one of them is confident (docs/papers/rksc.md); None: never.
     """
-
-    HEADING = "KV budget"
 
     msve: BlockScores | None = setting(
         None,
@@ -179,22 +185,6 @@ class ScoreSettings:
         read=_scores,
         recorded="always",
     )
-
-
-def _branch_stop(given: object) -> BranchHook:
-    found: BranchHook = hook_for("branch_stop", given)(given)
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class BranchStopSettings(ModeSettings):
-    """Whether branches of one leaf end others early.
-
-    Attributes:
-        branch_stop: a `BranchHook` or its text, by which blocks of one expansion end early where
-            one of them is confident (docs/papers/rksc.md); None: never.
-    """
-
     branch_stop: BranchHook | None = setting(
         None,
         "End branches early where one is confident: all, or the others.",
@@ -203,8 +193,8 @@ class BranchStopSettings(ModeSettings):
         read=_branch_stop,
     )
 
-    def check_branch_stop(self) -> None:
-        """Refuses the rule in lossy mode.
+    def check_hooks(self) -> None:
+        """Refuses what cannot take part in this mode.
 
         Raises:
             UsageError: these settings contradict each other.

@@ -41,11 +41,11 @@ from arbor.retention.base import BlockScores, CalibratedScorer
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.policy import Policy
 from arbor.retention.token_kv import PairRotation
-from arbor.run.callbacks import Broadcast
-from arbor.run.component_checks import resolve_component
-from arbor.run.limits import Limits, check_granularity
+from arbor.run.limits import SessionLimits
+from arbor.run.listeners import Broadcast
 from arbor.run.questions import QuestionTurn, question_turn
 from arbor.run.session import BY_ITSELF, Session
+from arbor.run.settings import check_granularity, resolve_component
 from arbor.tasks.base import Problem, Task
 from arbor.trace.fold import Replay
 from arbor.trace.read import Trace
@@ -240,7 +240,9 @@ def replay(
         components.build("controller", config["controller"]),
         judge,
         Growth(record.header.seed, Sampling(), StopRule(tokenizer, boundary, record.eos)),
-        Limits(config["max_depth"], min(most, default=None), config.get("max_tokens")),
+        SessionLimits(
+            config["max_depth"], min(most, default=None), max_tokens=config.get("max_tokens")
+        ),
         slots,
         emit,
         reads=record.reads,

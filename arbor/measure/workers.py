@@ -31,8 +31,8 @@ from arbor.measure.outcomes import Job, JobOutcome
 from arbor.model.model_info import SMALL_MODEL
 from arbor.model.names import check_device
 from arbor.registry import part
+from arbor.run.batch import OnError, each_solution
 from arbor.run.config import read_config
-from arbor.run.each_solution import OnError, each_solution
 from arbor.run.limits import check_count
 from arbor.run.request import Options
 from arbor.run.solution import Solution

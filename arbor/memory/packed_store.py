@@ -16,7 +16,7 @@ from arbor.errors import OutOfMemory, UsageError
 from arbor.memory.out_of_memory import is_out_of_memory
 from arbor.memory.records import Records
 from arbor.support.packed_size import GROUP, packed_bytes
-from arbor.support.units import human_bytes
+from arbor.support.texts import human_bytes
 from arbor.tree import Tier
 
 

@@ -22,7 +22,7 @@ from arbor.memory.out_of_memory import is_out_of_memory
 from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import KVPool
 from arbor.memory.records import Records
-from arbor.support.units import human_bytes
+from arbor.support.texts import human_bytes
 from arbor.tree import Tier
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from arbor.kernels.linear.layers import PackedLinear, pack_linears, weight_bytes
 from arbor.kernels.native import NUMBERS, native_library, native_state
 from arbor.model.names import INT8, check_int8_weights
 from arbor.model.placement import dtype_name
-from arbor.support.units import human_bytes
+from arbor.support.texts import human_bytes
 
 
 @dataclass(frozen=True, slots=True)

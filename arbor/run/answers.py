@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from arbor.aggregate.base import Aggregate, AnswerVotes, FinishedPath
 from arbor.aggregate.confidence import Confident
-from arbor.run.plugin_answers import Answers, CheckedTask, is_finite, path_answer
+from arbor.run.plugin_answers import CheckedTask, PluginCalls, is_finite, path_answer
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
@@ -113,31 +113,30 @@ def ranked(aggregate: Aggregate, paths: Sequence[FinishedPath]) -> tuple[AnswerV
     """
     if type(aggregate).__module__.startswith("arbor."):
         return tuple(aggregate.rank(paths))
-    answers = Answers("aggregate", aggregate)
-    found = answers.of("rank", lambda: aggregate.rank(paths))
-    known = {path.node: path.answer for path in paths if path.answer is not None}
-    if not isinstance(found, list | tuple) or not all(
-        isinstance(each, AnswerVotes) and each.paths and all(node in known for node in each.paths)
-        for each in found
-    ):
-        raise answers.wrong("rank", found, "AnswerVotes with paths of the search")
+    known = {path.node for path in paths if path.answer is not None}
+    found = PluginCalls("aggregate", aggregate).right(
+        "rank",
+        lambda: aggregate.rank(paths),
+        lambda votes: (
+            isinstance(votes, list | tuple)
+            and all(
+                isinstance(v, AnswerVotes) and v.paths and known.issuperset(v.paths) for v in votes
+            )
+        ),
+        "AnswerVotes with paths of the search",
+    )
     return tuple(found)
 
 
 def confidence(aggregate: Aggregate, votes: Sequence[AnswerVotes]) -> float:
     """The confidence in the first of the ranked answers: the aggregate's own, else its score.
 
-    Args:
-        aggregate: that ranked them.
-        votes: every answer, best first; at least one.
-
     Raises:
         UsageError: a plug-in's confidence is not a finite number, or it raised an exception.
     """
     if not isinstance(aggregate, Confident):
         return votes[0].score
-    answers = Answers("aggregate", aggregate)
-    found = answers.of("confidence", lambda: aggregate.confidence(votes))
-    if not is_finite(found):
-        raise answers.wrong("confidence", found, "a finite number")
+    found = PluginCalls("aggregate", aggregate).right(
+        "confidence", lambda: aggregate.confidence(votes), is_finite, "a finite number"
+    )
     return float(found)

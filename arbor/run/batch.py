@@ -1,18 +1,19 @@
-"""Batch: the runs of many problems that share one engine and its budget."""
+"""Batch: the runs of many problems that share one engine and its budget, and their solutions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import chain, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from arbor.budget import Budget, Plan
-from arbor.errors import ArborError
+from arbor.errors import ArborError, UsageError
 from arbor.events import Event
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
-from arbor.run.searches import Steps
+from arbor.run.searches import Steps, in_order
 from arbor.run.setup import Setup
 from arbor.run.solution import Solution
 from arbor.tasks.base import Problem
@@ -59,13 +60,7 @@ class Pool:
         self.verifiers = verifier_pools(alike)
 
     def admits(self, run: Run, running: Iterable[Run], idle: bool) -> bool:
-        """Whether a search may begin; in an idle engine it may, and the budget grows to its own.
-
-        Args:
-            run: planned.
-            running: the searches in progress.
-            idle: whether the engine is idle.
-        """
+        """Whether a search may begin; in an idle engine it may, and the budget grows to its own."""
         own = run.setup.own_budgets
         if not own and self._given not in (None, _given(run)):
             if not idle:
@@ -219,22 +214,19 @@ def _given(run: Run) -> tuple[str, float]:
 
 def pool_of(runs: Sequence[Run]) -> int:
     """The budget of several runs together, in tokens."""
-    if not runs:
-        return 0
-    return _together(runs[0].budget, [run.plan for run in runs])
+    return _together(runs[0].budget, [run.plan for run in runs]) if runs else 0
 
 
 def verifier_pools(runs: Sequence[Run]) -> dict[Verifier, int]:
     """The same in the models of verifiers that have their own."""
-    if not runs:
-        return {}
     plans: dict[Verifier, list[Plan]] = {}
-    budgets: dict[Verifier, Budget] = {}
     for run in runs:
         for verifier, plan in run.verifier_plans.items():
             plans.setdefault(verifier, []).append(plan)
-            budgets[verifier] = run.setup.verifier_models[verifier].budget
-    return {verifier: _together(budgets[verifier], each) for verifier, each in plans.items()}
+    models = {
+        verifier: each for run in runs for verifier, each in run.setup.verifier_models.items()
+    }
+    return {verifier: _together(models[verifier].budget, each) for verifier, each in plans.items()}
 
 
 def _together(budget: Budget, plans: Sequence[Plan]) -> int:
@@ -243,3 +235,64 @@ def _together(budget: Budget, plans: Sequence[Plan]) -> int:
         return sum(plan.budget_tokens for plan in plans)
     full = sum(plan.full_tokens for plan in plans)
     return budget.tokens(full, plans[0].bytes_per_token)
+
+
+OnError = Literal["raise", "return"]
+
+# (problem, options) of each job -> its place and what became of it, as they are found
+Solving = Callable[
+    [Iterable[tuple[str | Problem, Options]]],
+    Generator[tuple[int, Solution | ArborError], None, None],
+]
+
+
+def each_solution(
+    solving: Solving,
+    failed: Callable[[str | Problem, ArborError, Options], Solution],
+    problems: Iterable[str | Problem],
+    options: Options,
+    *,
+    ordered: bool,
+    on_error: OnError,
+) -> Iterator[Solution]:
+    """The solution of each problem, as `solving` asks for it.
+
+    Args:
+        failed: the solution of a problem that ended with an error.
+        options: the same for every problem.
+        ordered: in the problems' order; else as they are found.
+        on_error: whether an error is raised, or becomes a solution.
+
+    Raises:
+        UsageError: at once, for one problem instead of several, an unknown `on_error`, or a trace
+            that all would write.
+    """
+    if isinstance(problems, str | Problem):
+        raise UsageError(
+            "problem-type", "one problem instead of several.", "Use solve, or [problem]."
+        )
+    if on_error not in get_args(OnError):
+        raise UsageError("on-error", f"on_error is {on_error!r}.", "It is 'raise' or 'return'.")
+    if options.get("trace") is not None:
+        raise UsageError(
+            "trace-shared", "one trace for many problems.", "Use solve, or as_completed."
+        )
+    given: dict[int, str | Problem] = {}  # problems whose solutions are not handed out yet
+
+    def jobs() -> Iterator[tuple[str | Problem, Options]]:
+        for place, problem in enumerate(problems):
+            given[place] = problem
+            yield problem, options
+
+    def solutions() -> Iterator[Solution]:
+        with closing(solving(jobs())) as results:
+            found: Any = in_order(results) if ordered else results
+            for place, result in found:
+                problem = given.pop(place)
+                if isinstance(result, ArborError):
+                    if on_error == "raise":
+                        raise result
+                    result = failed(problem, result, options)
+                yield result
+
+    return solutions()

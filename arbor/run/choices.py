@@ -1,4 +1,4 @@
-"""Answers: the choices of a run, folded from its events as they come."""
+"""Choices: the choices of a run as text and tokens, folded from its events as they come."""
 
 from __future__ import annotations
 
@@ -6,10 +6,122 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from arbor.engine.text import Decode
+from arbor.engine.text import LOOK_BACK, Decode, added
 from arbor.events import Boundary, Ended, Event, Opened, Sampled, Shared
 from arbor.run.solution import Solution
-from arbor.run.text_stream import Piece, TextStream, TextToken
+
+
+@dataclass(frozen=True, slots=True)
+class TextToken:
+    """One generated token.
+
+    Attributes:
+        text: what it adds to the text; empty for a part of a character and for special tokens.
+        logprob: its log probability in the model's own distribution.
+        offset: characters of the choice's text before it.
+        alternatives: texts of the most probable tokens in its place, and their log probabilities;
+            a special token has its name.
+    """
+
+    text: str
+    logprob: float
+    offset: int
+    alternatives: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Text that is certain to be part of the choice, with the tokens that begin in it."""
+
+    text: str
+    tokens: tuple[TextToken, ...] = ()
+
+
+class TextStream:
+    """The text of a block token by token, without the stop string that ends it.
+
+    Text that may turn out to be the beginning of a stop string is held back until that is known.
+
+    Args:
+        decode: the tokenizer's, special tokens skipped.
+        before: the end of the prompt.
+        stops: stop strings.
+        named: the tokenizer's decoding with the names of special tokens; for alternatives.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        before: Sequence[int],
+        stops: Sequence[str],
+        named: Decode | None = None,
+    ) -> None:
+        self._decode = decode
+        self._named = named or decode
+        self._before = list(before[-LOOK_BACK:])
+        self._stops = stops
+        self._held = ""
+        self._tokens: list[TextToken] = []
+        self._emitted = 0
+        self._read = 0
+        self.stopped = False
+
+    def feed(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float] = (),
+        alternatives: Sequence[tuple[int, float]] = (),
+    ) -> TextPiece:
+        """Text that has become certain with further tokens."""
+        for place, token in enumerate(tokens):
+            text = added(self._decode, self._before, [token])
+            if logprobs:
+                others = tuple(
+                    (text if other == token else self._text_of(other), logprob)
+                    for other, logprob in alternatives
+                )
+                self._tokens.append(TextToken(text, logprobs[place], self._read, others))
+            self._before = [*self._before, token][-LOOK_BACK:]
+            self._read += len(text)
+            self._held += text
+        if self.stopped:
+            self._held = ""
+            return TextPiece("")
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self._held = self._held[: min(found)]
+            self.stopped = True
+            return self.end()
+        keep = max((_begun(self._held, stop) for stop in self._stops), default=0)
+        sure = len(self._held) - keep
+        text, self._held = self._held[:sure], self._held[sure:]
+        return self._piece(text)
+
+    def end(self, *, by_token: bool = False) -> TextPiece:
+        """The text that was held back, and tokens without a text after it: the block has ended."""
+        text, self._held = self._held, ""
+        piece = self._piece(text)
+        if self.stopped:
+            return piece
+        left = self._tokens[:-1] if by_token else self._tokens
+        self._tokens = []
+        return TextPiece(text, (*piece.tokens, *left))
+
+    def _text_of(self, token: int) -> str:
+        return added(self._decode, self._before, [token]) or self._named([token])
+
+    def _piece(self, text: str) -> TextPiece:
+        self._emitted += len(text)
+        ready = [token for token in self._tokens if token.offset < self._emitted]
+        self._tokens = self._tokens[len(ready) :]
+        return TextPiece(text, tuple(ready))
+
+
+def _begun(text: str, stop: str) -> int:
+    """Characters at the end of a text with which a stop string begins."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
+
 
 Finish = Literal["stop", "length"]
 
@@ -34,7 +146,7 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Cost:
+class RunCost:
     """What a run has cost.
 
     Attributes:
@@ -65,10 +177,10 @@ class Cost:
         return int(self.counters.get("tokens_generated", 0))
 
 
-class Answers(Protocol):
+class Choices(Protocol):
     """The choices of a run, folded from its events."""
 
-    cost: Cost
+    cost: RunCost
 
     def feed(self, event: Event) -> Iterator[Delta]:
         """What an event adds."""
@@ -102,7 +214,7 @@ class PlainAnswers:
         named: Decode | None = None,
         copies: int = 1,
     ) -> None:
-        self.cost = Cost()
+        self.cost = RunCost()
         self._with_logprobs = with_logprobs
         self._copies = range(copies)
         self._streams = [TextStream(decode, prompt, stops, named) for _ in range(choices)]
@@ -133,7 +245,7 @@ class PlainAnswers:
                 stream = self._streams[choice]
                 first = stream.feed(ids[self._read[choice] :])
                 rest = stream.end(by_token=stop == "eos")
-                whole = Piece(first.text + rest.text, first.tokens + rest.tokens)
+                whole = TextPiece(first.text + rest.text, first.tokens + rest.tokens)
                 stopped = stream.stopped or stop in ("step", "eos")
                 self._going.discard(choice)
                 yield self._delta(choice, whole, "stop" if stopped else "length")
@@ -149,19 +261,15 @@ class PlainAnswers:
             return deltas
         return (replace(delta, choice=copy) for delta in deltas for copy in self._copies)
 
-    def _delta(self, choice: int, piece: Piece, finish: Finish | None = None) -> Delta:
+    def _delta(self, choice: int, piece: TextPiece, finish: Finish | None = None) -> Delta:
         return Delta(choice, piece.text, piece.tokens, finish)
 
 
 class SearchAnswers:
-    """The choices of a search: its finished paths, the one with the answer first.
-
-    Args:
-        choices: most of them.
-    """
+    """The choices of a search: its finished paths, the one with the answer first."""
 
     def __init__(self, choices: int) -> None:
-        self.cost = Cost()
+        self.cost = RunCost()
         self._choices = choices
         self._parent: dict[int, int] = {}
         self._text: dict[int, str] = {}

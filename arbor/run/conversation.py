@@ -75,9 +75,6 @@ def _left_out(what: str, hint: str) -> UsageError:
 def problem_of(messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
     """System message and problem of a conversation that a task reads.
 
-    Args:
-        messages: each with ``role`` and ``content``.
-
     Raises:
         UsageError: more than one problem, or none.
     """
@@ -118,16 +115,7 @@ def plain_decoding(
     form: StepFormat | None = None,
     alternatives: int = 0,
 ) -> dict[str, Any]:
-    """The fields of `Setup` that make a run continue a text without a search.
-
-    Args:
-        ends: strings that end a continuation.
-        max_tokens: of a continuation.
-        sampling: how tokens are chosen.
-        choices: continuations.
-        form: what they have to match; None: anything.
-        alternatives: most probable tokens reported next to each chosen one.
-    """
+    """The fields of `Setup` that make a run continue a text without a search."""
     return {
         "task": PlainText(),
         "controller": Chain(choices),
@@ -145,14 +133,7 @@ def plain_decoding(
 def stepped_search(
     ends: Sequence[str], max_tokens: int, step_tokens: int, sampling: Sampling
 ) -> dict[str, Any]:
-    """The fields of `Setup` that make a search continue a text, step by step.
-
-    Args:
-        ends: strings that end a continuation.
-        max_tokens: of a continuation.
-        step_tokens: of a step; one also ends with a line.
-        sampling: how tokens are chosen.
-    """
+    """The fields of `Setup` that make a search continue a text, step by step."""
     step = min(step_tokens, max_tokens)
     depth = max(STEPS, -(-max_tokens // step))
     task = SteppedText(tuple(ends), max_tokens=step, max_depth=depth, path_tokens=max_tokens)

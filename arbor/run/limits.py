@@ -1,17 +1,14 @@
-"""Limits that end a run early: their values, their checks, and the limit on generated tokens."""
+"""Limits that end a run or a path early, and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from arbor.errors import UsageError
-from arbor.events import Boundary, Event
-from arbor.support.setting import checked_number, setting, settings_of
-
-if TYPE_CHECKING:
-    from arbor.retention.policy import Policy
+from arbor.support.setting import checked_number, checked_values, setting, settings_of
+from arbor.tasks.base import BlockLimits
+from arbor.tasks.step_format import StepFormat
 
 First = Literal["answer", "verified"]
 ACCEPTED = 0.5  # least value of a verified path: more likely right than wrong
@@ -33,7 +30,7 @@ class RunLimits:
     HEADING = "Limits"
 
     timeout: float | None = setting(
-        None, "Most seconds; then the best answer so far.", metavar="S", least=0
+        None, "Most seconds; then the best answer so far.", metavar="S", least=0, requested=True
     )
     max_tokens: int | None = setting(
         None, "Most tokens in finished thoughts; then the best answer so far.", least=1
@@ -42,6 +39,7 @@ class RunLimits:
         None,
         "Stop at the first answer, or at the first that the verifier values at 0.5 or more.",
         shown="set",
+        requested=True,
     )
     confidence: float | None = setting(
         None,
@@ -50,6 +48,7 @@ class RunLimits:
         least=0,
         most=1,
         above=True,
+        requested=True,
     )
 
     @property
@@ -59,118 +58,108 @@ class RunLimits:
         return {name: limit for name, limit in found.items() if limit is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a session.
+@dataclass(frozen=True)
+class SessionLimits(RunLimits):
+    """The limits of a session.
+
+    A round gets only as many blocks as fit `max_tokens` by the mean length of the blocks before it,
+    and the first round, before which no length is known, is not cut; `TokenLimit` ends a round
+    whose blocks are longer. `timeout` is checked before each ask and each decode step.
 
     Attributes:
         max_depth: thoughts on one path.
         max_expansions: leaves grown in all; None: as many as the controller asks for.
-        max_tokens: sampled tokens of closed blocks. A round gets only as many blocks as fit by the
-            mean length of the blocks before it; `TokenLimit` ends one whose blocks are longer. The
-            first round, before which no length is known, is not cut. None: no limit.
-        timeout_s: wall seconds, checked before each ask and each decode step; None: no limit.
-        first: end at the first finished path with an answer (``answer``), or at the first of those
-            whose value is at least `ACCEPTED` (``verified``); None: no limit.
-        confidence: end once the confidence of the best answer reaches this, see
-            `arbor.aggregate.confidence`; None: no limit.
     """
 
     max_depth: int
     max_expansions: int | None = None
-    max_tokens: int | None = None
-    timeout_s: float | None = None
-    first: First | None = None
-    confidence: float | None = None
 
     def reached_by(self, value: float) -> bool:
         """Whether a finished path with an answer and this value ends the search by `first`."""
         return self.first == "answer" or (self.first == "verified" and value >= ACCEPTED)
 
 
-def check_destroying(policy: Policy, mode: str, rehydrate: str) -> None:
-    """Refuse a policy that destroys tokens where what has left comes back.
+@dataclass(frozen=True, kw_only=True)
+class BoundarySettings:
+    """Limits of paths instead of the task's; None keeps the task's.
+
+    Attributes:
+        max_depth: thoughts per path.
+        path_tokens: tokens per path, the prompt not counted.
+        step_tokens: tokens per thought.
+        step_format: what every thought has to match: ``regex:PATTERN``, ``json:SCHEMA``,
+            ``json:FILE`` or a JSON schema as a mapping; needs ``arbor-search[structured]``.
+    """
+
+    max_depth: int | None = setting(
+        None,
+        "Most thoughts on one path; default: the task's.",
+        least=1,
+        recorded="always",
+        requested=True,
+    )
+    path_tokens: int | None = setting(
+        None,
+        "Most tokens of one path; default: the task's.",
+        shown="short",
+        least=1,
+        requested=True,
+    )
+    step_tokens: int | None = setting(
+        None,
+        "Most tokens in one thought; default: the task's.",
+        least=1,
+        recorded="always",
+        requested=True,
+    )
+    step_format: StepFormat | None = setting(
+        None,
+        "Format of every thought: regex:PATTERN, json:SCHEMA or json:FILE.",
+        shown="set",
+        metavar="KIND:TEXT",
+        read=StepFormat.parse,
+    )
+
+    def boundary_in(self, usual: BlockLimits) -> BlockLimits:
+        """A task's boundary with these limits.
+
+        Raises:
+            UsageError: a format that cannot be used.
+        """
+        form = usual.form if self.step_format is None else self.step_format
+        if form is not None and form is not usual.form:
+            from arbor.engine.grammar import check_format
+
+            check_format(form)
+        return dataclasses.replace(
+            usual,
+            max_depth=self.max_depth or usual.max_depth,
+            max_tokens=self.step_tokens or usual.max_tokens,
+            path_tokens=self.path_tokens or usual.path_tokens,
+            form=form,
+        )
+
+
+def limited(
+    usual: BlockLimits,
+    max_depth: int | None = None,
+    step_tokens: int | None = None,
+    path_tokens: int | None = None,
+) -> BlockLimits:
+    """A boundary with other limits; None keeps one.
 
     Raises:
-        UsageError: these settings contradict each other.
+        UsageError: a limit that is not a whole number of at least 1.
     """
-    if policy.destroys and (mode != "lossy" or rehydrate != "off"):
-        raise UsageError(
-            "mode",
-            f"the policy '{policy.name}' destroys tokens (the last tier of the memory hierarchy), and "
-            "what has left is computed again in this mode.",
-            "Take mode=lossy without rehydrate, or another policy.",
-        )
+    given = {"max_depth": max_depth, "step_tokens": step_tokens, "path_tokens": path_tokens}
+    checked = dict(checked_values(BoundarySettings, "a path", given))
+    return BoundarySettings(**checked).boundary_in(usual)
 
 
-def check_granularity(policy: Policy, mode: str, *, staged: bool = False) -> None:
-    """Refuse KV heads with tokens of their own where tokens have to come back one by one, or are
-    read in host memory.
-
-    Args:
-        policy, mode: of the run.
-        staged: whether attention reads KV in host memory.
-
-    Raises:
-        UsageError: these settings contradict each other.
-    """
-    if not policy.by_head:
-        return
-    if mode != "lossy":
-        raise UsageError(
-            "granularity",
-            "granularity=head: a slot that is kept holds another token in each KV head, and lossless "
-            "mode keeps exact KV.",
-            f"Take mode=lossy, or {policy.by_token}.",
-        )
-    if staged:
-        raise UsageError(
-            "granularity",
-            "granularity=head: records in host memory hold whole tokens, and with staging attention "
-            "reads them there.",
-            f"Leave out staging, or take {policy.by_token}.",
-        )
-
-
-def check_packing(policy: Policy, bits: int | None, staging: bool) -> None:
-    """Refuse a policy that packs tokens where there is no tier for them.
-
-    Raises:
-        UsageError: these settings contradict each other.
-    """
-    if policy.packs and (bits is None or not staging):
-        raise UsageError(
-            "host-bits",
-            f"the policy '{policy.name}' packs tokens (packed), and no tier has few bits and is read "
-            "where it is.",
-            "Give host, host_bits=8 and staging too, or leave out packed.",
-        )
-
-
-def check_count(name: str, limit: Any, least: int = 1) -> int | None:
+def check_count(name: str, limit: Any) -> int | None:
     """A limit on a number of things; None: unlimited.
 
     Raises:
-        UsageError: not a whole number, or below `least`.
+        UsageError: not a whole number of at least 1.
     """
-    return None if limit is None else checked_number(name, limit, whole=True, least=least)
-
-
-class TokenLimit:
-    """A listener that ends the search once so many tokens of its closed blocks were sampled.
-
-    Args:
-        most: tokens.
-        stop: ends the search; called at every boundary from then on.
-    """
-
-    def __init__(self, most: int, stop: Callable[[], None]) -> None:
-        self._left = most
-        self._stop = stop
-
-    def __call__(self, event: Event) -> None:
-        """Counts the tokens of a closed block."""
-        if isinstance(event, Boundary):
-            self._left -= len(event.ids) - event.given
-            if self._left <= 0:
-                self._stop()
+    return None if limit is None else checked_number(name, limit, whole=True, least=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arbor.budget import Budget, Footprint, Plan
@@ -20,7 +21,7 @@ from arbor.run.plugin_answers import (
     proposing,
     unchecked,
 )
-from arbor.run.questions import QuestionTurn, in_conversation, question_turn
+from arbor.run.questions import Words, in_conversation, question_turn
 from arbor.support.texts import one_line, refuse_surrogates
 from arbor.tasks.base import (
     BoundedQuestions,
@@ -31,7 +32,7 @@ from arbor.tasks.base import (
     PutsInWords,
     Task,
 )
-from arbor.verifiers.base import ChecksQuestions, Encoder, PlansQuestions, SearchShape, parts_of
+from arbor.verifiers.base import ChecksQuestions, Encoder, PlansQuestions, parts_of
 from arbor.verifiers.self_eval import asked_tokens
 
 if TYPE_CHECKING:
@@ -137,12 +138,6 @@ def encode_prompt(
 def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budget) -> Plan:
     """The memory of one problem at a budget.
 
-    Args:
-        setup: how it is searched.
-        problem: parsed.
-        prompt_tokens: length of its prompt.
-        budget: what may be kept.
-
     Raises:
         ModelError: the model is not supported.
         InputError: the longest path would not fit the model's context.
@@ -158,7 +153,8 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     scorer = setup.policy.scorer
     if isinstance(scorer, CalibratedScorer):
         scorer.check_model(info.layers, info.num_qo_heads, info.head_dim)
-    words = Words(files.tokenizer, question_turn(files.tokenizer, unchecked(setup.task), problem))
+    encode = partial(files.tokenizer.encode, add_special_tokens=False)
+    words = Words(encode, question_turn(files.tokenizer, unchecked(setup.task), problem))
     for part in parts_of(setup.verifier):
         if isinstance(part, ChecksQuestions):
             part.check(checked_task(setup.task), problem, words)
@@ -175,7 +171,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         max(judged, listed),
         protect.sinks + protect.recent if setup.mode == "lossy" else None,
         proposals,
-        setup.lower.staging_tokens(info.kv_bytes_per_token),
+        setup.staging_tokens(info.kv_bytes_per_token),
         boundary.path_tokens,
     )
     if shape.path_tokens > info.context:
@@ -196,7 +192,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
             context=info.context,
         )
     number = info.kv_bytes_per_token, BYTES_OF[info.dtype]
-    host, disk = setup.lower.tokens(*number)
+    host, disk = setup.tier_tokens(*number)
     if shape.staging_tokens and host < shape.path_tokens:
         raise UsageError(
             "staging",
@@ -207,10 +203,10 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     if not setup.policy.keeps_all:
         plan = budget.plan(shape, info.kv_bytes_per_token)
         plan = replace(plan, host_tokens=host, disk_tokens=disk, kv_dtype=info.kv_dtype)
-        bits = setup.lower.host_bits
-        if bits is None:
+        if setup.host_bits is None:
             return plan
-        return replace(plan, host_bits=bits, host_token_bytes=setup.lower.host_token_bytes(*number))
+        packed = setup.host_token_bytes(*number)
+        return replace(plan, host_bits=setup.host_bits, host_token_bytes=packed)
     slots = budget.tokens(shape.full_tokens, info.kv_bytes_per_token)
     if slots < shape.full_tokens:
         raise BudgetInfeasible(
@@ -230,29 +226,6 @@ def _joined(levers: list[str], model: str, task: Task) -> str:
     if model.startswith("builtin:") and isinstance(unchecked(task), Converses):
         return f"Name another model, which knows problems in words: --model NAME. {said}"
     return said
-
-
-class Words:
-    """Token ids of texts, as the engine encodes questions; loads no weights.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        turn: how the model is asked in turns; None: in the text that it continues.
-    """
-
-    def __init__(self, tokenizer: Any, turn: QuestionTurn | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._turn = turn
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a continuation (no special tokens)."""
-        refuse_surrogates(text, "the question to the model")
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def turn(self, message: str, answer: str = "") -> list[int] | None:
-        """See `TakesTurns`."""
-        refuse_surrogates(message, "the question to the model")
-        return None if self._turn is None else self._turn.encode(message, answer)
 
 
 def question_tokens(setup: Setup, problem: Problem, words: Words) -> int:
@@ -289,20 +262,3 @@ def proposal_tokens(task: Proposes, problem: Problem, encoder: Encoder) -> int:
     """Tokens of a question for proposals and its longest completion, at no thoughts."""
     first = task.proposal(problem, ())
     return len(encoder.encode(first.text)) + first.max_tokens
-
-
-def search_shape(setup: Setup, problem: Problem, prompt_tokens: int) -> SearchShape:
-    """A search, as the models of verifiers plan it.
-
-    Args:
-        setup: how it is searched.
-        problem: parsed.
-        prompt_tokens: length of its prompt.
-    """
-    return SearchShape(
-        checked_task(setup.task),
-        problem,
-        setup.boundary,
-        most_blocks(setup.controller, setup.boundary.max_depth),
-        prompt_tokens,
-    )

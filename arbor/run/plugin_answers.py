@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from arbor.controllers.base import Controller, Expansion, Foresight, Generate, Proposer, Search
 from arbor.errors import ArborError, UsageError
 from arbor.registry import name_of
+from arbor.support.texts import clipped, one_line
 from arbor.tasks.base import (
     BlockLimits,
     Grade,
@@ -34,17 +35,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # A frame in these marks an exception that the plug-in only passes on: of a listener, or a bug.
-NOT_ITS_OWN = ("arbor.engine.", "arbor.run.callbacks", "arbor.run.questions")
+NOT_ITS_OWN = ("arbor.engine.", "arbor.run.listeners", "arbor.run.questions")
 LONGEST_SHOWN = 80  # characters of an answer or a message
 
 
-class Answers:
-    """Calls to one plug-in.
-
-    Args:
-        kind: ``task``, ``controller``, ``verifier``.
-        component: the plug-in.
-    """
+class PluginCalls:
+    """Calls to one plug-in."""
 
     def __init__(self, kind: str, component: Any) -> None:
         self._kind = kind
@@ -70,33 +66,41 @@ class Answers:
             raise UsageError(
                 f"{kind}-raised",
                 f"the {kind} '{self._name}' raised {type(error).__name__} in '{member}': "
-                f"{shown(str(error))} ({place}).",
+                f"{clipped(one_line(str(error)), LONGEST_SHOWN)} ({place}).",
                 f"docs/{kind}.md says what it is called with.",
                 name=self._name,
                 member=member,
             ) from error
 
-    def wrong(self, member: str, answer: object, wanted: str) -> UsageError:
-        """The error for an answer of a member.
+    def right(
+        self, member: str, call: Callable[[], Any], is_right: Callable[[Any], bool], wanted: str
+    ) -> Any:
+        """What a member answers, where that is right.
 
         Args:
-            wanted: what it should be.
+            member, call: as for `of`.
+            is_right: of the answer.
+            wanted: what it has to be, for the error.
+
+        Raises:
+            UsageError: the member raised an exception, or its answer is wrong.
         """
+        found = self.of(member, call)
+        if not is_right(found):
+            raise self.wrong(member, found, wanted)
+        return found
+
+    def wrong(self, member: str, answer: object, wanted: str) -> UsageError:
+        """The error for an answer of a member."""
         kind = self._kind
         return UsageError(
             f"{kind}-answer",
             f"the {kind} '{self._name}' answered '{member}' with "
-            f"{shown(reprlib.repr(answer))}, not {wanted}.",
+            f"{clipped(one_line(reprlib.repr(answer)), LONGEST_SHOWN)}, not {wanted}.",
             f"docs/{kind}.md says what it answers.",
             name=self._name,
             member=member,
         )
-
-
-def shown(text: str) -> str:
-    """A text on one line, printable and short."""
-    line = "".join(each if each.isprintable() else " " for each in text[: LONGEST_SHOWN + 1])
-    return line if len(line) <= LONGEST_SHOWN else line[:LONGEST_SHOWN] + "…"
 
 
 def is_count(value: object) -> bool:
@@ -112,14 +116,16 @@ def is_finite(value: object) -> bool:
         return False
 
 
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+
+
 def _own(component: Any) -> bool:
     """Whether a component, with the one that it wraps, is arbor's own."""
-    inner = getattr(component, "verifier", None) if _is_of_arbor(component) else None
-    return _is_of_arbor(component) and (inner is None or _own(inner))
-
-
-def _is_of_arbor(component: Any) -> bool:
-    return type(component).__module__.startswith("arbor.")
+    if not type(component).__module__.startswith("arbor."):
+        return False
+    inner = getattr(component, "verifier", None)
+    return inner is None or _own(inner)
 
 
 # Tasks
@@ -130,25 +136,64 @@ def unchecked(task: Task) -> Task:
     return task.task if isinstance(task, CheckedTask) else task
 
 
-def is_guess(task: Task, problem: Problem, leaf: Node) -> bool:
-    """Whether the answer of a finished path is a guess of the task."""
-    own = unchecked(task)
-    return isinstance(own, Guesses) and own.is_guess(problem, leaf.thoughts)
-
-
 def path_answer(task: Task, problem: Problem, leaf: Node) -> tuple[str | None, bool]:
     """The answer of a finished path, and whether it is a guess.
 
     A path that a limit has cut has no answer but one that its text states.
     """
-    answer = task.answer(problem, leaf.thoughts)
-    guessed = answer is not None and is_guess(task, problem, leaf)
-    return (None, False) if leaf.cut and guessed else (answer, guessed)
+    answer, own = task.answer(problem, leaf.thoughts), unchecked(task)
+    if answer is None or not isinstance(own, Guesses) or not own.is_guess(problem, leaf.thoughts):
+        return answer, False
+    return (None, False) if leaf.cut else (answer, True)
 
 
 def checked_task(task: Task) -> Task:
     """A task whose answers are checked."""
     return task if _own(task) else cast(Task, CheckedTask(task))
+
+
+def _is_grade(found: Any) -> bool:
+    return (
+        isinstance(found, Grade)
+        and isinstance(found.correct, bool)
+        and _are_texts((found.extracted or "", found.reason, found.method))
+        and isinstance(found.scores, Mapping)
+        and all(map(is_finite, found.scores.values()))
+    )
+
+
+def _is_question(found: Any) -> bool:
+    return (
+        isinstance(found, Question)
+        and isinstance(found.text, str)
+        and isinstance(found.values, Mapping)
+        and all(isinstance(k, str) and is_finite(v) for k, v in found.values.items())
+    )
+
+
+def _is_proposal(found: Any) -> bool:
+    return (
+        isinstance(found, Proposal)
+        and bool(found.text)
+        and _are_texts((found.text,))
+        and is_count(found.max_tokens)
+        and _are_texts(found.stop)
+        and all(found.stop)
+    )
+
+
+# by the member of a task: whether an answer is right, and what it has to be
+_OF_TASK: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "parse": (lambda found: isinstance(found, Problem), "a Problem"),
+    "prompt": (lambda found: isinstance(found, str), "a text"),
+    "is_terminal": (lambda found: isinstance(found, bool), "True or False"),
+    "answer": (lambda found: found is None or isinstance(found, str), "a text or None"),
+    "grade": (_is_grade, "a Grade with True or False, texts, and numbers as scores"),
+    "value": (is_finite, "a finite number"),
+    "question": (_is_question, "a Question with a text and a number for each verdict"),
+    "proposal": (_is_proposal, "a Proposal with texts and a number of at least 1"),
+    "proposals": (_are_texts, "a list of texts"),
+}
 
 
 class CheckedTask:
@@ -161,14 +206,14 @@ class CheckedTask:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._answers = Answers("task", task)
+        self._answers = PluginCalls("task", task)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
-
-    def parse(self, text: str) -> Problem:
-        """See `Task.parse`."""
-        return cast(Problem, self._typed("parse", Problem, "a Problem", text))
+        member = getattr(self.task, name)
+        if name not in _OF_TASK:
+            return member
+        is_right, wanted = _OF_TASK[name]
+        return lambda *given: self._answers.right(name, lambda: member(*given), is_right, wanted)
 
     def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
         """See `Task.problems`."""
@@ -179,78 +224,6 @@ class CheckedTask:
                 raise self._answers.wrong("problems", found, "Problems")
             yield found
 
-    def prompt(self, problem: Problem) -> str:
-        """See `Task.prompt`."""
-        return cast(str, self._typed("prompt", str, "a text", problem))
-
-    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
-        """See `Task.is_terminal`."""
-        found = self._typed("is_terminal", bool, "True or False", problem, thoughts)
-        return cast(bool, found)
-
-    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
-        """See `Task.answer`."""
-        found = self._typed("answer", (str, type(None)), "a text or None", problem, thoughts)
-        return cast("str | None", found)
-
-    def grade(self, problem: Problem, answer: str | None) -> Grade:
-        """See `Task.grade`."""
-        found: Grade = self._typed("grade", Grade, "a Grade", problem, answer)
-        texts = (found.extracted or "", found.reason, found.method)
-        numbered = isinstance(found.scores, Mapping) and all(map(is_finite, found.scores.values()))
-        if (
-            not isinstance(found.correct, bool)
-            or not all(isinstance(each, str) for each in texts)
-            or not numbered
-        ):
-            wanted = "a Grade with True or False, texts, and numbers as scores"
-            raise self._answers.wrong("grade", found, wanted)
-        return found
-
-    def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
-        """See `Task.value`."""
-        found = self._answers.of("value", lambda: self.task.value(problem, thoughts))
-        if not is_finite(found):
-            raise self._answers.wrong("value", found, "a finite number")
-        return float(found)
-
-    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        """See `Task.question`."""
-        found: Question = self._typed("question", Question, "a Question", problem, thoughts)
-        values = found.values
-        right = isinstance(found.text, str) and isinstance(values, Mapping)
-        if not right or not all(isinstance(k, str) and is_finite(v) for k, v in values.items()):
-            raise self._answers.wrong("question", found, "a text and a number for each verdict")
-        return found
-
-    def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
-        """See `Proposes.proposal`."""
-        found: Proposal = self._typed("proposal", Proposal, "a Proposal", problem, thoughts)
-        stops = found.stop if isinstance(found.stop, tuple | list) else None
-        if (
-            not (isinstance(found.text, str) and found.text)
-            or not is_count(found.max_tokens)
-            or stops is None
-            or not all(isinstance(stop, str) and stop for stop in stops)
-        ):
-            wanted = "a Proposal with texts and a number of at least 1"
-            raise self._answers.wrong("proposal", found, wanted)
-        return dataclasses.replace(found, stop=tuple(found.stop), max_tokens=int(found.max_tokens))
-
-    def proposals(self, problem: Problem, thoughts: Sequence[str], text: str) -> Sequence[str]:
-        """See `Proposes.proposals`."""
-        given = (problem, thoughts, text)
-        found = self._typed("proposals", (list, tuple), "a list of texts", *given)
-        if not all(isinstance(each, str) for each in found):
-            raise self._answers.wrong("proposals", found, "a list of texts")
-        return cast("Sequence[str]", found)
-
-    def _typed(self, member: str, wanted: Any, words: str, *given: Any) -> Any:
-        found = self._answers.of(member, lambda: getattr(self.task, member)(*given))
-        if not isinstance(found, wanted):
-            raise self._answers.wrong(member, found, words)
-        return found
-
 
 def check_boundary(task: Task) -> BlockLimits:
     """The task's boundary.
@@ -258,24 +231,25 @@ def check_boundary(task: Task) -> BlockLimits:
     Raises:
         UsageError: not `BlockLimits`, or limits that are not whole numbers of at least 1.
     """
-    answers = Answers("task", task)
-    found: BlockLimits = answers.of("boundary", lambda: task.boundary)
-    if (
-        not isinstance(found, BlockLimits)
-        or not (is_count(found.max_tokens) and is_count(found.max_depth))
-        or not (found.path_tokens is None or is_count(found.path_tokens))
-        or not (found.ends is None or callable(found.ends))
-        or not isinstance(found.stop, tuple | list)
-        or not all(isinstance(stop, str) and stop for stop in found.stop)
-        or not isinstance(found.form, StepFormat | None)
-    ):
-        raise answers.wrong("boundary", found, "BlockLimits with texts and numbers of at least 1")
-    return dataclasses.replace(
-        found,
-        stop=tuple(found.stop),
-        max_tokens=int(found.max_tokens),
-        max_depth=int(found.max_depth),
-        path_tokens=None if found.path_tokens is None else int(found.path_tokens),
+    found: BlockLimits = PluginCalls("task", task).right(
+        "boundary",
+        lambda: task.boundary,
+        _is_boundary,
+        "BlockLimits with texts and numbers of at least 1",
+    )
+    return dataclasses.replace(found, stop=tuple(found.stop))
+
+
+def _is_boundary(found: Any) -> bool:
+    return (
+        isinstance(found, BlockLimits)
+        and is_count(found.max_tokens)
+        and is_count(found.max_depth)
+        and (found.path_tokens is None or is_count(found.path_tokens))
+        and (found.ends is None or callable(found.ends))
+        and _are_texts(found.stop)
+        and all(found.stop)
+        and isinstance(found.form, StepFormat | None)
     )
 
 
@@ -288,10 +262,12 @@ def most_blocks(controller: Controller, max_depth: int) -> int:
     Raises:
         UsageError: not a whole number of at least 1.
     """
-    answers = Answers("controller", controller)
-    found = answers.of("max_blocks", lambda: controller.max_blocks(max_depth))
-    if not is_count(found):
-        raise answers.wrong("max_blocks", found, "a whole number of at least 1")
+    found = PluginCalls("controller", controller).right(
+        "max_blocks",
+        lambda: controller.max_blocks(max_depth),
+        is_count,
+        "a whole number of at least 1",
+    )
     return int(found)
 
 
@@ -303,10 +279,12 @@ def most_proposals(controller: Controller, max_depth: int) -> int:
     """
     if not isinstance(controller, Proposer):
         return 0
-    answers = Answers("controller", controller)
-    found = answers.of("most_proposals", lambda: controller.most_proposals(max_depth))
-    if found != 0 and not is_count(found):
-        raise answers.wrong("most_proposals", found, "a whole number of at least 0")
+    found = PluginCalls("controller", controller).right(
+        "most_proposals",
+        lambda: controller.most_proposals(max_depth),
+        lambda most: most == 0 or is_count(most),
+        "a whole number of at least 0",
+    )
     return int(found)
 
 
@@ -318,23 +296,16 @@ def proposing(task: Task) -> Proposes | None:
 def checked_search(
     controller: Controller, search: Search, tree: ThoughtTree, most: int, proposals: int
 ) -> Search:
-    """A search whose answers are checked.
-
-    Args:
-        controller: which began it.
-        tree: which it grows.
-        most: blocks of the search, see `most_blocks`.
-        proposals: at a time, see `most_proposals`.
-    """
+    """A search of at most `most` blocks and `proposals` at a time, whose answers are checked."""
     if _own(controller):
         return search
     kind = _CheckedForesight if isinstance(search, Foresight) else _CheckedSearch
-    return kind(Answers("controller", controller), search, tree, most, proposals)
+    return kind(PluginCalls("controller", controller), search, tree, most, proposals)
 
 
 class _CheckedSearch:
     def __init__(
-        self, answers: Answers, search: Any, tree: ThoughtTree, most: int, proposals: int
+        self, answers: PluginCalls, search: Any, tree: ThoughtTree, most: int, proposals: int
     ) -> None:
         self._answers = answers
         self._search = search
@@ -346,12 +317,13 @@ class _CheckedSearch:
 
     def ask(self, room: int) -> list[Expansion]:
         """See `Search.ask`."""
-        found = self._answers.of("ask", lambda: self._search.ask(room))
-        if not isinstance(found, list | tuple) or not all(map(self._can_grow, found)):
-            wanted = f"Expansions of closed blocks of its tree with widths from 1 to {self._most}"
-            raise self._answers.wrong("ask", found, wanted)
-        proposed = sum(each.generate == "propose" for each in found)
-        if proposed > self._proposals:
+        found = self._answers.right(
+            "ask",
+            lambda: self._search.ask(room),
+            lambda asked: isinstance(asked, list | tuple) and all(map(self._can_grow, asked)),
+            f"Expansions of closed blocks of its tree with widths from 1 to {self._most}",
+        )
+        if sum(each.generate == "propose" for each in found) > self._proposals:
             wanted = f"at most {self._proposals} Expansions that propose (most_proposals)"
             raise self._answers.wrong("ask", found, wanted)
         return [dataclasses.replace(each, width=int(each.width)) for each in found]
@@ -363,9 +335,12 @@ class _CheckedSearch:
 
     def best(self) -> list[Node]:
         """See `Search.best`."""
-        found = self._answers.of("best", lambda: self._search.best())
-        if not isinstance(found, list | tuple) or not all(map(self._is_leaf, found)):
-            raise self._answers.wrong("best", found, "terminal blocks of its tree")
+        found = self._answers.right(
+            "best",
+            self._search.best,
+            lambda best: isinstance(best, list | tuple) and all(map(self._is_leaf, best)),
+            "terminal blocks of its tree",
+        )
         return list(found)
 
     def _can_grow(self, each: object) -> bool:
@@ -413,21 +388,26 @@ def inquiry_of(
     `verdict_of`."""
     if _own(verifier):
         return verifier.inquire(task, problem, candidates, encoder)
-    given = unchecked(task)
-    answers = Answers("verifier", verifier)
-    found = answers.of("inquire", lambda: verifier.inquire(given, problem, candidates, encoder))
+    answers, given = PluginCalls("verifier", verifier), unchecked(task)
+    found: Inquiry | None = answers.right(
+        "inquire",
+        lambda: verifier.inquire(given, problem, candidates, encoder),
+        lambda inquiry: inquiry is None or _are_questions(inquiry),
+        "an Inquiry with token ids after blocks",
+    )
     if found is None:
         return None
-    if not isinstance(found, Inquiry) or not _are_questions(found):
-        raise answers.wrong("inquire", found, "an Inquiry with token ids after blocks")
+    verdict = found.verdict
 
-    def verdict(logits: Tensor) -> Verdict:
-        return _checked_verdict(answers, "verdict", lambda: found.verdict(logits))
+    def checked(logits: Tensor) -> Verdict:
+        return _checked_verdict(answers, "verdict", lambda: verdict(logits))
 
-    return dataclasses.replace(found, verdict=verdict)
+    return dataclasses.replace(found, verdict=checked)
 
 
-def _are_questions(inquiry: Inquiry) -> bool:
+def _are_questions(inquiry: Any) -> bool:
+    if not isinstance(inquiry, Inquiry):
+        return False
     if not all(isinstance(each, list | tuple) for each in (inquiry.nodes, inquiry.questions)):
         return False
     return len(inquiry.nodes) == len(inquiry.questions) and all(
@@ -442,29 +422,30 @@ def _are_questions(inquiry: Inquiry) -> bool:
 def verdict_of(
     verifier: Verifier, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
 ) -> Verdict:
-    """A verifier's verdict; its values are neither counted nor checked for range here.
-
-    Args:
-        task: whose answers are checked; a plug-in gets the task itself.
-    """
+    """A verifier's verdict; its values are neither counted nor checked for range here. A plug-in
+    gets the task itself."""
     if _own(verifier):
         return verifier.verify(task, problem, candidates, engine)
     given = unchecked(task)
-    answers = Answers("verifier", verifier)
     return _checked_verdict(
-        answers, "verify", lambda: verifier.verify(given, problem, candidates, engine)
+        PluginCalls("verifier", verifier),
+        "verify",
+        lambda: verifier.verify(given, problem, candidates, engine),
     )
 
 
-def _checked_verdict(answers: Answers, member: str, call: Callable[[], Any]) -> Verdict:
-    found = answers.of(member, call)
-    right = isinstance(found, Verdict) and all(
-        isinstance(each, tuple | list) for each in (found.values, found.scores)
-    )
-    asked = found.asked if right else None
-    if not isinstance(asked, numbers.Integral) or int(asked) < 0:
-        raise answers.wrong(member, found, "a Verdict with a tuple of values")
-    gate = found.gate
-    if gate is not None and not isinstance(gate, Gate):
+def _checked_verdict(answers: PluginCalls, member: str, call: Callable[[], Any]) -> Verdict:
+    found = answers.right(member, call, _is_verdict, "a Verdict with a tuple of values")
+    if found.gate is not None and not isinstance(found.gate, Gate):
         raise answers.wrong(member, found, "a Verdict with a Gate or none")
-    return Verdict(tuple(found.values), int(asked), gate=gate, scores=tuple(found.scores))
+    scores = tuple(found.scores)
+    return Verdict(tuple(found.values), int(found.asked), gate=found.gate, scores=scores)
+
+
+def _is_verdict(found: Any) -> bool:
+    return (
+        isinstance(found, Verdict)
+        and all(isinstance(each, tuple | list) for each in (found.values, found.scores))
+        and isinstance(found.asked, numbers.Integral)
+        and int(found.asked) >= 0
+    )

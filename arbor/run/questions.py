@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,38 @@ def _derived(tokenizer: Any) -> QuestionTurn:
     return QuestionTurn(tokenizer, so_far + reasoned, before, after)
 
 
-class PlannedQuestions:
+class Words:
+    """Token ids of questions, as a verifier asks for them.
+
+    Args:
+        encode: of a continuation (no special tokens).
+        turn: how the model is asked in turns; None: in the text that it continues.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]], turn: QuestionTurn | None) -> None:
+        self._encode = encode
+        self._turn = turn
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a continuation (no special tokens).
+
+        Raises:
+            InputError: the text has half of a character.
+        """
+        refuse_surrogates(text, "the question to the model")
+        return list(self._encode(text))
+
+    def turn(self, message: str, answer: str = "") -> list[int] | None:
+        """See `TakesTurns`.
+
+        Raises:
+            InputError: the message has half of a character.
+        """
+        refuse_surrogates(message, "the question to the model")
+        return None if self._turn is None else self._turn.encode(message, answer)
+
+
+class PlannedQuestions(Words):
     """An `Asker` that explains a question longer than planned, where it does not fit.
 
     The plan of a search counts the task's question at no thoughts, or `max_question_tokens` where
@@ -130,40 +161,17 @@ class PlannedQuestions:
         task: the task's name.
         plan: of the search.
         context: positions of the model.
-        turn: how the model is asked in turns; None: in the text that it continues.
+        turn: as for `Words`.
     """
 
     def __init__(
-        self,
-        engine: Asker,
-        task: str,
-        plan: Plan,
-        context: int,
-        turn: QuestionTurn | None = None,
+        self, engine: Asker, task: str, plan: Plan, context: int, turn: QuestionTurn | None = None
     ) -> None:
+        super().__init__(engine.encode, turn)
         self._engine = engine
-        self._turn = turn
         self._task = task
         self._plan = plan
         self._context = context
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a continuation (no special tokens).
-
-        Raises:
-            InputError: the text has half of a character.
-        """
-        refuse_surrogates(text, "the question to the model")
-        return self._engine.encode(text)
-
-    def turn(self, message: str, answer: str = "") -> list[int] | None:
-        """See `TakesTurns`.
-
-        Raises:
-            InputError: the message has half of a character.
-        """
-        refuse_surrogates(message, "the question to the model")
-        return None if self._turn is None else self._turn.encode(message, answer)
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         """The model's next-token logits, see `Asker.ask`.

@@ -22,20 +22,17 @@ from arbor.errors import UsageError
 from arbor.events import Audited, Ended, Header, Listener, ReachedLimit
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.future_reads import FutureReads
-from arbor.run.callbacks import Broadcast
-from arbor.run.judged import Judged
-from arbor.run.limits import Limits, TokenLimit
+from arbor.run.limits import SessionLimits
+from arbor.run.listeners import Broadcast, RecordedEvents, TokenLimit
 from arbor.run.planning import (
     encode_problem,
     fitted,
     parse_problem,
     plan_search,
     prompt_of,
-    search_shape,
 )
-from arbor.run.plugin_answers import checked_task, path_answer, unchecked
+from arbor.run.plugin_answers import checked_task, most_blocks, path_answer, unchecked
 from arbor.run.questions import PlannedQuestions, question_turn
-from arbor.run.recording import Recording
 from arbor.run.request import Request
 from arbor.run.searches import Steps, completed
 from arbor.run.setup import Setup
@@ -56,11 +53,6 @@ class Run:
     """One search of one problem: its prompt, plan, header, listeners, trace and session.
 
     The problem goes down once, through `solve` to the session, and its solution comes back once.
-
-    Args:
-        setup: parts and settings, those of the solver.
-        problem: as a user types it, or parsed.
-        request: what this run asks for.
     """
 
     def __init__(self, setup: Setup, problem: str | Problem, request: Request) -> None:
@@ -121,7 +113,8 @@ class Run:
         self.verifier_pools = verifier_pools or {}
         self.pool_is_fixed = pool_is_fixed
         metrics, writer = MetricsFold(), self.request.writer()
-        recording = self._recording(writer)
+        most = self.setup.record_bytes
+        recording = RecordedEvents(most) if writer is None and most else None
         records = [each for each in (writer, recording) if each is not None]
         try:
             outcome = yield from self._search(engine, reads, metrics, records, listeners)
@@ -153,15 +146,7 @@ class Run:
             id=self.problem.id,
             task=self.task.name,
             problem=self.problem.text,
-            answer=None,
-            text="",
-            score=None,
-            correct=None,
             finish_reason=status,
-            path=(),
-            steps=(),
-            candidates=(),
-            metrics=Metrics(),
             seed=self.seed,
             config=self.config,
         )
@@ -184,10 +169,6 @@ class Run:
         """End the search after its current forward, or as soon as it begins.
 
         Safe from a signal handler or another thread.
-
-        Args:
-            status: how the run ends.
-            limit: the limit that ends it.
         """
         self._stopped, self._reached = status, limit
         session = self.session  # read once: the search may end meanwhile
@@ -219,7 +200,10 @@ class Run:
 
     @cached_property
     def _shape(self) -> SearchShape:
-        return search_shape(self.setup, self.problem, len(self.prompt))
+        """The search, as the models of verifiers plan it."""
+        controller, boundary = self.setup.controller, self.setup.boundary
+        most = most_blocks(controller, boundary.max_depth)
+        return SearchShape(self.task, self.problem, boundary, most, len(self.prompt))
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -274,14 +258,7 @@ class Run:
         boundary, words = setup.boundary, engine.tokenizer
         form = boundary.form
         with ExitStack() as verifiers:
-            limits = Limits(
-                boundary.max_depth,
-                setup.max_expansions,
-                request.max_tokens,
-                request.timeout,
-                request.first,
-                request.confidence,
-            )
+            limits = SessionLimits(boundary.max_depth, setup.max_expansions, **request.limits)
             by_policy = setup.mode == "lossy" and setup.policy.reads_values
             session = partial(
                 Session,
@@ -311,7 +288,7 @@ class Run:
                 ),
                 pool=self.pool,
                 aggregate=setup.aggregate,
-                judged=Judged(setup.verifier, setup.aggregate, limits, by_policy).of,
+                by_policy=by_policy,
                 opened=self._open_verifiers(emit, verifiers),
                 most=self.plan.most_held,
                 part=self._part,
@@ -351,12 +328,7 @@ class Run:
     def _open_verifiers(
         self, emit: Listener, until: ExitStack
     ) -> Mapping[Verifier, VerifierSearch]:
-        """This search in the models of verifiers that have their own.
-
-        Args:
-            emit: called with what they report.
-            until: closes them.
-        """
+        """This search in the models of verifiers that have their own."""
         opened: dict[Verifier, VerifierSearch] = {}
         for verifier, model in self.setup.verifier_models.items():
             plan = self.verifier_plans[verifier]
@@ -394,17 +366,12 @@ class Run:
 
     # After the search
 
-    def _recording(self, writer: TraceWriter | None) -> Recording | None:
-        """Keeps the events in memory; None with a trace, or where the solver keeps none."""
-        most = self.setup.record_bytes
-        return Recording(most) if writer is None and most else None
-
     def _solution(
         self,
         outcome: Outcome,
         metrics: Metrics,
         writer: TraceWriter | None,
-        recording: Recording | None,
+        recording: RecordedEvents | None,
     ) -> Solution:
         best, task, problem = outcome.best, self.task, self.problem
         path: list[Node] = [] if best is None else best.path

@@ -27,12 +27,7 @@ Steps = Generator[Awaited, None, Result]
 
 
 def completed(engine: Engine, steps: Steps[Result]) -> Result:
-    """The result of one search, run to its end.
-
-    Args:
-        engine: carries out its operations.
-        steps: the search.
-    """
+    """The result of one search, run to its end."""
     try:
         awaited = next(steps)
         while True:
@@ -49,7 +44,7 @@ def completed(engine: Engine, steps: Steps[Result]) -> Result:
 
 
 @dataclass(slots=True)
-class Search(Generic[Result]):
+class OneSearch(Generic[Result]):
     """One of many searches.
 
     Attributes:
@@ -72,14 +67,14 @@ class Search(Generic[Result]):
         return self.steps is None
 
     def go_on(self) -> None:
-        """Continue until it waits again, or to the end."""
-        assert self.steps is not None, "the search is over"
-        try:
-            self.awaited = next(self.steps)
-        except StopIteration as end:
-            self.steps, self.result = None, end.value
-        except Exception as error:
-            self.steps, self.error = None, error
+        """Continue until it has to wait, or to the end."""
+        while self.steps is not None and (self.awaited is None or self.awaited.done):
+            try:
+                self.awaited = next(self.steps)
+            except StopIteration as end:
+                self.steps, self.result = None, end.value
+            except Exception as error:
+                self.steps, self.error = None, error
 
     def close(self) -> None:
         """Give the search up."""
@@ -91,7 +86,7 @@ def as_completed(
     engine: Engine,
     searches: Iterable[Callable[[bool], Steps[Result] | None] | None],
     concurrency: int,
-) -> Iterator[Search[Result]]:
+) -> Iterator[OneSearch[Result]]:
     """Many searches in one engine, each when it is over.
 
     Every step of the engine serves all of them. An error in one leaves the others as they are. What
@@ -108,7 +103,7 @@ def as_completed(
     waiting: deque[tuple[int, Callable[[bool], Steps[Result] | None]]] = deque()
     source = iter(searches)
     read = 0
-    running: list[Search[Result]] = []
+    running: list[OneSearch[Result]] = []
     more = True
     try:
         while True:
@@ -128,14 +123,14 @@ def as_completed(
                     steps = begin(not running)
                 except Exception as error:
                     waiting.popleft()
-                    yield Search(place, None, error=error)
+                    yield OneSearch(place, None, error=error)
                     continue
                 if steps is None:
                     if not running:
                         return
                     break
                 waiting.popleft()
-                running.append(Search(place, steps))
+                running.append(OneSearch(place, steps))
                 running[-1].go_on()
             if not running:
                 if not more:
@@ -143,8 +138,7 @@ def as_completed(
                 continue
             over = []
             for search in running:
-                while not search.done and (search.awaited is None or search.awaited.done):
-                    search.go_on()
+                search.go_on()
                 if search.done:
                     over.append(search)
             running = [search for search in running if not search.done]
@@ -157,11 +151,7 @@ def as_completed(
 
 
 def in_order(results: Iterable[tuple[int, Result]]) -> Iterator[tuple[int, Result]]:
-    """(place, result) of each job in the order of the places, which are all of 0, 1, 2 and so on.
-
-    Args:
-        results: in any order.
-    """
+    """(place, result) of each job in the order of the places: 0, 1, 2 and so on."""
     early: dict[int, Result] = {}
     turn = 0
     for place, result in results:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Literal
+from functools import cache, partial
+from typing import Any, Literal
 
 from arbor.aggregate.base import Aggregate, AnswerVotes
 from arbor.aggregate.best import Best
@@ -20,7 +19,6 @@ from arbor.engine.operation import Growing, Growth
 from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
 from arbor.events import (
     Answered,
-    Detail,
     Event,
     Opened,
     Pruned,
@@ -30,14 +28,11 @@ from arbor.events import (
     Transition,
 )
 from arbor.registry import name_of
-from arbor.retention.future_reads import FutureReads
 from arbor.run.answers import AnswerGroups, compares_answers, confidence, ranked
-from arbor.run.early_questions import SomeEnded
-from arbor.run.judged import Judged
-from arbor.run.limits import Limits
-from arbor.run.overlap import AnyEnded, Grown, Overlapping, due
+from arbor.run.expansions import AnyEnded, Grown, Overlapping, Proposals, due
+from arbor.run.limits import SessionLimits
 from arbor.run.plugin_answers import (
-    Answers,
+    PluginCalls,
     checked_search,
     checked_task,
     most_blocks,
@@ -45,10 +40,9 @@ from arbor.run.plugin_answers import (
     path_answer,
     proposing,
 )
-from arbor.run.proposals import Proposals
 from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
-from arbor.run.verification import Verification
+from arbor.run.verification import Judged, SomeEnded, Valuation
 from arbor.tasks.base import Grade, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
 from arbor.verifiers.base import (
@@ -96,23 +90,18 @@ class Session:
     """The search loop of one run, and the state it needs.
 
     Args:
-        engine: with the model.
-        task, problem: what is solved.
-        controller, verifier: how.
         growth: seed, sampling and boundary of the blocks.
         limits: when to end early.
         slots: the KV budget, tokens.
         emit: called with every event.
-        detail: how closely events follow decoding.
-        reads: of a recorded run of the same search, for policies that need one.
-        questions: checks the verifier's questions against the plan; by default the engine answers
-            any.
-        pool: the budget of all searches of the engine, tokens; by default `slots`.
         aggregate: chooses the answer among those of the finished paths.
         judged: which blocks are valued; by default those whose values are read.
+        by_policy: the policy reads values too, see `Judged`.
+        questions: checks the verifier's questions against the plan; by default the engine answers
+            any.
         opened: this search in the models of verifiers that have their own.
         compares: the prompt is compared with earlier ones where the engine shares similar ones.
-        most, part, least: see `Engine.open`.
+        opening: how the tree is opened, see `Engine.open`.
     """
 
     def __init__(
@@ -123,21 +112,17 @@ class Session:
         controller: Controller,
         verifier: Verifier,
         growth: Growth,
-        limits: Limits,
+        limits: SessionLimits,
         slots: int,
         emit: Callable[[Event], None],
         *,
-        detail: Detail = "events",
-        reads: FutureReads | None = None,
-        questions: PlannedQuestions | None = None,
-        pool: int | None = None,
         aggregate: Aggregate | None = None,
         judged: Callable[[Search, ThoughtTree, Sequence[Node]], list[Node]] | None = None,
+        by_policy: bool = False,
+        questions: PlannedQuestions | None = None,
         opened: Mapping[Verifier, VerifierSearch] | None = None,
         compares: bool = True,
-        most: int | None = None,
-        part: Fraction | None = None,
-        least: int = 0,
+        **opening: Any,
     ) -> None:
         self.engine = engine
         self.task = checked_task(task)
@@ -146,24 +131,18 @@ class Session:
         self.verifier = verifier
         self.growth = growth
         self.limits = limits
-        self.slots = slots
         self.emit = emit
-        self.detail = detail
-        self.reads = reads
-        self.pool = pool
-        self.most = most
-        self.part = part
-        self.least = least
         self.aggregate = aggregate or Best()
         self._groups = AnswerGroups(self.task, problem, compares=compares_answers(self.aggregate))
-        self.judged = judged or Judged(verifier, self.aggregate, limits).of
-        self.verification = Verification(
+        self.judged = judged or Judged(verifier, self.aggregate, limits, by_policy).of
+        self.verification = Valuation(
             engine, self.task, problem, verifier, questions, opened or {}, emit
         )
         self.compares = compares
         able = proposing(task)
         self.proposals = None if able is None else Proposals(engine, able, problem, growth)
         self.substituted: OtherPrompt | None = None  # that was read instead
+        self._opening = {"slots": slots, **opening}
         self._expanded = 0
         self._blocks = self._tokens = 0  # closed blocks that were reported, and their tokens
         self._running: tuple[Node, ...] = ()
@@ -197,8 +176,8 @@ class Session:
                 In the middle of a search the expansions in progress are given up, the best answer
                 so far is emitted, and the error's data hold it.
         """
-        if self.limits.timeout_s is not None:
-            self._deadline = time.monotonic() + self.limits.timeout_s
+        if self.limits.timeout is not None:
+            self._deadline = time.monotonic() + self.limits.timeout
         tree = ThoughtTree(prompt, text)
         try:
             self._open(tree)
@@ -214,26 +193,16 @@ class Session:
     def _open(self, tree: ThoughtTree) -> None:
         self.engine.open(
             tree,
-            self.slots,
             emit=self.emit,
-            detail=self.detail,
             outlook=lambda: self._outlook(tree),
             interrupted=self._over,
-            reads=self.reads,
-            pool=self.pool,
-            part=self.part,
-            least=self.least,
-            most=self.most,
+            **self._opening,
         )
 
     def stop(self, status: Status, limit: ReachedLimit | None = None) -> None:
         """End after the decode step or the verification in progress, with the best answer so far.
 
         Safe from a signal handler.
-
-        Args:
-            status: how the run ends.
-            limit: the limit that ends it.
         """
         if self._stopped is None:
             self._stopped, self._reached = status, limit
@@ -264,7 +233,7 @@ class Session:
 
     def _start(self, tree: ThoughtTree) -> Search:
         depth = self.limits.max_depth
-        search = Answers("controller", self.controller).of(
+        search = PluginCalls("controller", self.controller).of(
             "start", lambda: self.controller.start(tree, depth)
         )
         if not isinstance(search, Search):
@@ -280,7 +249,8 @@ class Session:
 
     def _rounds(self, tree: ThoughtTree, search: Search) -> Steps[None]:
         """Ask, grow everything, verify, tell; and again."""
-        while not self._over() and (expansions := self._allowed(search.ask(self._room(tree)))):
+        room = partial(self.engine.room, self.growth.stop.max_tokens, tree)
+        while not self._over() and (expansions := self._allowed(search.ask(room()))):
             self._round_start, self._verified = len(tree), False
             children = yield from self._grow(tree, expansions)
             self._count(children)
@@ -350,9 +320,6 @@ class Session:
         return children, asked
 
     # One round
-
-    def _room(self, tree: ThoughtTree) -> int:
-        return self.engine.room(self.growth.stop.max_tokens, tree)
 
     def _seconds_left(self) -> float:
         """Until the limit of time; infinite without one."""
@@ -429,11 +396,7 @@ class Session:
         return allowed
 
     def _grow(self, tree: ThoughtTree, expansions: list[Expansion]) -> Steps[list[Node]]:
-        """Decode the children of all chosen leaves, each to its boundary.
-
-        Returns:
-            The finished ones.
-        """
+        """Decode the children of all chosen leaves, each to its boundary, if nothing interrupts."""
         self._announce(tree, expansions)
         grown, questions = yield from self._new_blocks(
             tree, expansions, meanwhile=self._asking_early
@@ -448,17 +411,12 @@ class Session:
         counts: bool = True,
         meanwhile: Callable[[ThoughtTree, Growing], Steps[None]] | None = None,
     ) -> Steps[tuple[list[Node], list[Node]]]:
-        """The children of leaves, sampled or proposed; the questions for proposals are given up
-        when their thoughts grow.
+        """The children of leaves, sampled or proposed, those that an interruption gave up included;
+        and the questions for proposals, which are given up when their thoughts grow.
 
         Args:
-            tree: of the search.
-            expansions: at least one.
             counts: as for `Engine.begin_grow`.
             meanwhile: what is done while sampled children grow.
-
-        Returns:
-            the children, those that an interruption gave up included; and the questions.
         """
         sampled = [(each.leaf, each.width) for each in expansions if each.generate == "sample"]
         asking = [each for each in expansions if each.generate == "propose"]
@@ -505,13 +463,7 @@ class Session:
     def _announce(
         self, tree: ThoughtTree, expansions: Sequence[Expansion], growing: Sequence[Node] = ()
     ) -> None:
-        """Emit which leaves were chosen, and which grow now.
-
-        Args:
-            tree: of the search.
-            expansions: chosen.
-            growing: leaves in progress.
-        """
+        """Emit which leaves were chosen, and which grow now."""
         self.emit(Selected(tuple((e.leaf.id, e.width) for e in expansions)))
         leaves = (*growing, *(expansion.leaf for expansion in expansions))
         logger.debug("%d blocks, %d leaves grow", len(tree), len(leaves))
@@ -597,7 +549,8 @@ class Session:
         if votes:
             best = tree[votes[0].paths[0]]
             answer, guessed = path_answer(self.task, self.problem, best)
-        grade = self._grade(answer)
+        known = self.problem.expected is not None
+        grade = self.task.grade(self.problem, answer) if known else None
         correct = None if grade is None else grade.correct
         # without an answer, the paths that were cut may have been on their way to one
         cut = [path.cut for path in ([best] if best is not None and votes else finished)]
@@ -614,25 +567,20 @@ class Session:
             )
         )
         return Outcome(
-            tree,
-            status,
-            tuple(finished),
-            best,
-            answer,
-            correct,
-            guessed,
-            votes,
-            grade,
-            self._reached,
+            tree=tree,
+            status=status,
+            finished=tuple(finished),
+            best=best,
+            answer=answer,
+            correct=correct,
+            guessed=guessed,
+            votes=votes,
+            grade=grade,
+            limit=self._reached,
         )
 
-    def _grade(self, answer: str | None) -> Grade | None:
-        if self.problem.expected is None:
-            return None
-        return self.task.grade(self.problem, answer)
 
-
-@functools.cache
+@cache
 def _warn_of_equals(controller: str) -> None:
     """Say once in a process that all thoughts of a leaf are the same."""
     logger.warning(

@@ -12,25 +12,78 @@ from arbor import components, registry
 from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget
 from arbor.controllers.base import Controller
-from arbor.engine.hooks import BranchStopSettings, ScoreSettings
+from arbor.engine.hooks import HookSettings
 from arbor.engine.mode_names import default_policy, have_own_budgets
 from arbor.errors import UsageError
 from arbor.events import Listener
 from arbor.model.fetch_costs import FetchSettings
 from arbor.model.level_rule import LevelSettings
 from arbor.model.sampling_params import Sampling
-from arbor.retention.base import CalibratedScorer
+from arbor.retention.base import Allocator, CalibratedScorer, Scorer
 from arbor.retention.policy import Policy
-from arbor.run.boundary import BoundarySettings
-from arbor.run.breadth import with_breadth
-from arbor.run.component_checks import resolve_component
-from arbor.run.keep_kv import KeepKVSettings
-from arbor.run.limits import check_destroying, check_granularity, check_packing
-from arbor.run.recording import MOST_BYTES
-from arbor.run.tier_sizes import TierSettings
-from arbor.support.setting import checked_values, refuse_unknown, setting, settings_of
+from arbor.run.limits import BoundarySettings
+from arbor.run.listeners import MOST_BYTES
+from arbor.run.tiers import TierSettings
+from arbor.support.setting import (
+    checked_values,
+    refuse_unknown,
+    setting,
+    settings_of,
+)
 from arbor.tasks.base import Task
+from arbor.tasks.worded import Worded
 from arbor.verifiers.base import Verifier
+
+
+def resolve_component(kind: str, given: Any, protocol: type[Any]) -> Any:
+    """A component with every member that its kind needs.
+
+    Args:
+        kind: as in `components.build`.
+        given: a name, a table of settings, a class or a ready component; for a policy also an
+            allocator, which becomes `Policy(allocator)`.
+        protocol: the members needed; for a policy the class `Policy`.
+
+    Raises:
+        UsageError: a member is missing; names it.
+    """
+    built = components.build(kind, given)
+    if protocol is Policy:
+        if isinstance(built, Allocator):
+            built = Policy(built)
+        wrong = "" if isinstance(built, Policy) else "is not an arbor.retention.policy.Policy"
+        if isinstance(built, Scorer):
+            wrong += f" but a scorer: write Policy(allocator, {type(built).__name__}(…))"
+        parts = () if wrong else ((built.allocator, Allocator), (built.scorer, Scorer))
+        missing = [name for part, wanted in parts for name in missing_members(part, wanted)]
+    else:
+        wrong, missing = "", missing_members(built, protocol)
+    if missing:
+        wrong = f"has no {' and no '.join(repr(name) for name in missing)}"
+    if wrong:
+        name = components.spec_of(built)["name"]
+        raise UsageError(
+            "component-incomplete",
+            f"'{name}' cannot be the {kind}: it {wrong}.",
+            f"docs/{kind}.md has a complete example.",
+            kind=kind,
+            lacking=missing,
+        )
+    return built
+
+
+def missing_members(component: Any, protocol: type[Any]) -> list[str]:
+    """Public names of a protocol that a component does not have."""
+    wanted = {**vars(protocol), **getattr(protocol, "__annotations__", {})}
+    return [name for name in wanted if not name.startswith("_") and not _has(component, name)]
+
+
+def _has(component: Any, name: str) -> bool:
+    try:
+        return hasattr(component, name)
+    except Exception:  # a property that fails, which its use reports
+        return True
+
 
 CONCURRENCY = 8  # searches in progress at a time by default: docs/experiments/server.md
 
@@ -53,10 +106,6 @@ def _sampling(given: Sampling | Mapping[str, Any]) -> Sampling | Mapping[str, An
 def sampling_with(given: Mapping[str, Any], usual: Sampling | None = None) -> Sampling:
     """Sampling with some settings changed.
 
-    Args:
-        given: by name.
-        usual: the other settings.
-
     Raises:
         UsageError: an unknown setting, or an invalid value.
     """
@@ -65,7 +114,7 @@ def sampling_with(given: Mapping[str, Any], usual: Sampling | None = None) -> Sa
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSettings:
+class SolverSettings:
     """What is searched, by which parts, and how much KV it keeps.
 
     Attributes:
@@ -100,6 +149,7 @@ class SearchSettings:
         read=_component("task", Task),
         recorded="always",
         names="task",
+        requested=True,
     )
     controller: Controller = setting(
         "tot",
@@ -109,6 +159,7 @@ class SearchSettings:
         read=_component("controller", Controller),
         recorded="always",
         names="controller",
+        requested=True,
     )
     verifier: Verifier = setting(
         "self",
@@ -117,6 +168,7 @@ class SearchSettings:
         read=_component("verifier", Verifier),
         recorded="always",
         names="verifier",
+        requested=True,
     )
     aggregate: Aggregate = setting(
         "best",
@@ -124,6 +176,7 @@ class SearchSettings:
         metavar="NAME",
         read=_component("aggregate", Aggregate),
         names="aggregate",
+        requested=True,
     )
     budget: Budget = setting(
         "full",
@@ -133,6 +186,7 @@ class SearchSettings:
         metavar="X",
         read=Budget.parse,
         recorded="always",
+        requested=True,
     )
     policy: Policy = setting(
         None,
@@ -161,7 +215,13 @@ class SearchSettings:
         recorded="always",
     )
     max_expansions: int | None = setting(
-        None, "Most leaves to grow.", heading="Limits", shown="set", least=1, recorded="always"
+        None,
+        "Most leaves to grow.",
+        heading="Limits",
+        shown="set",
+        least=1,
+        recorded="always",
+        requested=True,
     )
     threads: int | None = setting(
         None,
@@ -182,14 +242,12 @@ class SearchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(
-    KeepKVSettings,
-    BranchStopSettings,
+    HookSettings,
     LevelSettings,
     FetchSettings,
-    ScoreSettings,
     TierSettings,
     BoundarySettings,
-    SearchSettings,
+    SolverSettings,
 ):
     """Every setting of a solver, checked; `Solver` and the command line take them by name."""
 
@@ -226,17 +284,24 @@ class Settings(
         self.check_modes()
         if isinstance(self.policy.scorer, CalibratedScorer):
             self.policy.scorer.check_file()
-        check_destroying(self.policy, self.mode, str(self.rehydrate))
         self.check_tiers()
-        check_granularity(self.policy, self.mode, staged=self.staged)
-        check_packing(self.policy, self.host_bits, self.staged)
-        if self.kept_prompts is not None and self.staged:
+        policy = self.policy
+        check_granularity(policy, self.mode, staged=self.staged)
+        if policy.destroys and (self.mode != "lossy" or self.rehydrate != "off"):
             raise UsageError(
-                "staging",
-                "a prompt that is loaded from keep_kv has to fit on the device as a whole.",
-                "Leave out staging, or keep_kv.",
+                "mode",
+                f"the policy '{policy.name}' destroys tokens (the last tier of the memory "
+                "hierarchy), and what has left is computed again in this mode.",
+                "Take mode=lossy without rehydrate, or another policy.",
             )
-        self.check_branch_stop()
+        if policy.packs and (self.host_bits is None or not self.staged):
+            raise UsageError(
+                "host-bits",
+                f"the policy '{policy.name}' packs tokens (packed), and no tier has few bits and is "
+                "read where it is.",
+                "Give host, host_bits=8 and staging too, or leave out packed.",
+            )
+        self.check_hooks()
 
     @property
     def own_budgets(self) -> bool:
@@ -257,9 +322,32 @@ class Settings(
             if each.about.recorded == "never"
         }
         return {
-            name: Path(value).absolute() if name in ("disk_dir", "keep_kv") and value else value
+            name: value.absolute() if isinstance(value, Path) else value
             for name, value in found.items()
         }
+
+
+def check_granularity(policy: Policy, mode: str, *, staged: bool = False) -> None:
+    """Refuses KV heads with tokens of their own where tokens have to come back one by one, or are
+    read in host memory (`staged`).
+
+    Raises:
+        UsageError: these settings contradict each other.
+    """
+    if policy.by_head and mode != "lossy":
+        raise UsageError(
+            "granularity",
+            "granularity=head: a slot that is kept holds another token in each KV head, and lossless "
+            "mode keeps exact KV.",
+            f"Take mode=lossy, or {policy.by_token}.",
+        )
+    if policy.by_head and staged:
+        raise UsageError(
+            "granularity",
+            "granularity=head: records in host memory hold whole tokens, and with staging attention "
+            "reads them there.",
+            f"Leave out staging, or take {policy.by_token}.",
+        )
 
 
 def recorded(settings: Settings) -> dict[str, Any]:
@@ -280,3 +368,36 @@ def recorded(settings: Settings) -> dict[str, Any]:
             plain = value is None or isinstance(value, str | int | float)
             found[name] = value if plain else str(value)
     return found
+
+
+# by name of a controller: what ends in minutes on two cores with 1.5 billion parameters
+NARROW: Mapping[str, Mapping[str, int]] = {
+    "tot": {"beam": 2, "width": 3, "max_visited": 24},
+    "beam": {"beam_size": 2, "width": 3},
+    "dvts": {"subtrees": 2, "width": 3},
+    "rebase": {"width": 6},
+    "ets": {"width": 6},
+    "best-first": {"width": 3, "expansions": 8},
+    "dpts": {"width": 3, "max_visited": 24},
+    "mcts": {"width": 3, "simulations": 8},
+    "rap": {"width": 3, "simulations": 8},
+    "rstar": {"width": 3, "simulations": 8},
+    "rest-mcts": {"width": 3, "simulations": 8},
+    "ab-mcts": {"thoughts": 24},
+}
+
+
+def with_breadth(controller: Any, task: Task) -> Any:
+    """A controller as a user names it, with the breadth that the task's searches have by default.
+
+    Settings that are given stay; a ready controller is left as it is.
+    """
+    if not isinstance(task, Worded):
+        return controller
+    if isinstance(controller, str):
+        name, given = components.split_spec(controller)
+    elif isinstance(controller, Mapping):
+        name, given = str(controller.get("name")), dict(controller)
+    else:
+        return controller
+    return {**NARROW.get(name, {}), **given, "name": name}

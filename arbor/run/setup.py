@@ -65,7 +65,7 @@ class Setup(Settings):
             if isinstance(part, OwnsModel)
         }
         source = checkpoint.source
-        if settings.kept_prompts is not None and not source.path:
+        if settings.keep_kv is not None and not source.path:
             raise UsageError(
                 "keep-kv",
                 "no files identify the weights of a ready model.",

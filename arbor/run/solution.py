@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
+from arbor import components
 from arbor.aggregate.base import AnswerVotes
 from arbor.errors import ArborError, UsageError
 from arbor.events import ReachedLimit
 from arbor.metrics import Metrics
-from arbor.run.recording import Recording
-from arbor.support.graph import Vertex, search_graph
-from arbor.support.texts import one_line
-from arbor.support.units import human_bytes
+from arbor.run.listeners import RecordedEvents
+from arbor.support.texts import human_bytes, one_line
 from arbor.tasks.base import Grade, Problem
 from arbor.tasks.splits import content_id
 from arbor.trace.fold import Replay
@@ -70,7 +69,7 @@ class Candidate:
     cut: bool = False
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Solution:
     """The result of a search; JSON-able, no tensors, no live nodes.
 
@@ -104,15 +103,15 @@ class Solution:
     id: str
     task: str
     problem: str
-    answer: str | None
-    text: str
-    score: float | None
-    correct: bool | None
+    answer: str | None = None
+    text: str = ""
+    score: float | None = None
+    correct: bool | None = None
     finish_reason: Status | Literal["error"]
-    path: tuple[int, ...]
-    steps: tuple[Step, ...]
-    candidates: tuple[Candidate, ...]
-    metrics: Metrics
+    path: tuple[int, ...] = ()
+    steps: tuple[Step, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    metrics: Metrics = field(default_factory=Metrics)
     seed: int
     config: Mapping[str, Any]
     trace_path: str | None = None
@@ -120,7 +119,7 @@ class Solution:
     grade: Grade | None = None
     error: Mapping[str, Any] | None = None
     schema: str = SOLUTION_SCHEMA
-    recording: Recording | None = field(default=None, compare=False)
+    recording: RecordedEvents | None = field(default=None, compare=False)
     votes: tuple[AnswerVotes, ...] = ()
     limit: ReachedLimit | None = None
 
@@ -151,19 +150,9 @@ class Solution:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, JSON-able."""
-        fields = [f.name for f in dataclasses.fields(self) if f.name != "recording"]
-        data = {name: getattr(self, name) for name in fields}
-        data["path"] = list(self.path)
-        data["steps"] = [dataclasses.asdict(step) for step in self.steps]
-        data["candidates"] = [dataclasses.asdict(candidate) for candidate in self.candidates]
-        data["votes"] = [
-            {**dataclasses.asdict(each), "paths": list(each.paths)} for each in self.votes
-        ]
-        data["metrics"] = self.metrics.to_dict()
-        data["config"] = dict(self.config)
-        data["grade"] = None if self.grade is None else dataclasses.asdict(self.grade)
-        data["error"] = None if self.error is None else dict(self.error)
-        return {"schema": data.pop("schema"), **data}
+        names = [each.name for each in dataclasses.fields(self) if each.name != "recording"]
+        data = {name: components.jsonable(getattr(self, name)) for name in names}
+        return {"schema": data.pop("schema"), **data, "metrics": self.metrics.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -202,9 +191,6 @@ class Solution:
             graph = solution.to_networkx()
             networkx.shortest_path(graph, 0, solution.path[-1])
 
-        `ThoughtTree.to_networkx` gives the same graph of the live tree (``solver.engine.tree``)
-        until the next search; docs/python.md has examples.
-
         Returns:
             Nodes are block ids (the root is 0) with the attributes text, value in [0, 1], state
             (``open``, ``closed``, ``terminal`` or ``pruned``) and tokens.
@@ -213,17 +199,15 @@ class Solution:
             UsageError: no trace was written, and the events were not kept.
             TraceError: the trace cannot be read.
         """
-        return search_graph(
-            Vertex(
-                block.id,
-                block.parent,
-                block.text,
-                block.value,
-                block.state.value,
-                block.tokens,
-            )
-            for block in self.replay().blocks.values()
-        )
+        import networkx  # here: slow to import, and seldom needed
+
+        graph = networkx.DiGraph()
+        for each in self.replay().blocks.values():
+            named = {"value": each.value, "state": each.state.value, "tokens": each.tokens}
+            graph.add_node(each.id, text=each.text, **named)
+            if each.parent is not None:
+                graph.add_edge(each.parent, each.id)
+        return graph
 
     def to_pandas(self) -> pandas.DataFrame:
         """The whole search as a table, a row for every block.
@@ -324,7 +308,7 @@ class Solution:
         """Whether the search can be replayed."""
         return self.trace_path is not None or (self.recording is not None and self.recording.whole)
 
-    def _events(self) -> Recording:
+    def _events(self) -> RecordedEvents:
         """The events in memory.
 
         Raises:
@@ -379,15 +363,8 @@ def failed_solution(
         id=identity,
         task=task,
         problem=text,
-        answer=None,
-        text="",
         score=0.0,
-        correct=None,
         finish_reason="error",
-        path=(),
-        steps=(),
-        candidates=(),
-        metrics=Metrics(),
         seed=seed,
         config=config,
         error=error.to_dict(),

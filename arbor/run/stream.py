@@ -1,19 +1,151 @@
-"""SearchStream: a search in progress, event by event."""
+"""SearchStream: a search in a background thread, event by event; SearchJob: its other end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
+import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from arbor.events import Event
-from arbor.run.job import SearchJob
+from arbor.run.run import Run
 from arbor.run.solution import Solution
 
 if TYPE_CHECKING:
     from arbor.run.session import Status
+
+
+class SearchJob:
+    """A search for a worker to carry out, with its events and its end.
+
+    It is taken once: by the worker, which searches, or by `stop`, after which it never begins. No
+    method holds a lock while it changes anything, so that `stop` is safe in a signal handler.
+
+    Args:
+        run: the search.
+        keeps_events: for a reader; else they are dropped, and only the end is kept.
+
+    Attributes:
+        events: those not read yet; None after the last.
+        ended: the search is over.
+        abandoned: nobody waits for its solution any more; the worker gives it up.
+    """
+
+    def __init__(self, run: Run, *, keeps_events: bool = True) -> None:
+        self.run = run
+        self._keeps_events = keeps_events
+        self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.ended = False
+        self.abandoned = False
+        self._right_to_begin = deque([None])  # whose `pop` succeeds once
+        self._end = threading.Lock()  # held until the end
+        self._end.acquire()
+        self._at_news: deque[Callable[[], object]] = deque()
+        self._at_end: deque[Callable[[], object]] = deque()
+        self._solution: Solution | None = None
+        self._error: BaseException | None = None
+        self._given_up: Status | None = None  # before the search began
+
+    # For the worker
+
+    def take(self) -> bool:
+        """Take the job; False if it is taken already."""
+        try:
+            self._right_to_begin.pop()
+        except IndexError:
+            return False
+        return True
+
+    @property
+    def taken(self) -> bool:
+        """Whether the job is taken."""
+        return not self._right_to_begin
+
+    def emit(self, event: Event) -> None:
+        """Hand out an event of the search."""
+        if not self._keeps_events:
+            return
+        self.events.put(event)
+        _call_all(self._at_news)
+
+    def end(self, solution: Solution | None, error: BaseException | None = None) -> None:
+        """End the job, once: with the search's solution or the error that ended it; with neither
+        where it was given up."""
+        if solution is None and error is None and self._given_up is None:
+            self._given_up = "interrupted"
+        self._solution, self._error = solution, error
+        self.ended = True
+        self.events.put(None)
+        self._end.release()
+        _call_all(self._at_news)
+        _call_all(self._at_end)
+
+    # For its readers
+
+    def stop(self, status: Status) -> None:
+        """End the search after its current forward; at once if it has not begun."""
+        if self.take():
+            self._given_up = status
+            self.end(None)
+        else:
+            self.run.stop(status)
+
+    def abandon(self) -> None:
+        """Give the search up between two steps of the engine, and its KV with it; at once if it has
+        not begun. Its solution is that of a search that never began."""
+        if self.take():
+            self._given_up = "interrupted"
+            self.end(None)
+        else:
+            self.abandoned = True
+
+    def at_news(self, call: Callable[[], object]) -> None:
+        """Call once, in the worker's thread, at the next event or the end; now if there is one."""
+        self._at_news.append(call)
+        if not self.events.empty():
+            _call_all(self._at_news)
+
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Call once, in the worker's thread, at the end; now if it has come."""
+        self._at_end.append(call)
+        if self.ended:
+            _call_all(self._at_end)
+
+    def wait(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            BaseException: the error that ended the search.
+        """
+        with self._end:
+            pass
+        if self._error is not None:
+            raise self._error
+
+    def solution(self) -> Solution:
+        """The solution; waits for the end.
+
+        Raises:
+            BaseException: the error that ended the search.
+        """
+        self.wait()
+        if self._given_up is not None:
+            return self.run.unsearched(self._given_up)
+        assert self._solution is not None, "a search ends with a solution or an error"
+        return self._solution
+
+
+def _call_all(calls: deque[Callable[[], object]]) -> None:
+    """Call each once, whichever thread comes first."""
+    while calls:
+        try:
+            call = calls.popleft()
+        except IndexError:  # another thread took it
+            return
+        call()
 
 
 class SearchStream:
@@ -73,12 +205,7 @@ class SearchStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def wait(self) -> Solution:

@@ -1,21 +1,26 @@
-"""Worker: one background thread that carries out the searches of a solver's streams together."""
+"""SearchWorker: one background thread for the searches of a solver, or of a `SharedEngine`."""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from arbor.run.batch import Pool
-from arbor.run.job import SearchJob
+from arbor.errors import UsageError
+from arbor.run.batch import FixedPool, Pool
+from arbor.run.request import Options, Request
 from arbor.run.run import Run
-from arbor.run.searches import Search
+from arbor.run.searches import OneSearch
+from arbor.run.setup import Setup
 from arbor.run.solution import Solution
+from arbor.run.stream import SearchJob
+from arbor.tasks.base import Problem
 
 if TYPE_CHECKING:
     from arbor.engine.engine import Engine
@@ -26,7 +31,7 @@ logger = logging.getLogger(__name__)
 EXIT_S = 2.0  # longest wait for the current forward when the interpreter exits
 
 
-class Worker:
+class SearchWorker:
     """One background thread that carries out the searches of a solver's streams together.
 
     The thread is started when there is work and ends when there is none. Every step of the engine
@@ -46,7 +51,7 @@ class Worker:
     def __init__(
         self,
         at_once: int,
-        lend: Callable[[Worker], AbstractContextManager[Engine]],
+        lend: Callable[[SearchWorker], AbstractContextManager[Engine]],
         contended: Callable[[], bool],
         pool: Pool | None = None,
     ) -> None:
@@ -56,7 +61,7 @@ class Worker:
         self._lock = threading.Lock()  # of the thread's beginning and end, and of what waits
         self._thread: threading.Thread | None = None
         self._waiting: deque[SearchJob] = deque()
-        self._going: list[tuple[Search[Solution], SearchJob]] = []
+        self._going: list[tuple[OneSearch[Solution], SearchJob]] = []
         self._keeps_last = pool is None  # a lone search's tree, for its user
         self._pool = Pool() if pool is None else pool
 
@@ -157,12 +162,7 @@ class Worker:
                 job.end(None, error)
 
     def _search(self, engine: Engine, last: list[Callable[[], None]]) -> None:
-        """Search until nothing is in progress and nothing may begin.
-
-        Args:
-            engine: loaded.
-            last: gets the ends of the last jobs, for when the engine was given back.
-        """
+        """Search until nothing is in progress and nothing may begin."""
         first = True
         try:
             while True:
@@ -232,7 +232,7 @@ class Worker:
                 verifier_pools=verifiers,
                 pool_is_fixed=self._pool.is_fixed,
             )
-            search = Search(0, steps)
+            search = OneSearch(0, steps)
             self._going.append((search, job))
         return True
 
@@ -245,14 +245,13 @@ class Worker:
         """Resume every search whose operation is done; the ends of those that are over, and of
         those that were abandoned, which are given up."""
         over: list[Callable[[], None]] = []
-        going: list[tuple[Search[Solution], SearchJob]] = []
+        going: list[tuple[OneSearch[Solution], SearchJob]] = []
         for search, job in self._going:
             if job.abandoned:
                 _close(search)
                 over.append(_ending(job, None, None))
                 continue
-            while not search.done and (search.awaited is None or search.awaited.done):
-                search.go_on()
+            search.go_on()
             if search.done:
                 over.append(_ending(job, search.result, search.error))
             else:
@@ -267,9 +266,114 @@ def _ending(
     return lambda: job.end(solution, error)
 
 
-def _close(search: Search[Solution]) -> None:
+def _close(search: OneSearch[Solution]) -> None:
     """Give a search up."""
     try:
         search.close()
     except Exception:
         logger.warning("a search failed while it was given up", exc_info=True)
+
+
+class SharedEngine:
+    """Searches with settings of their own that join one engine as they arrive.
+
+        shared = solver.shared(at_once=8, tokens=16384)
+        job = shared.begin(shared.prepare("4 5 6 10", {"seed": 3}, max_expansions=20))
+        job.solution()
+
+    A search joins between two steps of the engine, in the order of arrival, as soon as a place is
+    free; every step serves all that are in progress. With `tokens` the KV of all is fixed, and they
+    share it: a search that asks for less is planned for less, and in lossless mode may hold what
+    others leave free. Without, budgets are those of `Solver.as_completed`.
+    `SearchJob.stop` ends one with its best so far, `SearchJob.abandon` gives one up, and its KV
+    with it.
+
+    Args:
+        setup: the parts and settings of the solver, those of a search that changes none.
+        lend: the engine, loaded, for as long as searches are in progress.
+        contended: as for `SearchWorker`.
+        at_once: most searches in progress at a time.
+        tokens: of KV, for all of them; None: as many as their budgets need.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        lend: Callable[[SearchWorker], AbstractContextManager[Engine]],
+        contended: Callable[[], bool],
+        at_once: int,
+        tokens: int | None,
+    ) -> None:
+        self.setup = dataclasses.replace(setup, record_bytes=0)
+        self.tokens = tokens
+        pool = Pool() if tokens is None else FixedPool(tokens, at_once)
+        self._worker = SearchWorker(at_once, lend, contended, pool)
+
+    def prepare(
+        self, problem: str | Problem, options: Options | None = None, **changes: Any
+    ) -> Run:
+        """A search, checked and planned, that has not begun.
+
+        Args:
+            problem: as a user types it, or parsed.
+            options: the keyword arguments of `Solver.solve`.
+            changes: fields of `Setup` that replace the solver's; those of the engine (policy, mode,
+                sharing, tiers) stay.
+
+        Raises:
+            ArborError: an invalid setting, an unreadable problem, or one that needs more KV than
+                there is.
+            UsageError: a ratio of KV that is fixed.
+        """
+        asked = Options() if options is None else options
+        run = given = self._planned(problem, asked, changes)
+        if self.tokens is None:
+            return run
+        if run.plan.budget_tokens > self.tokens:
+            run = self._planned(problem, {**asked, "budget": f"{self.tokens}tok"}, changes)
+        if given.budget.unit == "ratio" and not given.budget.keeps_all:
+            amount = min(given.plan.room_tokens, self.tokens)
+            raise UsageError(
+                "budget-shared",
+                f"a budget of {given.budget} is a part of what its search holds, and searches share "
+                f"{self.tokens:,} tokens of KV here.",
+                f"Give an amount, as in {amount}tok, or leave it out.",
+            )
+        return run
+
+    def _planned(self, problem: str | Problem, options: Options, changes: dict[str, Any]) -> Run:
+        run = Run(dataclasses.replace(self.setup, **changes), problem, Request.of(options))
+        _ = run.plan
+        return run
+
+    def begin(self, run: Run) -> SearchJob:
+        """Let a prepared search join; its events and its end are the job's."""
+        from arbor.model.threads import keep_threads
+
+        keep_threads()
+        job = SearchJob(run)
+        self._worker.add(job)
+        self._worker.start()
+        return job
+
+    @property
+    def running(self) -> int:
+        """Number of searches in progress."""
+        return len(self._worker.running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of searches that have not begun."""
+        return self._worker.waiting
+
+    def stop(self, status: Status = "interrupted") -> None:
+        """End all searches after the current forward; those that wait never begin."""
+        self._worker.stop(status)
+
+
+def default_tokens(context: int, at_once: int, bytes_per_token: int, free_bytes: int) -> int:
+    """Tokens of KV by default: half of the free memory, and at most the model's context for every
+    request in progress.
+    """
+    most = context * at_once
+    return max(1, min(most, free_bytes // 2 // bytes_per_token)) if free_bytes else most

@@ -33,20 +33,12 @@ def cache_dir() -> Path:
 
 
 def description_file(identity: str) -> Path:
-    """The file with the description of a model on this machine, which may not exist.
-
-    Args:
-        identity: of the model and the dtype.
-    """
+    """The file with the description of a model on this machine, which may not exist."""
     return cache_dir() / "models" / f"{identity}.json"
 
 
 def tokenizer_file(content: str) -> Path:
-    """The file with a tokenizer, which may not exist.
-
-    Args:
-        content: digest of what it holds.
-    """
+    """The file with a tokenizer, which may not exist."""
     return cache_dir() / "tokenizers" / f"{content}.json"
 
 

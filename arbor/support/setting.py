@@ -40,6 +40,7 @@ class About:
         recorded: whether traces and configurations hold it: always, where it is not the default,
             or never.
         names: a kind of component whose names a shell completes.
+        requested: whether a request to a server may give it.
         also: short flags, as in ``-o``.
         kind: a type of click instead of that of the field.
     """
@@ -54,6 +55,7 @@ class About:
     read: Callable[[Any], Any] | None = None
     recorded: Recorded = "if_set"
     names: str = ""
+    requested: bool = False
     also: tuple[str, ...] = ()
     kind: Any = None
 

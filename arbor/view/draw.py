@@ -11,7 +11,7 @@ from rich.text import Text
 
 from arbor.events import Compared, Event, Evicted, Merged, Rehydrated, Shared
 from arbor.metrics import Metrics
-from arbor.support.units import counted, duration_text, human_bytes
+from arbor.support.texts import counted, duration_text, human_bytes
 from arbor.trace.fold import Block, Replay
 from arbor.tree import NodeState
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from arbor.events import Ended, Event, Rehydrated
 from arbor.metrics import Metrics
-from arbor.support.units import counted
+from arbor.support.texts import counted
 from arbor.trace.fold import Replay
 from arbor.view.draw import ASCII, UNICODE, Glyphs, draw, movement, time_left
 from arbor.view.redraw import Redraw

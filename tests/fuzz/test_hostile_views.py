@@ -26,7 +26,7 @@ from support.hostile import CHARACTERS, LONG, MARKUP, OBEYED, TERMINAL, hostile
 
 from arbor.events import Answered, Boundary, Event, Header, Opened, Terminal, Verified
 from arbor.metrics import Metrics
-from arbor.run.recording import Recording
+from arbor.run.listeners import RecordedEvents
 from arbor.run.solution import Candidate, Solution, Step
 from arbor.trace import TraceWriter
 from arbor.view import html_page, page_trace_of, read_page_trace
@@ -130,7 +130,7 @@ def test_a_page_has_its_own_elements_only_and_every_text_as_data(seed: int, tmp_
 
 def solution(text: str, events: Iterator[Event] | None = None) -> Solution:
     """A solution with one text wherever it has text of others."""
-    recording = Recording() if events is not None else None
+    recording = RecordedEvents() if events is not None else None
     for event in events or ():
         assert recording is not None
         recording(event)

@@ -18,7 +18,7 @@ from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import ModelSampler
 from arbor.events import Event, Header
 from arbor.model.sampling_params import Sampling
-from arbor.run.limits import Limits
+from arbor.run.limits import SessionLimits
 from arbor.run.session import Outcome, Session
 from arbor.tasks.base import Problem, Proposal
 from arbor.trace import Replay
@@ -138,7 +138,7 @@ def search(
     task: Listing | None = None,
     verifier: Verifier | None = None,
     slots: int = 4096,
-    limits: Limits | None = None,
+    limits: SessionLimits | None = None,
     heard: Callable[[Event, Session], None] = lambda event, session: None,
 ) -> Found:
     """A whole search from the prompt ``go:``."""
@@ -159,7 +159,7 @@ def search(
         controller,
         verifier or Exact(),
         Growth(3, Sampling(), StopRule(Letters(), boundary, (END,))),
-        limits or Limits(boundary.max_depth),
+        limits or SessionLimits(boundary.max_depth),
         slots,
         emit,
     )

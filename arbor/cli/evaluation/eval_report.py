@@ -30,7 +30,7 @@ from arbor.measure.evaluation.results import compare, is_right, results
 from arbor.measure.evaluation.run_timeline import from_page, run_timeline, timeline_key
 from arbor.measure.statistics import clopper_pearson
 from arbor.support.atomic_write import write_atomically
-from arbor.support.units import human_bytes
+from arbor.support.texts import human_bytes
 from arbor.trace.write import finite
 
 

@@ -30,8 +30,7 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from arbor.errors import ArborError, InputError, UsageError
 from arbor.events import Boundary, Opened
 from arbor.model.sampling_params import Sampling
-from arbor.run.boundary import limited
-from arbor.run.choices import Cost, PathTokens, PlainAnswers
+from arbor.run.choices import PathTokens, PlainAnswers, RunCost, TextStream, TextToken
 from arbor.run.conversation import (
     conversation_tokens,
     plain_decoding,
@@ -39,15 +38,14 @@ from arbor.run.conversation import (
     stepped_search,
     with_system,
 )
-from arbor.run.job import SearchJob
-from arbor.run.limits import check_count
+from arbor.run.limits import check_count, limited
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.request import Options
 from arbor.run.run import Run
 from arbor.run.settings import Settings
-from arbor.run.shared_engine import SharedEngine
 from arbor.run.solution import Solution
-from arbor.run.text_stream import TextStream, TextToken
+from arbor.run.stream import SearchJob
+from arbor.run.worker import SharedEngine
 from arbor.solver import Solver
 from arbor.support.setting import settings_of
 from arbor.support.texts import one_line
@@ -491,7 +489,7 @@ class _Completion:
 
 def _decoded(
     job: SearchJob, solution: Solution, planned: _Planned, decode: Any
-) -> tuple[list[_Completion], Cost]:
+) -> tuple[list[_Completion], RunCost]:
     """The choices of plain decoding."""
     asked = planned.asked
     answers = PlainAnswers(
@@ -521,10 +519,10 @@ def _decoded(
 
 def _searched(
     job: SearchJob, solution: Solution, planned: _Planned, decode: Any
-) -> tuple[list[_Completion], Cost]:
+) -> tuple[list[_Completion], RunCost]:
     """The choices of a search: its best path, then other finished ones."""
     asked = planned.asked
-    paths, cost = PathTokens(), Cost()
+    paths, cost = PathTokens(), RunCost()
     for event in _events(job):
         paths.feed(event)
         cost.count(event)

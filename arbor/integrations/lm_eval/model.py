@@ -22,11 +22,11 @@ from arbor.measure.evaluation.dataset import sample_seed
 from arbor.model.sampling_params import Sampling
 from arbor.run.choices import PathTokens
 from arbor.run.conversation import plain_decoding, stepped_search
-from arbor.run.job import SearchJob
 from arbor.run.limits import check_count
 from arbor.run.request import Options
 from arbor.run.run import Run
-from arbor.run.shared_engine import SharedEngine
+from arbor.run.stream import SearchJob
+from arbor.run.worker import SharedEngine
 from arbor.solver import Solver
 from arbor.tasks.plain_text import SteppedText, cut_at, plain_problem
 

@@ -11,7 +11,7 @@ from html import escape
 from arbor.events import Answered, Event, Header
 from arbor.integrations.server.public import PublicRecords
 from arbor.metrics import MetricsFold
-from arbor.run.recording import Recording
+from arbor.run.listeners import RecordedEvents
 from arbor.support.texts import clipped, one_line
 from arbor.view import html_page
 from arbor.view.page import PageTrace, list_style, shortened
@@ -75,7 +75,7 @@ class LiveSearch:
         self._source = source
         self._name = name
         self._metrics = MetricsFold()
-        self._recording = Recording(MOST_BYTES)
+        self._recording = RecordedEvents(MOST_BYTES)
         self._began_s: float | None = None
         self._ended_s: float | None = None
 

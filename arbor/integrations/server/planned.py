@@ -29,7 +29,7 @@ from arbor.model.sampling_params import Sampling
 from arbor.run.conversation import conversation_tokens, plain_decoding, problem_of, with_system
 from arbor.run.request import Options
 from arbor.run.run import Run
-from arbor.run.shared_engine import SharedEngine
+from arbor.run.worker import SharedEngine
 from arbor.support.texts import one_line
 from arbor.tasks.plain_text import plain_problem
 from arbor.tasks.step_format import StepFormat

@@ -14,8 +14,7 @@ from arbor.engine.text import BROKEN
 from arbor.integrations.server.planned import Planned
 from arbor.integrations.server.service import RunEnded
 from arbor.integrations.server.tool_calls import CallReader
-from arbor.run.choices import Cost, Delta
-from arbor.run.text_stream import TextToken
+from arbor.run.choices import Delta, RunCost, TextToken
 
 FINGERPRINT = f"arbor-{__version__}"
 DONE = b"data: [DONE]\n\n"
@@ -227,7 +226,7 @@ def _finish(finish: str | None, calls: Sequence[dict[str, Any]]) -> str | None:
     return "tool_calls" if calls and finish == "stop" else finish
 
 
-def usage(costs: Sequence[Cost]) -> dict[str, Any]:
+def usage(costs: Sequence[RunCost]) -> dict[str, Any]:
     """OpenAI's usage, with what arbor counts in addition."""
     prompt = sum(cost.prompt for cost in costs)
     generated = sum(cost.generated for cost in costs)

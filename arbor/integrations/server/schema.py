@@ -9,8 +9,13 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
+from arbor.events import Detail
+from arbor.run.limits import RunLimits
+from arbor.run.request import TraceDetail
+from arbor.run.settings import Settings
+from arbor.support.setting import Setting, settings_of
 from arbor.tasks.step_format import StepFormat
 
 MOST_MESSAGES = 1024
@@ -22,11 +27,10 @@ Tokens = Annotated[int, Field(ge=1)]  # any number: as many are generated as the
 Token = Annotated[int, Field(ge=0, le=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
-Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
-Setting = bool | int | float | Annotated[str, Field(max_length=64)] | None
-Component = Words | dict[Words, Setting]
+Plain = bool | int | float | Annotated[str, Field(max_length=64)] | None
+Component = Words | dict[Words, Plain]
 
 
 def off(*values: Any) -> AfterValidator:
@@ -60,63 +64,80 @@ class Body(BaseModel):
         return {key: value for key, value in given.items() if key in known or value not in NOTHING}
 
 
-class SearchFields(Body):
+def _type_of(each: Setting) -> Any:
+    """The type of a field for a setting that requests may give, with its bounds."""
+    about = each.about
+    if about.names:
+        return Component
+    if each.choices:
+        return Literal[each.choices]
+    if each.types == (bool,):
+        return bool
+    bounds: dict[str, Any] = {"gt" if about.above else "ge": about.least, "le": about.most}
+    if each.types == (int,):
+        return Annotated[int, Field(**{**bounds, "le": about.most or 2**31})]
+    return Annotated[float, Field(**bounds)] if each.types == (float,) else Words | float
+
+
+# how a problem is searched, as the settings of a solver and the limits of a run declare it
+_DECLARED: dict[str, Any] = {
+    name: (_type_of(each) | None, None)
+    for record in (Settings, RunLimits)
+    for name, each in settings_of(record).items()
+    if each.about.requested
+}
+_Declared: Any = create_model("_Declared", __base__=Body, **_DECLARED)
+
+
+class SearchFields(_Declared):  # type: ignore[misc]
     """How a problem is searched; an empty object is the server's own search.
 
-    Attributes:
-        task: name; by default the server's.
-        controller, verifier, aggregate: a name, or an object with a ``name`` and settings that are
-            numbers, truth values or words of a fixed set; by default the server's.
-        budget: as in `Solver`; by default all KV of the server.
-        max_expansions, max_depth, path_tokens, step_tokens, first, confidence: as in `Solver`.
-        timeout: seconds for the request, its wait included.
+    Its fields are the settings declared as `requested`, as in `Solver` and `Solver.solve`; by
+    default the server's. A component is a name, or an object with a ``name`` and settings that are
+    numbers, truth values or words of a fixed set. The budget is all KV of the server by default,
+    and `timeout` the seconds of the request, its wait included.
     """
-
-    task: Words | None = None
-    controller: Component | None = None
-    verifier: Component | None = None
-    aggregate: Component | None = None
-    budget: Words | float | None = None
-    max_expansions: Count | None = None
-    max_depth: Count | None = None
-    path_tokens: Count | None = None
-    step_tokens: Count | None = None
-    first: Literal["answer", "verified"] | None = None
-    confidence: Share | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
 
     @property
     def is_only_a_deadline(self) -> bool:
         """Whether nothing but the deadline is given, which asks for no search."""
-        return self.model_fields_set == {"timeout"}
+        return bool(self.model_fields_set == {"timeout"})
+
+    def given(self, record: type[Any]) -> dict[str, Any]:
+        """The fields that are given and that a record declares, by name."""
+        found = {name: getattr(self, name, None) for name in settings_of(record)}
+        return {name: value for name, value in found.items() if value is not None}
 
 
-class SolveRequest(SearchFields):
+class TokenFields(Body):
+    """How tokens are chosen, in all requests."""
+
+    model: Words | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Fraction | None = None
+    seed: Seed | None = None
+    max_tokens: Tokens | None = None
+
+
+class SolveRequest(SearchFields, TokenFields):
     """The body of ``/v1/solve``: a problem and how it is searched.
 
     Attributes:
         problem: as a user types it.
         stream: send every event as it happens; else the solution alone.
         trace_level: detail of decoding in events, as in `Solver.solve`.
-        seed, max_tokens, temperature, top_p, top_k, min_p: as in completions.
     """
 
     problem: Annotated[str, Field(min_length=1)]
-    model: Words | None = None
-    seed: Seed | None = None
-    max_tokens: Tokens | None = None
-    temperature: Temperature | None = None
-    top_p: Fraction | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    min_p: Fraction | None = None
     stream: bool = True
-    trace_level: Literal["events", "steps", "tokens"] = "events"
+    trace_level: Detail = TraceDetail.trace_level
 
     @property
     def generating(self) -> Generating:
         """The same in the form of other requests."""
-        names = ("model", "seed", "max_tokens", "temperature", "top_p", "top_k", "min_p")
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in TokenFields.model_fields}
         search = {name: getattr(self, name) for name in SearchFields.model_fields}
         return Generating(**given, arbor=SearchFields(**search))
 
@@ -158,17 +179,10 @@ class ResponseFormat(Body):
         return StepFormat("json", json.dumps(schema))
 
 
-class Generating(Body):
+class Generating(TokenFields):
     """Fields that chats and completions share."""
 
-    model: Words | None = None
-    temperature: Temperature | None = None
-    top_p: Fraction | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Fraction | None = None
     n: Count | None = None
-    seed: Seed | None = None
-    max_tokens: Tokens | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from arbor import components, registry
 from arbor.integrations.server.refusals import Refusal
 from arbor.integrations.server.schema import Component, SearchFields
 from arbor.integrations.server.settings import ServerSettings
-from arbor.run.boundary import limited
-from arbor.run.breadth import with_breadth
+from arbor.run.limits import BoundarySettings, limited
 from arbor.run.plugin_answers import check_boundary, most_blocks
-from arbor.run.request import Options
-from arbor.run.settings import Settings
+from arbor.run.request import Options, Request
+from arbor.run.settings import Settings, with_breadth
 from arbor.run.setup import Setup
 from arbor.support.setting import settings_of
 from arbor.verifiers.base import OwnsModel, parts_of
 
 MOST_NUMBER = 10**6  # of a setting
+# settings whose limit in `ServerSettings` has another name
+LIMIT_OF = {"path_tokens": "max_search_tokens", "step_tokens": "max_tokens"}
 
 
 def search_changes(search: SearchFields, setup: Setup, settings: ServerSettings) -> dict[str, Any]:
@@ -35,17 +36,22 @@ def search_changes(search: SearchFields, setup: Setup, settings: ServerSettings)
         Refusal: beyond the server's limits, or a component that requests may not name.
         ArborError: an unknown name or an invalid setting.
     """
-    task = _component("task", search.task, setup.task)
-    named, own = search.controller, components.spec_of(setup.controller)["name"]
-    broad = named if named in (None, own) else with_breadth(named, task)
-    controller = _component("controller", broad, setup.controller)
-    depth = _within("max_depth", search.max_depth, settings.max_depth)
-    path = _within("path_tokens", search.path_tokens, settings.max_search_tokens)
-    step = _within("step_tokens", search.step_tokens, settings.max_tokens)
-    most = _within("max_expansions", search.max_expansions, settings.max_expansions)
+    given = search.given(Settings)
+    for name, value in given.items():
+        _check_within(name, value, settings)
+    task = _component("task", given.get("task"), setup.task)
+    named, own = given.get("controller"), components.spec_of(setup.controller)["name"]
+    if named not in (None, own):
+        given["controller"] = with_breadth(named, task)
+    parts = {
+        name: _component(name, given.pop(name, None), getattr(setup, name))
+        for name in registry.KINDS
+        if name in SearchFields.model_fields
+    }
     usual = setup.boundary if task is setup.task else check_boundary(task)
-    boundary = limited(usual, depth, step, path)
-    blocks = most_blocks(controller, boundary.max_depth)
+    path = {name: given.pop(name) for name in settings_of(BoundarySettings) if name in given}
+    boundary = limited(usual, **path)
+    blocks = most_blocks(parts["controller"], boundary.max_depth)
     if blocks > settings.max_blocks:
         raise Refusal(
             400,
@@ -53,13 +59,15 @@ def search_changes(search: SearchFields, setup: Setup, settings: ServerSettings)
             f"This search may open {blocks:,} blocks; the server allows {settings.max_blocks:,}.",
             param="arbor.controller",
         )
-    return {
+    changes = {
+        **parts,
         "task": task,
-        "controller": controller,
-        "verifier": _component("verifier", search.verifier, setup.verifier),
-        "aggregate": _component("aggregate", search.aggregate, setup.aggregate),
         "boundary": boundary,
-        "max_expansions": most or setup.max_expansions or settings.max_expansions,
+        "max_expansions": setup.max_expansions or settings.max_expansions,
+    }
+    others = {name: value for name, value in given.items() if name not in settings_of(Request)}
+    return changes | {
+        name: settings_of(Settings)[name].checked(each) for name, each in others.items()
     }
 
 
@@ -75,25 +83,24 @@ def search_options(
         settings: the server's limits.
     """
     most = settings.max_search_tokens
-    return {
+    options: Any = search.given(Request) | {
         "seed": seed,
-        "budget": search.budget,
         "max_tokens": min(most, max_tokens or most),
-        "first": search.first,
-        "confidence": search.confidence,
     }
+    options.pop("timeout", None)  # of the request as a whole
+    return cast(Options, options)
 
 
-def _within(name: str, value: int | None, most: int) -> int | None:
-    """A number within a limit of the server."""
-    if value is not None and value > most:
+def _check_within(name: str, value: Any, settings: ServerSettings) -> None:
+    """Refuses a number above the server's limit of the same name, or of `LIMIT_OF`."""
+    most = getattr(settings, LIMIT_OF.get(name, name), None)
+    if isinstance(value, int) and most is not None and value > most:
         raise Refusal(
             400,
             "limit_exceeded",
             f"{name} is {value:,}; the server allows {most:,}.",
             param=f"arbor.{name}",
         )
-    return value
 
 
 def _component(kind: str, given: Component | None, usual: Any) -> Any:

@@ -29,7 +29,7 @@ from arbor.integrations.server.settings import (
     served_name,
 )
 from arbor.support.setting import setting
-from arbor.support.units import human_bytes
+from arbor.support.texts import human_bytes
 
 if TYPE_CHECKING:
     from arbor.solver import Solver
@@ -179,7 +179,7 @@ def _is_local(host: str) -> bool:
 def _kv_tokens(size: Budget | None, concurrency: int, solver: Solver) -> int:
     """Tokens of KV for all requests; read after the weights are loaded."""
     from arbor.memory.out_of_memory import free_bytes
-    from arbor.run.shared_engine import default_tokens
+    from arbor.run.worker import default_tokens
 
     info = solver.describe()
     if size is None:

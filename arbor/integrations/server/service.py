@@ -20,9 +20,9 @@ from arbor.integrations.server.live import LiveSearches
 from arbor.integrations.server.planned import Planned
 from arbor.integrations.server.refusals import Refusal, refusal_of
 from arbor.integrations.server.settings import ServerSettings
-from arbor.run.choices import Answers, Delta, PlainAnswers, SearchAnswers
-from arbor.run.job import SearchJob
+from arbor.run.choices import Choices, Delta, PlainAnswers, SearchAnswers
 from arbor.run.solution import Solution
+from arbor.run.stream import SearchJob
 
 if TYPE_CHECKING:
     from arbor.solver import Solver
@@ -47,7 +47,7 @@ class RunEnded:
     """
 
     solution: Solution
-    answers: Answers
+    answers: Choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +343,7 @@ class Admitted:
         if self._shown:
             self._shown[place].end(status)
 
-    def _answers_of(self, job: SearchJob, planned: Planned) -> Answers:
+    def _answers_of(self, job: SearchJob, planned: Planned) -> Choices:
         if planned.searched:
             return SearchAnswers(planned.choices)
         return PlainAnswers(
@@ -377,7 +377,7 @@ class Admitted:
             )
         return solution
 
-    def _count(self, answers: Answers) -> None:
+    def _count(self, answers: Choices) -> None:
         """Count the tokens of a run that has ended."""
         cost, tokens = answers.cost, self._service.metrics.tokens
         tokens.labels("prompt").inc(cost.prompt)

@@ -29,6 +29,7 @@ pytest.importorskip("openai", reason="the extra `test` is not installed")
 
 import openai
 from http_requests import NAME, Gate, Running, serving, until
+from pydantic import ValidationError
 
 from arbor import Solver
 from arbor.errors import InputError, UsageError
@@ -45,7 +46,10 @@ from arbor.integrations.server.settings import read_keys, served_name
 from arbor.model.loading import BUILTIN
 from arbor.model.runner import ModelRunner
 from arbor.run.conversation import conversation_tokens
-from arbor.run.shared_engine import default_tokens
+from arbor.run.limits import RunLimits
+from arbor.run.settings import Settings
+from arbor.run.worker import default_tokens
+from arbor.support.setting import settings_of
 from arbor.trace import Replay, read_trace
 from arbor.view.page import list_style
 
@@ -353,6 +357,18 @@ def test_every_choice_of_a_streamed_search_begins_with_its_role(client: Any) -> 
             roles.setdefault(choice.index, []).append(choice.delta.role)
     assert len(roles) == 3
     assert all(found[0] == "assistant" and set(found[1:]) <= {None} for found in roles.values())
+
+
+def test_a_request_takes_every_setting_declared_for_it_within_its_bounds() -> None:
+    declared = {**settings_of(Settings), **settings_of(RunLimits)}
+    requested = {name: each for name, each in declared.items() if each.about.requested}
+
+    assert {*SearchFields.model_fields} == {*requested} >= {"max_depth", "first", "timeout"}
+    for name, each in requested.items():
+        if each.types in ((int,), (float,)):
+            assert each.about.least is not None
+            with pytest.raises(ValidationError, match="greater than"):
+                SearchFields.model_validate({name: each.about.least - 1})
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,30 @@
-"""Generation: one token-level beam search of a solver, from a prompt to its continuations."""
+"""Without a search: token-level beam search, and the log probabilities of given tokens."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arbor.budget import Budget
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
+from arbor.model.checkpoint import Checkpoint
 from arbor.model.control_tokens import encode_raw
-from arbor.run.limits import check_count
 from arbor.run.planning import encode_prompt
+from arbor.run.plugin_answers import is_finite
+from arbor.support.setting import checked_number
 from arbor.support.texts import refuse_surrogates
 from arbor.tree import ThoughtTree
 
 if TYPE_CHECKING:
     from arbor.engine.beam_hypotheses import BeamSettings
     from arbor.engine.engine import Engine
-    from arbor.model.checkpoint import Checkpoint
+    from arbor.engine.likelihood import TokenScores
+    from arbor.run.session import Status
 
 EARLY_STOPPING = ("first", "heuristic", "never")
+SLOTS = 8192  # tokens of KV of texts to score at a time, where one does not need more
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,11 @@ class Generation:
         info, self._tokenizer = files.info, files.tokenizer
         if not info.supported:
             raise ModelError("arch-unsupported", f"{info.id}: {info.reason}", "See 'arbor info'.")
-        self._ids = _encoded(self._tokenizer, prompt, chat)
+        refuse_surrogates(prompt, "the prompt")
+        encode = encode_prompt if chat else encode_raw
+        self._ids = encode(self._tokenizer, prompt)
+        if not self._ids:
+            raise InputError("problem-empty", "the prompt has no tokens.", "Give it some text.")
         self._settings = settings
         self._stopped = False
         length = len(self._ids)
@@ -98,12 +107,7 @@ class Generation:
         self._stopped = True
 
     def run(self, engine: Engine, ends: tuple[int, ...]) -> list[Continuation]:
-        """Search; the best `beams` continuations, best first.
-
-        Args:
-            engine: holds no search in progress.
-            ends: token ids that end the text.
-        """
+        """Search; the best `beams` continuations, best first."""
         tree = ThoughtTree(self._ids)
         engine.open(tree, self.slots, interrupted=lambda: self._stopped)
         try:
@@ -140,9 +144,9 @@ def checked_beams(settings: dict[str, Any]) -> BeamSettings:
             "beams", f"early_stopping is {early!r}.", f"It is one of {', '.join(EARLY_STOPPING)}."
         )
     for name in ("beams", "max_tokens", "groups"):
-        check_count(name, 0 if settings[name] is None else settings[name])
+        checked_number(name, settings[name], whole=True, least=1)
     for name in ("length_penalty", "diversity"):
-        if not _is_finite(settings[name]):
+        if isinstance(settings[name], bool) or not is_finite(settings[name]):
             raise UsageError("beams", f"{name} is {settings[name]!r}.", "It is a finite number.")
     if settings["diversity"] < 0:
         raise UsageError("beams", f"diversity is {settings['diversity']}.", "It is 0 or more.")
@@ -159,14 +163,63 @@ def checked_beams(settings: dict[str, Any]) -> BeamSettings:
     return BeamSettings(**{**settings, "early_stopping": early})
 
 
-def _is_finite(number: Any) -> bool:
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    return is_number and math.isfinite(number)
+class TokenScoring:
+    """The scoring of given tokens, checked, and then in progress.
 
+    Args:
+        checkpoint: the model.
+        pairs: (tokens before, tokens to score), at least one of each.
 
-def _encoded(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    refuse_surrogates(prompt, "the prompt")
-    ids = encode_prompt(tokenizer, prompt) if chat else encode_raw(tokenizer, prompt)
-    if not ids:
-        raise InputError("problem-empty", "the prompt has no tokens.", "Give it some text.")
-    return ids
+    Raises:
+        InputError: a text without tokens, or longer than the model's context.
+        UsageError: ids that the model does not have.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> None:
+        from arbor.engine.likelihood import GivenTokens
+
+        info = checkpoint.read().info
+        self._given = [GivenTokens(tuple(before), tuple(tokens)) for before, tokens in pairs]
+        self._stopped = False
+        for each in self._given:
+            if not each.before or not each.tokens:
+                raise InputError(
+                    "problem-empty", "a text to score has no tokens, or none before them.", ""
+                )
+            if len(each.read) > info.context:
+                raise InputError(
+                    "problem-too-long",
+                    f"{len(each.read):,} tokens; the model's context is {info.context:,}.",
+                    "Leave out the first ones.",
+                    tokens=len(each.read),
+                    context=info.context,
+                )
+            ids = (*each.before, *each.tokens)
+            if min(ids) < 0 or max(ids) >= info.vocabulary:
+                raise UsageError(
+                    "token-answer",
+                    f"token ids from {min(ids)} to {max(ids)}; the model has {info.vocabulary:,}.",
+                )
+
+    def stop(self, status: Status = "interrupted") -> None:
+        """End after the batch in progress.
+
+        Safe from a signal handler or another thread.
+        """
+        self._stopped = True
+
+    def run(
+        self, lend: Callable[[TokenScoring], AbstractContextManager[Engine]]
+    ) -> list[TokenScores | None]:
+        """The scores, in the order of the texts; None for those that `stop` left out."""
+        from arbor.engine.likelihood import score_tokens
+
+        found: dict[int, TokenScores] = {}
+        with lend(self) as engine:
+            for batch in score_tokens(engine.runner, self._given, SLOTS):
+                found.update(batch)
+                if self._stopped:
+                    break
+        return [found.get(place) for place in range(len(self._given))]
