@@ -151,7 +151,7 @@ class Span:
         exact: bool [n], on the device, and every earlier token of the path was resident and exact
             when this one was written.
         rounded: bool [n], on the device and not exact only because KV was packed in few bits.
-        settled: bool [n], exact or rounded: nothing is computed again for its sake.
+        certain: bool [n], exact or rounded: nothing is computed again for its sake.
         origin: int32 [n], the record that a token on the device came from, if that is kept.
         depth: int16 [n], layers that hold this token's K/V (fewer than the model has where a row
             left early).
@@ -190,7 +190,7 @@ class Span:
         return self.spans.rounded[self.begin : self.begin + self._length]
 
     @property
-    def settled(self) -> NDArray[np.bool_]:
+    def certain(self) -> NDArray[np.bool_]:
         return self.exact | self.rounded
 
     @property
@@ -205,7 +205,7 @@ class Span:
     def ready(self) -> NDArray[np.bool_]:
         """Tokens that are exact or rounded, wherever attention reads them, bool [n]: nothing is
         computed again for their sake."""
-        return self.settled | self.attended if self.spans.records_exact else self.settled
+        return self.certain | self.attended if self.spans.records_exact else self.certain
 
     @property
     def present(self) -> NDArray[np.bool_]:

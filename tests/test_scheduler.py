@@ -94,7 +94,7 @@ def test_blocks_join_while_they_fit_and_later_as_others_end() -> None:
     queue.leave(rows[1:3])
     assert queue.admit().rows == rows[3:]
     queue.leave(rows[3:])
-    assert not queue.rows and not queue.waiting
+    assert not queue.rows and not work.waiting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +220,7 @@ def test_no_row_is_lost_and_the_budget_counts_whole_paths(data: Any) -> None:
     rows = [row(work, data.draw(st.sampled_from(leaves))) for _ in range(8)]
     queue = queue_of(rows)
     over: set[int] = set()
-    while queue.rows or queue.waiting:
+    while queue.rows or work.waiting:
         before = list(queue.rows)
         joined = queue.admit().rows
         assert queue.rows == sorted([*before, *joined], key=lambda each: each.place)
@@ -228,7 +228,7 @@ def test_no_row_is_lost_and_the_budget_counts_whole_paths(data: Any) -> None:
         paths = sum(len(node.tokens) for node in tree.paths(each.leaf for each in queue.rows))
         if len(queue.rows) > 1 and joined:
             assert paths + most_held(queue.rows) <= slots
-        if queue.waiting:  # nothing waits that would fit
+        if work.waiting:  # nothing waits that would fit
             more = (*queue.rows, work.waiting[0])
             paths = sum(len(node.tokens) for node in tree.paths(each.leaf for each in more))
             assert paths + most_held(more) > slots

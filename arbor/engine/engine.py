@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.engine.beam_hypotheses import BeamSettings, Hypothesis
-from arbor.engine.beam_search import BeamSearch
+from arbor.engine.beam_search import BeamSearch, BeamSettings, Hypothesis
 from arbor.engine.decoding import Decoding
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
@@ -31,7 +30,7 @@ from arbor.engine.mode import (
     StreamedLossy,
 )
 from arbor.engine.mode_names import SIMILAR, have_own_budgets
-from arbor.engine.observer import Observer
+from arbor.engine.observer import Observer, QueryWindow
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
 from arbor.engine.operation import (
     Asking,
@@ -46,7 +45,6 @@ from arbor.engine.operation import (
     Siblings,
     Visit,
 )
-from arbor.engine.query_window import QueryWindow
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
@@ -295,8 +293,10 @@ class Engine:
         statistics, heads = None, None
         if self.policy.by_head and self.policy.observes:
             statistics = HeadStatistics(self._memory, state.statistics)
-        observer = Observer(state, self.runner, observation, statistics)
-        view = KVView(state, self.runner, observation, observer.window_of)
+        observer = None
+        if observation.anything:
+            observer = Observer(state, self.runner, observation, statistics)
+        view = KVView(state, self.runner, observation, observer)
         if self.policy.by_head:
             heads = HeadSets(state, self.policy, statistics, view.head_kv)
         residency = Residency(
@@ -345,11 +345,12 @@ class Engine:
         opened, parts = self.state.trees[tree], self._parts
         stepper = parts.stepper
         stepper.cancel(stepper.operations_of(opened), InterruptedError("the tree was closed"))
-        stepper.settle()
+        stepper.undo_interrupted()
         rows = self.state.close(opened)
         self.residency.forget(tree)
         self.residency.view.forget(rows)
-        parts.forwards.observer.forget(tree)
+        if parts.forwards.observer is not None:
+            parts.forwards.observer.forget(tree)
         parts.stepper.drop(tree)
 
     def close_finished(self) -> None:
@@ -423,7 +424,8 @@ class Engine:
         none, or no tree was opened."""
         if self._opened is None or self._latest is None:
             return None
-        return self._opened.forwards.observer.window_of(self._latest.tree)
+        observer = self._opened.forwards.observer
+        return None if observer is None else observer.window_of(self._latest.tree)
 
     @property
     def kv(self) -> KV:

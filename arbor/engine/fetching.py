@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
+from arbor.engine.forward_pass import nvtx_range
 from arbor.engine.mode import Holes
 from arbor.engine.prefix_sharing import Follower, PrefixSharing
-from arbor.engine.stopwatch import nvtx_range
 from arbor.events import Rehydrated
 from arbor.forest import by_tree
 from arbor.model.fetch_costs import FetchCosts, Run

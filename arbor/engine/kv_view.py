@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
-from arbor.engine.query_window import QueryWindow
+from arbor.engine.observer import Observer, QueryWindow
 from arbor.errors import ModelError
 from arbor.kernels.int8 import decode, is_stored, read_slots
 from arbor.model.runner import ModelRunner
@@ -30,7 +30,7 @@ class KVView:
         state: of the open trees.
         runner: the model.
         observation: what the policy wants.
-        window_of: the last queries of a tree; None: none are kept.
+        observer: keeps the last queries of a tree; None: none are kept.
 
     Raises:
         ModelError: the policy wants to undo the position encoding of a layer that is of an unknown
@@ -42,11 +42,11 @@ class KVView:
         state: ForestState,
         runner: ModelRunner,
         observation: Observation,
-        window_of: Callable[[ThoughtTree], QueryWindow | None],
+        observer: Observer | None,
     ) -> None:
         self._state = state
         self._runner = runner
-        self._window_of = window_of
+        self._observer = observer
         self._layers = observation.layers_of(runner.layer_count)
         heads = observation.heads
         self._heads = None if heads is None else torch.tensor(heads, device=runner.device)
@@ -90,7 +90,7 @@ class KVView:
 
     def _trees(self, rows: NDArray[np.int64]) -> list[ThoughtTree]:
         """The trees of blocks, in the order in which they were opened."""
-        numbers = set(self._state.forest.numbers_of(np.unique(rows)).tolist())
+        numbers = set(self._state.forest.numbers[np.unique(rows)].tolist())
         return [tree for tree in self._state.trees if tree.number in numbers]
 
     def _places(
@@ -101,7 +101,7 @@ class KVView:
         each, at = np.unique(rows, return_inverse=True)
         begins = np.array([node.span.begin for node in forest.nodes(each.tolist())], np.int64)
         slots = forest.spans.slot[begins[at] + offsets]
-        numbers = forest.numbers_of(rows)
+        numbers = forest.numbers[rows]
         found = np.full(len(rows), -1, np.int64)
         count = 0
         for order in orders:
@@ -140,7 +140,8 @@ class KVView:
         """The keys, values and queries of a tree's tokens."""
         tree, heads = order.tree, order.heads
         leaves = [leaf for leaf in leaves if leaf.tree is tree]
-        asked = _Asked.of(self._window_of(tree), tree)
+        window = None if self._observer is None else self._observer.window_of(tree)
+        asked = _Asked.of(window, tree)
         by_head = None
         if heads is None:
             index = torch.from_numpy(order.slots).to(self._runner.device)

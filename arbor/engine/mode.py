@@ -322,7 +322,7 @@ class Lossy:
     def is_outdated(self, leaf: Node) -> bool:
         """If the block was computed over a gap, or is not all there, and what is missing can come
         back."""
-        return self._rehydrate != "off" and not leaf.span.settled.all()
+        return self._rehydrate != "off" and not leaf.span.certain.all()
 
     def pieces(self, root: Node, room: int) -> list[range]:
         """Pieces of at most a quarter of the budget, of a prompt that is longer than the room there

@@ -311,7 +311,7 @@ class Asking(Reading):
         super().__init__(opened, count, ahead_of)
         self.is_early = ahead_of is not None
 
-    def settle(self, question: Question, logits: Tensor) -> None:
+    def answer(self, question: Question, logits: Tensor) -> None:
         """Take the logits [V] after a question."""
         if question.way is not None:
             logits = question.way.answer(logits)

@@ -91,7 +91,7 @@ class PolicyView:
                 able &= active if where == "on" else ~(active | table.open)
             ids = np.flatnonzero(able)
             if tree is not None and len(self._state.trees) > 1:
-                ids = ids[self._state.forest.numbers_of(ids) == tree.number]
+                ids = ids[self._state.forest.numbers[ids] == tree.number]
         resident = table.length[ids] if whole else counts[ids]
         places: Places = "whole" if whole else "present" if stored else "resident"
 
@@ -185,7 +185,7 @@ class PolicyView:
 
     def _next_use(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         result = np.full(len(ids), NEVER)
-        numbers = self._state.forest.numbers_of(ids)
+        numbers = self._state.forest.numbers[ids]
         for opened in self._state.trees.values():
             if opened.reads is not None:
                 mine = np.flatnonzero(numbers == opened.tree.number)
@@ -199,7 +199,7 @@ class PolicyView:
         places = np.zeros(1 + max(tree.number for tree in self._state.trees), np.int64)
         for place, tree in enumerate(self._state.trees):
             places[tree.number] = place
-        return places[self._state.forest.numbers_of(ids)]
+        return places[self._state.forest.numbers[ids]]
 
     def _scheduled(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         waits = [

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
+from arbor.engine.forward_pass import nvtx_range
 from arbor.engine.head_sets import HeadSets
 from arbor.engine.policy_view import PolicyView, ShowsKV, Where
 from arbor.engine.retained import Account
-from arbor.engine.stopwatch import nvtx_range
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure, Rehydrated
 from arbor.forest import Forest, by_tree
@@ -57,6 +57,10 @@ class Residency:
         paths_lose: when running paths lose tokens.
         token_kv: see `PolicyView`.
         heads: what KV heads hold, if each keeps tokens of its own.
+
+    Attributes:
+        view: shows the policy the blocks.
+        acts_by_time: whether the policy may act after a decode step though there is room.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Residency:
         self._at_clock: PathsLose = "equally" if destroys_paths else paths_lose
         self._capped = policy.capped  # asked at every step: looked at once
         self._destroys = policy.destroys and state.memory.staging is not None
+        self.acts_by_time = self._destroys or self._capped is not None or policy.trigger.above < 1
         self._packing: PackingAllocator | None = None
         if policy.packs and isinstance(policy.allocator, PackingAllocator):
             self._packing = policy.allocator

@@ -216,6 +216,8 @@ def drawn(logits: Tensor, uniform: Tensor, sampling: Sampling, width: int) -> Te
         [6, n] float64 on that device, not waited for, see `_draw`.
     """
     rows = _slice_rows(logits, width)
+    if len(logits) <= rows:
+        return _draw(logits, uniform, sampling, width)
     return _draw_all(zip(logits.split(rows), uniform.split(rows), strict=True), sampling, width)
 
 

@@ -117,6 +117,9 @@ class Scheduler:
         account: the budget.
         operations: in progress, in their order.
         rows: blocks that decode, operation by operation.
+        keeps: asked whether nothing has to leave: then no work joins for which something would.
+        focus: the block whose expansion is in progress, or was the last one.
+        asks: whether `admit` may find something: work waits, or has come or gone since.
     """
 
     _chunks = True  # a long path is computed in several forwards
@@ -132,7 +135,8 @@ class Scheduler:
         self.operations: list[Operation] = []
         self.rows: list[Row] = []
         self.account = account
-        self._keeps = keeps
+        self.asks = True
+        self.keeps = keeps
         self._overlap = overlap
         self._joins = 0
         self._users: dict[int, int] = {}  # work by the row of each block on its path
@@ -141,29 +145,11 @@ class Scheduler:
         self._asked = 0  # tokens of the questions that join the next forward
         self._missing = 0  # tokens that are computed before what joined for the next forward runs
         self._slots = 0  # of the account, as work began to join
-        self._focus: Node | None = None  # whose expansion is in progress, or was the last one
+        self.focus: Node | None = None
         self._question_tokens = 0  # of the longest question that waits or joined
         if account.part is not None and self._expands:
             account.part.least = self.expansion
         self._begun = 0  # the same of blocks of rows that joined, where `_missing` lacks them
-
-    def __bool__(self) -> bool:
-        return bool(self.operations)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether nothing has to leave: no work joins for which something would."""
-        return self._keeps()
-
-    @property
-    def focus(self) -> Node | None:
-        """The block whose expansion is in progress, or was the last one."""
-        return self._focus
-
-    @property
-    def waiting(self) -> bool:
-        """Whether work waits."""
-        return any(operation.waiting for operation in self.operations)
 
     @property
     def nodes(self) -> list[Node]:
@@ -173,6 +159,7 @@ class Scheduler:
     def take(self, operation: Operation) -> None:
         """Take an operation, at its place in the order."""
         insort(self.operations, operation, key=lambda each: each.order)
+        self.asks = True
 
     def admit(self) -> Joined:
         """The work that joins now; one piece in any case if nothing runs."""
@@ -181,7 +168,7 @@ class Scheduler:
         self._ends = None  # rows have grown
         self._look()
         self._slots = self.account.slots  # a part takes long to count, and moves with the tree
-        keeps = self.keeps
+        keeps = self.keeps()
         for operation in self.operations:
             while operation.waiting:
                 work = operation.waiting[0]
@@ -206,10 +193,12 @@ class Scheduler:
                 self._begun += self._apart(work)
                 joined.add(work)
         self._in_order(joined)
+        self.asks = False
         return joined
 
     def leave(self, work: Iterable[Work]) -> None:
         """Remove work that is done."""
+        self.asks = True
         gone = set(work)
         for each in gone:
             self._release(each)
@@ -224,6 +213,7 @@ class Scheduler:
 
     def resume(self, work: Iterable[Work]) -> None:
         """Let work that has left wait, first in the queue of its operation."""
+        self.asks = True
         for each in sorted(work, key=lambda each: each.place, reverse=True):
             each.operation.waiting.appendleft(each)
 
@@ -239,9 +229,9 @@ class Scheduler:
         first = waiting[0] if waiting else None
         oldest = min(self.rows, key=_age) if self.rows else None
         if oldest is not None and not self._asks_first(first, oldest):
-            self._focus = oldest.leaf
+            self.focus = oldest.leaf
         elif first is not None:
-            self._focus = _parent(first)
+            self.focus = _parent(first)
         if oldest is not None or first is not None:
             self._question_tokens = max(map(_question, waiting), default=0)
 
@@ -256,25 +246,25 @@ class Scheduler:
             tree: that was dropped.
             others: that are open, the first opened first.
         """
-        if self._focus is not None and self._focus.tree is tree:
-            self._focus, self._question_tokens = others[0].root if others else None, 0
+        if self.focus is not None and self.focus.tree is tree:
+            self.focus, self._question_tokens = others[0].root if others else None, 0
             self._look()
 
     def expansion(self) -> int:
         """Tokens of the path to the block that is being expanded, of its children, and of one
         question that waits: the least that lets a search go on."""
-        if self._focus is None:
+        if self.focus is None:
             return 0
         running = {row.node.row for row in self.rows if row.started}
         # a question goes first; the oldest row goes on in any case
-        oldest = min(self.rows, key=_age).leaf if self.rows else self._focus
+        oldest = min(self.rows, key=_age).leaf if self.rows else self.focus
         return self._question_tokens + max(
-            _expanded(leaf, running) for leaf in dict.fromkeys((self._focus, oldest))
+            _expanded(leaf, running) for leaf in dict.fromkeys((self.focus, oldest))
         )
 
     def _is_expansion(self, work: Work, joined: Joined) -> bool:
         """Whether all that runs and joins belongs to the expansion in progress, with this work."""
-        if any(_parent(each) is not self._focus for each in (*self.rows, *joined, work)):
+        if any(_parent(each) is not self.focus for each in (*self.rows, *joined, work)):
             return False
         return not (isinstance(work, Question) and (joined.questions or self.rows))
 
@@ -354,7 +344,7 @@ class Scheduler:
         would be computed again if they left now."""
         total = 0
         for after in itertools.islice(work.operation.waiting, 1, None):
-            if _parent(after) is not self._focus:
+            if _parent(after) is not self.focus:
                 break
             total += 0 if after.node.row in self._users else len(after.node.tokens)
         return total
@@ -450,7 +440,10 @@ class WaveScheduler(Scheduler):
 
     def admit(self) -> Joined:
         """The next wave, once the last one has ended."""
-        return Joined() if self.rows else super().admit()
+        if not self.rows:
+            return super().admit()
+        self.asks = False  # until some rows have left
+        return Joined()
 
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         return 2 * sum(map(_longest, (*joined, work))) <= self.account.slots
@@ -542,23 +535,24 @@ class Schedulers:
     Args:
         make: a scheduler for the budget of a tree.
         own_budgets: each search has its own; else that of the first serves all.
+
+    Attributes:
+        groups: the schedulers, those of trees opened earlier first.
+        operations: all in progress, in their order; another list after each change.
     """
 
     def __init__(self, make: Callable[[OpenTree], Scheduler], *, own_budgets: bool) -> None:
         self._make = make
         self._own_budgets = own_budgets
+        self.groups: list[Scheduler] = []
+        self.operations: list[Operation] = []
         self._of: dict[ThoughtTree | None, Scheduler] = {}  # of which operations are in progress
         self._turns: list[tuple[int, ThoughtTree | None]] = []
 
-    @property
-    def groups(self) -> list[Scheduler]:
-        """The schedulers, those of trees opened earlier first."""
-        return [self._of[tree] for _, tree in self._turns]
-
-    @property
-    def operations(self) -> list[Operation]:
-        """All in progress, in their order."""
-        return [operation for group in self.groups for operation in group.operations]
+    def _list(self) -> None:
+        """List anew what there is."""
+        self.groups = [self._of[tree] for _, tree in self._turns]
+        self.operations = [each for group in self.groups for each in group.operations]
 
     @property
     def rows(self) -> list[Row]:
@@ -586,14 +580,16 @@ class Schedulers:
             self._of[key] = self._make(operation.opened)
             insort(self._turns, (operation.opened.turn, key), key=lambda each: each[0])
         self._of[key].take(operation)
+        self._list()
 
     def drop(self, operation: Operation) -> None:
         """Let an operation go, none of whose work runs."""
         key = self._key(operation)
         self._of[key].operations.remove(operation)
-        if self._own_budgets and not self._of[key]:
+        if self._own_budgets and not self._of[key].operations:
             del self._of[key]
             self._turns = [each for each in self._turns if each[1] is not key]
+        self._list()
 
     def leave(self, work: Iterable[Work]) -> None:
         """Remove work that is done."""

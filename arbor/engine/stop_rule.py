@@ -59,7 +59,8 @@ class StopRule:
             reasoned: tokens of the path before it that follow the prompt.
         """
         count = len(tokens)
-        if count < 3 or count >= self.longest(reasoned):
+        most = self.max_tokens if self.path_tokens is None else self.longest(reasoned)
+        if count < 3 or count >= most:
             return False
         pair = (tokens[-2], tokens[-1])
         known = self._goes_on.get(pair)

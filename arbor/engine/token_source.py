@@ -58,10 +58,10 @@ class ModelSampler:
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """One sampled token per row."""
+        growth = rows[0].growth
+        if growth.grammar is None and all(row.growth is growth for row in rows):  # mostly
+            return self._drawn(rows, logits, growth.sampling)
         logits = self._masked(rows, logits)
-        first = rows[0].growth.sampling
-        if all(row.growth.sampling is first for row in rows):
-            return self._drawn(rows, logits, first)
         alike: dict[Sampling, list[int]] = {}
         for place, row in enumerate(rows):
             alike.setdefault(row.growth.sampling, []).append(place)
@@ -99,7 +99,8 @@ class ModelSampler:
 
     def stop(self, node: Node, growth: Growth) -> StopReason | None:
         """By the rule of the operation."""
-        reasoned = node.reasoned - len(node.tokens)
+        # of the path before the block; nothing asks for it without a limit of the path
+        reasoned = 0 if growth.stop.path_tokens is None else node.reasoned - len(node.tokens)
         if growth.stop.goes_on(node.tokens, reasoned):
             return None
         reason = growth.stop.after(node.tokens, before(node), reasoned)

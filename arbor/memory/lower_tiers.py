@@ -389,7 +389,7 @@ class LowerTiers:
 
     def _hold(self, shelf: Shelf, rows: NDArray[np.integer], sign: int) -> None:
         held = self._held.get(shelf.store.tier, np.zeros(0, np.int64))
-        more = np.bincount(self._forest.numbers_of(rows), minlength=len(held))
+        more = np.bincount(self._forest.numbers[rows], minlength=len(held))
         held = np.pad(held, (0, len(more) - len(held)))
         self._held[shelf.store.tier] = held + sign * more
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from arbor.forest import Forest
 from arbor.memory.head_table import HeadMoves, HeadTable
-from arbor.memory.last_tokens import LastTokens
 from arbor.memory.lower_tiers import LowerTiers
 from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import KVPool, LayerKV, bytes_per_token
 from arbor.memory.prefix_cache import PrefixCache
 from arbor.memory.records import Tokens
-from arbor.memory.slots import NO_OWNER, NO_TREE, SlotTable
+from arbor.memory.slots import NO_OWNER, NO_TREE, LastTokens, SlotTable
 from arbor.memory.staging_buffer import StagingBuffer
 from arbor.memory.stores import NO_ROOM, HostStore, LowerRoom
 from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier
@@ -26,6 +26,31 @@ FIRST_BYTES = 64 * 2**20  # of a pool that grows
 
 _NOTHING = np.empty(0, np.int64)
 _NO_SLOTS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Tokens of a block whose K/V the next forward writes, and whether they will be exact, or
+    rounded.
+
+    Attributes:
+        node: the block.
+        offsets: int64 [m], which of its tokens.
+    """
+
+    node: Node
+    offsets: NDArray[np.int64]
+    exact: bool
+    rounded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """The same of the last token of each of n blocks, bool [n]."""
+
+    last: LastTokens
+    exact: NDArray[np.bool_]
+    rounded: NDArray[np.bool_] | bool
 
 
 class KVMemory:
@@ -85,9 +110,8 @@ class KVMemory:
             assert len(read) == len(stores), "checked by `LowerRoom`"
             self.staging = self.pool.reader = StagingBuffer(self.pool, read)
         self.prefixes = PrefixCache()
-        # tokens whose K/V the next forward writes, and whether they will be exact, or rounded
-        self._placed: list[tuple[Node, NDArray[np.int64], bool, bool]] = []
-        self._appended: tuple[LastTokens, NDArray[np.bool_], NDArray[np.bool_] | bool] | None = None
+        self._placed: list[Placed] = []
+        self._appended: Appended | None = None
 
     # The account
 
@@ -329,7 +353,7 @@ class KVMemory:
         self._free_records(node, offsets)
         self._grow_for(len(offsets))
         slots = self.table.take(len(offsets), first, tree=node.tree.number)
-        self._placed.append((node, offsets, exact, rounded))
+        self._placed.append(Placed(node, offsets, exact, rounded))
         self._assign(node, offsets, slots, depth)
         self._changed()
         return slots
@@ -399,17 +423,19 @@ class KVMemory:
             int32 [n] slots.
         """
         assert self._appended is None, "the last step was neither committed nor rolled back"
-        self._grow_for(len(near))
+        if self.grows:
+            self._grow_for(len(near))
         table, spans, at = self.table, last.spans, last.at
-        slots = table.take_each(near, self.forest.numbers_of(last.row))
-        self._appended = (last, exact, rounded)
+        slots = table.take_each(near, self.forest.numbers[last.row])
+        self._appended = Appended(last, exact, rounded)
         table.owner[slots] = last.row
         table.token[slots] = last.token
         table.position[slots] = last.position
         spans.slot[at] = slots
         spans.tier[at] = Tier.DEVICE
         spans.depth[at] = depth
-        self._changed()
+        if self.debug:
+            self.check()
         return slots
 
     def rewrite(
@@ -425,7 +451,7 @@ class KVMemory:
         int32 [m]."""
         slots = node.span.slot[offsets]
         assert (slots != NO_SLOT).all(), f"block {node.id}: only resident tokens are rewritten"
-        self._placed.append((node, offsets, exact, rounded))
+        self._placed.append(Placed(node, offsets, exact, rounded))
         self._free_origins(node, offsets)
         self.table.mixed[slots] = self.table.lent[slots] = False
         node.span.exact[offsets] = node.span.rounded[offsets] = False
@@ -440,24 +466,23 @@ class KVMemory:
     @property
     def pending_tokens(self) -> list[tuple[Node, NDArray[np.int64]]]:
         """Blocks and the offsets of their pending tokens."""
-        pending = [(node, offsets) for node, offsets, *_ in self._placed]
+        pending = [(each.node, each.offsets) for each in self._placed]
         if self._appended is not None:
-            last, *_ = self._appended
+            last = self._appended.last
             pending += zip(last.nodes, (last.length - 1).reshape(-1, 1), strict=True)
         return pending
 
     def commit(self) -> None:
         """Mark all pending tokens as written by a forward."""
-        for node, offsets, exact, rounded in self._placed:
-            node.span.exact[offsets] = exact
-            node.span.rounded[offsets] = rounded
-        if self._appended is not None:
-            last, sure, nearly = self._appended
-            last.spans.exact[last.at] = sure
-            last.spans.rounded[last.at] = nearly
+        for each in self._placed:
+            each.node.span.exact[each.offsets] = each.exact
+            each.node.span.rounded[each.offsets] = each.rounded
+        if (appended := self._appended) is not None:
+            spans, at = appended.last.spans, appended.last.at
+            spans.exact[at], spans.rounded[at] = appended.exact, appended.rounded
         self._placed, self._appended = [], None
         if self.debug:
-            self._changed()
+            self.check()
 
     def rollback(self) -> dict[Node, int]:
         """After a failure: drop pending tokens, and free every slot that no block holds, temporary
@@ -545,7 +570,7 @@ class KVMemory:
         slots = spans.slot[at]
         moved = self.lower.pack(self.pool, Tokens(row, offset, spans.depth[at]), at)
         gone = moved & (slots != NO_SLOT)
-        self._free_slots(slots[gone], self.forest.numbers_of(row[gone]))
+        self._free_slots(slots[gone], self.forest.numbers[row[gone]])
         self._changed()
         lost, often = np.unique(row[gone], return_counts=True)
         return dict(zip(self.forest.nodes(lost.tolist()), often.tolist(), strict=True))
@@ -581,8 +606,8 @@ class KVMemory:
         rows = np.array([node.row for node in nodes])
         if stored and self.lower:
             known = spans.origin[at] != NO_RECORD
-            settled = spans.exact[at] | spans.rounded[at] | (not spans.records_exact)
-            last = np.flatnonzero(settled & ~known & self._is_last_use(slots))
+            certain = spans.exact[at] | spans.rounded[at] | (not spans.records_exact)
+            last = np.flatnonzero(certain & ~known & self._is_last_use(slots))
             if len(last):  # first, as it may fail, and nothing has changed then
                 row = np.repeat(rows, counts)[last]
                 tokens = Tokens(row, offsets[last], spans.depth[at[last]])
@@ -592,7 +617,7 @@ class KVMemory:
         else:
             self.lower.free_origins(at)
             spans.drop(at)
-        numbers = np.repeat(self.forest.numbers_of(rows), counts)
+        numbers = np.repeat(self.forest.numbers[rows], counts)
         freed = self._free_slots(slots, numbers)
         if freed < len(slots):
             ends = np.cumsum(counts)
@@ -731,7 +756,7 @@ class KVMemory:
         assert (target.span.slot[offsets] == NO_SLOT).all()
         self._share_slots(source, target, offsets)
         if pending:
-            self._placed.append((target, offsets, True, False))
+            self._placed.append(Placed(target, offsets, exact=True, rounded=False))
         self._changed()
 
     def merge(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
@@ -919,12 +944,12 @@ class KVMemory:
             assert (table.position[slots] == positions).all(), (
                 f"block {node.id}: a slot has another position"
             )
-            assert not span.settled[self.mixed(node)].any(), (
+            assert not span.certain[self.mixed(node)].any(), (
                 f"block {node.id}: exact or rounded where heads hold different tokens"
             )
         for node, offsets in self.pending_tokens:
             assert (node.span.slot[offsets] != NO_SLOT).all(), f"block {node.id}: pending, no slot"
-            assert not node.span.settled[offsets].any(), (
+            assert not node.span.certain[offsets].any(), (
                 f"block {node.id}: exact before its forward"
             )
         self.heads.check(table)
