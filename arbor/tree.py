@@ -446,21 +446,6 @@ class ThoughtTree:
         """Path*: the union of the leaves' paths, each block once, parents before children."""
         return paths_of(leaves)
 
-    def common_ancestor(self, first: Node, second: Node) -> Node:
-        """The deepest block on both paths."""
-        while first is not second:
-            if first.depth >= second.depth:
-                assert first.parent is not None
-                first = first.parent
-            else:
-                assert second.parent is not None
-                second = second.parent
-        return first
-
-    def distance(self, first: Node, second: Node) -> int:
-        """Edges between two blocks: d_i + d_j - 2 d_lca (ArborKV section 3)."""
-        return first.depth + second.depth - 2 * self.common_ancestor(first, second).depth
-
     def distances(self, leaves: Iterable[Node]) -> NDArray[np.int64]:
         """Edges from every block to the nearest of `leaves` (ArborKV's Delta, their minimum).
 

@@ -20,7 +20,6 @@ from arbor.engine.head_sets import HeadSets, HeadStatistics, check_layers
 from arbor.engine.hooks import BranchHook, OtherPrompt, PromptHook, Way
 from arbor.engine.kv_view import KVView
 from arbor.engine.mode import (
-    Lossless,
     Lossy,
     Mode,
     Rehydrate,
@@ -177,7 +176,6 @@ class Engine:
         if policy.by_head:
             assert mode == "lossy" and not lower.staging, "checked by `check_granularity`"
             check_layers(runner, policy)
-        self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
         self.levels = levels
         self.lower = lower
         assert mode == "lossless" or prompts is None, "only exact KV is kept"
@@ -285,10 +283,10 @@ class Engine:
             own_budgets=have_own_budgets(self.mode, self.share, staged=streamed),
             part=part,
         )
-        mode: type[Lossless | Lossy] = self._mode
+        kinds: tuple[type[Rules], type[Rules]] = (Rules, Lossy)
         if streamed:
-            mode = Streamed if lossless else StreamedLossy
-        rules = mode(state, self.policy, self.rehydrate)
+            kinds = (Streamed, StreamedLossy)
+        rules = kinds[not lossless](state, self.policy, self.rehydrate)
         observation = self.policy.observation
         statistics, heads = None, None
         if self.policy.by_head and self.policy.observes:
