@@ -16,7 +16,6 @@ from arbor.engine.beam_search import BeamSearch, BeamSettings, Hypothesis
 from arbor.engine.decoding import Decoding
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
-from arbor.engine.head_sets import HeadSets, HeadStatistics, check_layers
 from arbor.engine.hooks import BranchHook, OtherPrompt, PromptHook, Way
 from arbor.engine.kv_view import KVView
 from arbor.engine.mode import (
@@ -55,6 +54,9 @@ from arbor.engine.token_source import CheckedSource, ModelSampler, TokenSource
 from arbor.errors import BudgetInfeasible
 from arbor.events import KV, Detail, Listener, Opened
 from arbor.forest import by_tree
+from arbor.heads.attention import cell_attention
+from arbor.heads.sets import HeadSets, HeadStatistics, check_layers
+from arbor.heads.table import HeadTable
 from arbor.memory import KVMemory
 from arbor.memory.prompt_files import PromptFiles
 from arbor.memory.stores import NO_ROOM, LowerRoom
@@ -267,8 +269,11 @@ class Engine:
                 self.runner.device,
                 weight_bytes=self.runner.weight_bytes,
                 lower=self.lower,
+                heads=self._head_table(slots),
                 debug=self._debug,
             )
+            if self._memory.heads is not None:
+                self._memory.pool.cell_attention = cell_attention
         lossless = self.mode == "lossless"
         streamed = bool(self.lower.staging)
         assert lossless or self.rehydrate == "off" or not streamed, "what is read comes back never"
@@ -296,7 +301,7 @@ class Engine:
             observer = Observer(state, self.runner, observation, statistics)
         view = KVView(state, self.runner, observation, observer)
         if self.policy.by_head:
-            heads = HeadSets(state, self.policy, statistics, view.head_kv)
+            heads = HeadSets(self._memory, self.policy, statistics, view.head_kv)
         residency = Residency(
             state,
             self.policy,
@@ -317,6 +322,12 @@ class Engine:
         decoding = Decoding(state, forwards, self._source, schedulers)
         stepper = Stepper(state, rules, residency, forwards, rehydration, decoding, schedulers)
         return _Parts(state, rules, residency, forwards, stepper)
+
+    def _head_table(self, slots: int) -> HeadTable | None:
+        """What KV heads hold, where each keeps tokens of its own."""
+        if not self.policy.by_head:
+            return None
+        return HeadTable([each.num_kv_heads for each in self.runner.layer_kv], slots)
 
     def finish(self, tree: ThoughtTree | None = None) -> None:
         """End of a run: nothing is emitted to it any more, and its operations are given up.

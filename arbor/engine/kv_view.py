@@ -71,6 +71,7 @@ class KVView:
     ) -> HeadKV:
         """The column `Tokens.kv` of what each KV head holds, [C * T]; see `token_kv`."""
         heads = self._state.memory.heads
+        assert heads is not None, "KV heads hold the same tokens"
         orders = [self._order(tree, by_head=True) for tree in self._trees(rows)]
         sequences = [self._sequence(order, leaves) for order in orders]
         places = self._places(orders, rows, offsets)
@@ -131,7 +132,7 @@ class KVView:
         at = at[np.lexsort((row[at], position[at]))]
         slots, row, position = slots[at], row[at], position[at]
         heads = None
-        if by_head and memory.table.mixed[slots].any():
+        if memory.heads is not None and by_head and memory.table.mixed[slots].any():
             held = memory.heads.positions(memory.table, slots).astype(np.int64)
             heads = _HeadOrder.of(held, slots, row)
         return _Order(tree, slots, row, position, heads)
@@ -167,7 +168,9 @@ class KVView:
 
     def _mine(self, layer: int) -> slice:
         """The numbers of a layer's KV heads."""
-        first, end = np.searchsorted(self._state.memory.heads.layer, [layer, layer + 1])
+        heads = self._state.memory.heads
+        assert heads is not None, "KV heads hold the same tokens"
+        first, end = np.searchsorted(heads.layer, [layer, layer + 1])
         return slice(int(first), int(end))
 
     def _of_layer(

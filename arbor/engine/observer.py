@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
-from arbor.engine.head_sets import HeadStatistics
+from arbor.heads.sets import HeadStatistics
 from arbor.model.plan import ForwardPlan, visibility
 from arbor.model.runner import ForwardResult, ModelRunner
 from arbor.retention.observation import Observation

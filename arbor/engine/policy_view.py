@@ -10,18 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
-from arbor.retention.base import NEVER, Blocks, BlockScores, Tokens
+from arbor.retention.base import GOLDEN, NEVER, Blocks, BlockScores, Tokens
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.token_kv import NO_KV, PlacedKV, TokenKV
+from arbor.retention.token_kv import NO_KV, PlacedKV, ShowsKV, TokenKV
 from arbor.support.growable import grown
 from arbor.tree import Node, NodeState, ThoughtTree
 
 Where = Literal["off", "on", "anywhere"]  # blocks off the running paths, on them, or both
-# rows of blocks and offsets of tokens, int64 [T] each, and running leaves, to column `Tokens.kv`
-ShowsKV = Callable[[NDArray[np.int64], NDArray[np.int64], Sequence[Node]], TokenKV]
 # tokens of a block: all; those that attention reads, also in host memory; those on the device
 Places = Literal["whole", "present", "resident"]
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart
 
 
 class PolicyView:

@@ -13,18 +13,19 @@ from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import nvtx_range
-from arbor.engine.head_sets import HeadSets
-from arbor.engine.policy_view import PolicyView, ShowsKV, Where
+from arbor.engine.policy_view import PolicyView, Where
 from arbor.engine.retained import Account
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure, Rehydrated
 from arbor.forest import Forest, by_tree
-from arbor.memory.head_table import HeadMoves
+from arbor.heads.selection import select_by_head
+from arbor.heads.sets import HeadSets
+from arbor.heads.table import HeadMoves
 from arbor.retention.base import NEVER, Blocks, BlockScores, PackingAllocator
-from arbor.retention.head_selection import select_by_head
 from arbor.retention.ordering import order
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import Selection, checked_scores, select
+from arbor.retention.token_kv import ShowsKV
 from arbor.tree import NO_SLOT, Node, ThoughtTree, paths_of
 
 # when running paths lose tokens: never, once everything off them has left, or like all other blocks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.forest import Forest
-from arbor.memory.head_table import HeadMoves, HeadTable
 from arbor.memory.lower_tiers import LowerTiers
 from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import KVPool, LayerKV, bytes_per_token
@@ -21,6 +22,9 @@ from arbor.memory.slots import NO_OWNER, NO_TREE, LastTokens, SlotTable
 from arbor.memory.staging_buffer import StagingBuffer
 from arbor.memory.stores import NO_ROOM, HostStore, LowerRoom
 from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier
+
+if TYPE_CHECKING:
+    from arbor.heads.table import HeadMoves, HeadTable
 
 FIRST_BYTES = 64 * 2**20  # of a pool that grows
 
@@ -62,7 +66,6 @@ class KVMemory:
     until `commit` says that a forward has written them; `rollback` takes their slots back.
 
     Attributes:
-        heads: what KV heads hold where they hold different tokens.
         prefixes: prompts of trees that were dropped, kept while nothing needs their slots.
         budget: tokens of KV on the device at any instant, the staging buffer included; of a pool
             that grows, its slots now.
@@ -75,6 +78,7 @@ class KVMemory:
         dtype, device: of the pool.
         weight_bytes: see `KVPool`.
         lower: room for KV that leaves the device; see `LowerTiers`.
+        heads: KV heads may hold different tokens; in a pool of a fixed budget.
         debug: poison freed slots with NaN and check every invariant after every change.
     """
 
@@ -87,6 +91,7 @@ class KVMemory:
         *,
         weight_bytes: int = 0,
         lower: LowerRoom = NO_ROOM,
+        heads: HeadTable | None = None,
         debug: bool = False,
     ) -> None:
         self.grows = slots is None
@@ -99,7 +104,8 @@ class KVMemory:
         )
         self._inexact = lower.inexact
         self.table = SlotTable(slots - lower.staging)
-        self.heads = HeadTable([layer.num_kv_heads for layer in layers], self.table.slots)
+        assert heads is None or not self.grows, "what heads hold is a table of one size"
+        self.heads = heads
         self.debug = debug
         self.forest = Forest()
         stores = lower.stores(self.pool)
@@ -152,7 +158,6 @@ class KVMemory:
             slots *= 2
         self.pool.grow(slots)
         self.table.grow(slots)
-        self.heads = HeadTable([layer.num_kv_heads for layer in self.pool.layers], slots)
 
     @property
     def peak(self) -> int:
@@ -653,13 +658,14 @@ class KVMemory:
         assert not np.isin(moved, np.concatenate([_NO_SLOTS, *pending])).any(), (
             "KV was moved before it was written"
         )
+        assert self.heads is not None, "KV heads hold the same tokens"
         copy = self.pool.copy_heads(moves, self.heads)  # may fail, and nothing has changed then
         if self.lower:
             self.lower.free_origins(at)
         # first, so that an interruption leaves nothing exact that is moved
         spans.exact[at] = spans.rounded[at] = False
         if moves.into is not moves.cell:
-            self.pool.holders = self._holders
+            self.pool.holders = partial(self.heads.holders, table)
         try:
             self.heads.move(table, moves)
             copy()
@@ -667,10 +673,6 @@ class KVMemory:
             spans.drop(at)
             self._free_slots(targets)
             raise
-
-    def _holders(self, slots: NDArray[np.int32]) -> NDArray[np.integer] | None:
-        """See `KVPool.holders`."""
-        return self.heads.holders(self.table, slots)
 
     # Lower tiers
 
@@ -952,7 +954,8 @@ class KVMemory:
             assert not node.span.certain[offsets].any(), (
                 f"block {node.id}: exact before its forward"
             )
-        self.heads.check(table)
+        if self.heads is not None:
+            self.heads.check(table)
         self.lower.check()
         references += self.prefixes.references(table.slots)
         temporary = self._temporary()

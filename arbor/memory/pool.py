@@ -17,7 +17,7 @@ from arbor.kernels.int8 import store, stored_width
 from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
 
 if TYPE_CHECKING:
-    from arbor.memory.head_table import HeadMoves, HeadTable
+    from arbor.heads.table import HeadMoves, HeadTable
 
 
 AT_ONCE = 1 << 16  # cells whose K or V are copied at once
@@ -58,6 +58,8 @@ class KVPool:
             reads slots only.
         holders: says which KV heads' K and V lie in the cells of slots, see `HeadTable.holders`;
             None: always their own.
+        cell_attention: makes the attention that reads them, see `arbor.heads.attention`; None:
+            every head reads its own.
 
     Args:
         layers: what each layer stores per token.
@@ -86,6 +88,7 @@ class KVPool:
         self.staging = staging
         self.reader: Any = None
         self.holders: Callable[[NDArray[np.int32]], NDArray[np.integer] | None] | None = None
+        self.cell_attention: Any = None
         self.dtype = dtype
         self.device = device
         self._weight_bytes = weight_bytes

@@ -140,6 +140,15 @@ class CellLists:
     across: bool
 
 
+def cell_attention(
+    layout: CascadeLayout, pool: KVPool, backend: AttentionBackend
+) -> CellAttention | None:
+    """The attention of a batch which reads the slots of a layout; None: every head reads its own
+    cells. See `KVPool.cell_attention`."""
+    lists = cell_lists(layout, pool)
+    return None if lists is None else CellAttention(lists, pool, backend)
+
+
 def cell_lists(layout: CascadeLayout, pool: KVPool) -> CellLists | None:
     """The cells that a batch reads which reads the slots of a layout.
 
