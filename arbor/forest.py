@@ -236,7 +236,6 @@ class Overlap:
     with the others as it comes and as it goes, and the others never with each other.
 
     Args:
-        forest: of the blocks.
         counts: whether a block shares, of those that may.
 
     Attributes:

@@ -74,10 +74,7 @@ class BeamGroup:
     `count` are finished, and the best `count` of the others go on.
 
     Args:
-        count: beams of the group.
-        settings: of the search.
         ends: token ids that end the text.
-        device: of the log probabilities.
 
     Attributes:
         over: the search of this group has ended.
@@ -208,10 +205,7 @@ class BeamSearch:
     of them. What neighbouring hypotheses share is read once, as a level of the cascade.
 
     Args:
-        state: of the open trees.
-        forwards: run the model.
         tree: its prompt is complete; its blocks do not change.
-        settings: of the search.
         ends: token ids that end the text.
     """
 

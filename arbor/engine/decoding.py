@@ -29,12 +29,6 @@ class Decoding:
 
     A block's last token is run too: its K/V complete the block, and its logits are where children
     begin.
-
-    Args:
-        state: of the open trees.
-        forwards: time the choice of tokens.
-        source: where tokens come from.
-        schedulers: hold the rows.
     """
 
     def __init__(
@@ -189,7 +183,6 @@ class Decoding:
         """Close blocks that have reached their boundary.
 
         Args:
-            done: the rows.
             logits: [n, V] float32, after their last tokens.
         """
         self._schedulers.leave(done)
@@ -290,7 +283,6 @@ def _answers(
     is given the error.
 
     Args:
-        ask: the question.
         rows: of any operations.
         logits: [n, V] float32.
         again: called before each operation's rows are asked about alone.

@@ -117,7 +117,6 @@ class Engine:
     what is computed then is computed over the gaps.
 
     Args:
-        runner: the model.
         tokenizer: a Hugging Face tokenizer, for questions and boundaries.
         policy: what evictable blocks keep, and which tokens.
         mode: see above.
@@ -726,7 +725,6 @@ class Engine:
         is.
 
         Args:
-            settings: of the search.
             ends: token ids that end the text.
 
         Returns:
@@ -791,7 +789,6 @@ class Engine:
         Results do not depend on the order.
 
         Args:
-            work: what there is to do.
             nodes: the block at whose end each piece of work begins.
         """
         forest = self.state.forest

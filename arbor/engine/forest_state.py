@@ -57,7 +57,6 @@ class ForestState:
     Blocks are known by their rows (`Forest`).
 
     Args:
-        memory: of the trees.
         protect: the policy's; says which tokens the figures of blocks count.
         shares_prompts: prompts that begin alike share KV.
         shares_siblings: siblings that begin alike do.
@@ -123,7 +122,6 @@ class ForestState:
         """Take a tree that the memory has adopted.
 
         Args:
-            opened: the tree.
             part: its own budget as a part of full retention; None: it is the tree's slots.
         """
         if self.own_budgets:

@@ -110,8 +110,6 @@ class DecodeBatch:
     row.
 
     Args:
-        memory: gives the slots.
-        layers: of the model.
         levels: which shared spans are read once for all rows.
 
     Attributes:
@@ -206,9 +204,6 @@ class ForwardPasses:
     """Runs the model over the open trees.
 
     Args:
-        state: of the open trees.
-        runner: the model.
-        observer: collects what the policy wants; None: nothing is observed.
         levels: which shared spans are read once for all rows.
     """
 
@@ -234,7 +229,6 @@ class ForwardPasses:
 
         Args:
             parts: at least one; a tree at most once.
-            batch: the rows.
 
         Returns:
             logits [n, V] float32: of each row, then where the segments ask for them.
@@ -299,8 +293,6 @@ class ForwardPasses:
         """Count one step for each tree that has rows in it.
 
         Args:
-            plan: of the forward.
-            batch: the rows.
             streamed: bytes it has read in host memory, which are divided among the rows.
         """
         count = len(batch)

@@ -27,9 +27,6 @@ class KVView:
     """The keys, values and queries of the open trees, as a policy's scorer reads them.
 
     Args:
-        state: of the open trees.
-        runner: the model.
-        observation: what the policy wants.
         observer: keeps the last queries of a tree; None: none are kept.
 
     Raises:

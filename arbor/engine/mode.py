@@ -28,11 +28,6 @@ class Rules:
     """What a mode decides. These are the rules of lossless mode: every running path is complete and
     exact before anything is computed after it.
 
-    Args:
-        state: of the open trees.
-        policy: of the engine.
-        rehydrate: see `Engine`.
-
     Attributes:
         must_fit: what `required` counts, in words.
         paths_lose: when running paths lose tokens.
@@ -127,7 +122,6 @@ class Rules:
             path: the blocks of the paths, each once.
             leaves: ends of the paths.
             reserve: slots that must be free afterwards.
-            residency: frees room.
         """
         holes = {node.row: self._state.missing(node) for node in path}
         if self._rehydrate == "span":

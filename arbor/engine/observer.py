@@ -111,9 +111,6 @@ class Observer:
     """What one engine observes for its policy, which wants something.
 
     Args:
-        state: of the open trees.
-        runner: the model.
-        observation: what the policy wants.
         by_head: takes what each KV head observes; None: only sums over the heads are wanted.
 
     Attributes:

@@ -63,10 +63,8 @@ class OpenTree:
 
     Args:
         tree: holds only its root.
-        memory: has adopted the tree.
         slots: the budget of this search alone, in tokens; where it is a part of full retention,
             what it may come to.
-        run: the hooks of the run.
         reads: future reads of a recorded run, for the clairvoyant policy.
         most: tokens that full retention of the search holds at most; None: unknown.
         least: tokens that a budget which is a part of full retention leaves it in any case.

@@ -190,7 +190,6 @@ class Operation:
     """One request of a search, worked on by `Engine.step` until it is done.
 
     Args:
-        opened: the tree it concerns.
         ahead_of: an older one that it is ahead of in the order; None: it comes last.
 
     Attributes:
@@ -243,7 +242,6 @@ class Growing(Operation):
     """Decodes blocks up to their boundaries.
 
     Args:
-        opened: the tree.
         children: open blocks, in the order asked for.
 
     Attributes:
@@ -270,11 +268,6 @@ class Growing(Operation):
 class Reading(Operation):
     """Makes paths complete and reads the model's next-token logits after them.
 
-    Args:
-        opened: the tree.
-        count: number of paths.
-        ahead_of: see `Operation`.
-
     Attributes:
         answers: of each path, [V] float32, once it has run.
     """
@@ -295,11 +288,6 @@ class Reading(Operation):
 
 class Asking(Reading):
     """Reads the model's next-token logits after paths and questions; the tree does not change.
-
-    Args:
-        opened: the tree.
-        count: number of questions.
-        ahead_of: see `Operation`.
 
     Attributes:
         is_early: it counts to the operation after the one in progress, see `FutureReads`.

@@ -25,8 +25,6 @@ class PolicyView:
     """Shows a policy the blocks of the open trees, as columns that are made when they are read.
 
     Args:
-        state: of the open trees.
-        policy: whose protection applies.
         scores: of blocks, for the policies that read them.
         token_kv: where the keys and values of tokens are; for policies that ask for them.
     """

@@ -108,13 +108,7 @@ class Rehydration:
     all K/V are written before anything attends, so earlier runs are context of later ones.
 
     Args:
-        state: of the open trees.
-        residency: frees room.
-        rules: of the mode.
-        layers: of the model.
-        costs: of fetching what lower tiers hold; None: all of it is fetched.
         run_piece: runs a piece of a prompt longer than the budget.
-        prompts: KV of prompts of earlier runs.
     """
 
     def __init__(

@@ -52,11 +52,8 @@ class Residency:
     are those of one search, and only that loses tokens.
 
     Args:
-        state: of the open trees.
         policy: what evictable blocks keep, and which tokens.
         scores: of blocks, for the policies that read them.
-        paths_lose: when running paths lose tokens.
-        token_kv: see `PolicyView`.
         heads: what KV heads hold, if each keeps tokens of its own.
 
     Attributes:
@@ -103,7 +100,6 @@ class Residency:
         """Free slots until `needed` are free.
 
         Args:
-            needed: slots.
             leaves: ends of the running paths.
             cause: the event that asks.
             paths_lose: when running paths lose tokens; by default as always.
@@ -343,7 +339,6 @@ class Residency:
         none stays.
 
         Args:
-            path: the blocks.
             leaves: ends of the running paths.
             room: tokens it may choose.
 

@@ -50,8 +50,6 @@ class Retained:
     that is known once a wave has ended, in whatever order its blocks have run.
 
     Args:
-        forest: of the tree.
-        lengths: of the finished blocks.
         shares: whether siblings share what they begin alike with.
 
     Attributes:
@@ -228,7 +226,6 @@ class Account:
     The slots of one search's own budget are used by no other search.
 
     Args:
-        memory: the pool.
         limit: the tokens that may be held: always so many, or a part that moves as the search goes
             on.
         tree: the only one that it is for; None: all of the pool.

@@ -312,7 +312,6 @@ def _nucleus(
         values: [n, width] probabilities, descending.
         ids: [n, width] of their tokens.
         uniform: [n, 1].
-        sampling: the cut-offs.
         lowest: [n, 1]; no token outside `ids` is more probable.
     """
     if sampling.top_k:

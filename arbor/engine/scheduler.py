@@ -243,7 +243,6 @@ class Scheduler:
         """Expand nothing of a tree that was dropped.
 
         Args:
-            tree: that was dropped.
             others: that are open, the first opened first.
         """
         if self.focus is not None and self.focus.tree is tree:
@@ -307,7 +306,6 @@ class Scheduler:
         """Whether there are free slots for the next forward if work joins it.
 
         Args:
-            work: the next piece.
             new: tokens of paths that the next forward computes if it joins.
         """
         rows = len(self.rows) + isinstance(work, Row)
@@ -318,7 +316,6 @@ class Scheduler:
         """Whether work can be expected to fit with all that runs and joins.
 
         Args:
-            work: the next piece.
             joined: what joins before it.
             fresh: blocks of its path that are on no other, root first.
             new: tokens of paths that the next forward computes if it joins.
@@ -458,7 +455,6 @@ def _expanded(leaf: Node, running: Collection[int]) -> int:
     """Tokens of the path to a block and of its children.
 
     Args:
-        leaf: the block.
         running: rows of blocks whose next token is among their tokens already.
     """
     total = leaf.end
@@ -533,7 +529,6 @@ class Schedulers:
     budget, else one for each search, as if it were alone. All of them take part in every forward.
 
     Args:
-        make: a scheduler for the budget of a tree.
         own_budgets: each search has its own; else that of the first serves all.
 
     Attributes:

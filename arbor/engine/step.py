@@ -37,15 +37,6 @@ class Stepper:
 
     Each step is a transaction: after a failure nothing holds KV that was not computed, and
     operations that have no part in the failure go on.
-
-    Args:
-        state: of the open trees.
-        rules: of the mode.
-        residency: frees room.
-        forwards: run the model.
-        rehydration: completes paths.
-        decoding: the life of the blocks.
-        schedulers: decide what takes part.
     """
 
     def __init__(
@@ -193,7 +184,6 @@ class Stepper:
         what does not waits again, the youngest first.
 
         Args:
-            group: of the budget.
             running: the rows that decoded before this work joined.
             mine: the work; what waits again is taken out.
 
@@ -316,7 +306,6 @@ class Stepper:
         """Hand out the results of what joined.
 
         Args:
-            parts: of the forward.
             logits: [n, V] float32, part by part: after wanted blocks, after questions.
         """
         joined, placed = self._joined, self._placed
@@ -456,7 +445,6 @@ class Stepper:
         """End the blocks that have reached their boundary, and choose the others' next tokens.
 
         Args:
-            rows: that decoded.
             logits: [n, V] float32, after their last tokens.
         """
         done: list[int] = []

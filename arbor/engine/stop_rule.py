@@ -82,7 +82,6 @@ class StopRule:
         tokens.
 
         Args:
-            tokens: the block's.
             before: the end of the path before it; no stop is looked for there.
             reasoned: tokens of the path before it that follow the prompt.
         """

@@ -36,10 +36,6 @@ class HeadStatistics:
     They are those of `TokenStatistics`, of one head instead of the mean over all, and belong to
     slots: where a head moves what it holds, they move along (`move`), and a token that gets a slot
     begins with the figures that it has as a whole, so that one that comes back is not new.
-
-    Args:
-        memory: whose slots.
-        whole: figures of whole tokens.
     """
 
     def __init__(self, memory: KVMemory, whole: TokenStatistics) -> None:

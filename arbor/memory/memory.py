@@ -214,7 +214,6 @@ class KVMemory:
         """Free what is held for a tree and serve it no longer.
 
         Args:
-            tree: the tree.
             keep_prompt: its prompt is kept for trees whose prompts begin alike, while nothing needs
                 the slots; and, in a pool that does not grow, its text as far as it has one only.
 
@@ -340,7 +339,6 @@ class KVMemory:
         """Give tokens of a block slots to be written in the next forward.
 
         Args:
-            node: the block.
             offsets: int64 [m] into its tokens, increasing; none of them resident.
             exact: whether they are exact once they are written: every earlier token of the path is
                 resident and exact, or will be after the same forward.
@@ -367,7 +365,6 @@ class KVMemory:
         """Give tokens of a block slots that hold their K/V at once; the caller has made room.
 
         Args:
-            node: the block.
             offsets: int64 [m] into its tokens, increasing; none of them resident.
             rows: [m, numbers], see `KVPool.gather`, in the pool's dtype; exact.
             depth: layers that hold them.

@@ -148,7 +148,6 @@ class KVPool:
         """Store new K/V of one layer.
 
         Args:
-            layer: layer index.
             slots: int64 [T]; several rows may name the trash slot.
             k: [T, H_kv, D_k], in the model's dtype.
             v: [T, H_kv, D_v], likewise.

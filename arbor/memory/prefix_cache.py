@@ -53,7 +53,6 @@ class PrefixCache:
         the first one; it is about to be dropped.
 
         Args:
-            table: of its slots.
             path: from a prompt on.
         """
         depth = np.concatenate([node.span.depth for node in path])

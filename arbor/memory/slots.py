@@ -108,7 +108,6 @@ class SlotTable:
         contiguous stretch, else the lowest free slots. The caller has made room.
 
         Args:
-            count: how many.
             first: preferred first slot.
             tree: number of the tree they serve.
 
