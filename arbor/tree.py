@@ -142,19 +142,8 @@ class Spans:
 class Span:
     """Residency of one block's KV: its stretch of `Spans`, which grows with its tokens.
 
-    Each property is a view of the block's n tokens, valid until any span of the tree grows.
-
-    Attributes:
-        tier: int8 [n], a `Tier` per token.
-        slot: int32 [n], the pool slot; `NO_SLOT` unless the tier is DEVICE.
-        record: int32 [n], the record in the store of a lower tier, else `NO_RECORD`.
-        exact: bool [n], on the device, and every earlier token of the path was resident and exact
-            when this one was written.
-        rounded: bool [n], on the device and not exact only because KV was packed in few bits.
-        certain: bool [n], exact or rounded: nothing is computed again for its sake.
-        origin: int32 [n], the record that a token on the device came from, if that is kept.
-        depth: int16 [n], layers that hold this token's K/V (fewer than the model has where a row
-            left early).
+    Each column of `Spans` is a property: a view of the block's n tokens, valid until any span of
+    the tree grows.
 
     Args:
         spans: the arrays of the tree; own ones if None.
@@ -191,6 +180,7 @@ class Span:
 
     @property
     def certain(self) -> NDArray[np.bool_]:
+        """Tokens that are exact or rounded, bool [n]: nothing is computed again for their sake."""
         return self.exact | self.rounded
 
     @property

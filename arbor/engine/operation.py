@@ -230,11 +230,7 @@ class Extending(Operation):
     """Makes a path complete."""
 
     def result(self) -> None:
-        """Nothing.
-
-        Raises:
-            Exception: what ended the operation.
-        """
+        """Nothing; raises what ended the operation."""
         self.check()
 
 
@@ -256,11 +252,8 @@ class Growing(Operation):
         self.divided = False
 
     def result(self) -> list[Node]:
-        """The blocks: closed ones, and those that an interruption gave up.
-
-        Raises:
-            Exception: what ended the operation.
-        """
+        """The blocks: closed ones, and those that an interruption gave up; raises what ended the
+        operation."""
         self.check()
         return self.children
 
@@ -277,11 +270,7 @@ class Reading(Operation):
         self.answers: list[Tensor] = [torch.empty(0)] * count
 
     def result(self) -> Tensor:
-        """The logits, [n, V] float32.
-
-        Raises:
-            Exception: what ended the operation.
-        """
+        """The logits, [n, V] float32; raises what ended the operation."""
         self.check()
         return torch.stack(self.answers) if self.answers else torch.empty(0, 0)
 

@@ -280,18 +280,12 @@ class PolicyView:
             with np.errstate(over="ignore"):
                 return np.repeat(self._named(nodes), sizes) + offset.astype(np.uint64) * GOLDEN
 
-        nothing = {
-            "mass": lambda _: np.zeros(len(offset)),
-            "latest": lambda _: np.zeros(len(offset)),
-            "queries": lambda _: np.zeros(len(offset), np.int64),
-            "activated": lambda _: np.zeros(len(offset), np.int64),
-            "recurrence": lambda _: np.zeros(len(offset), np.int64),
-            "lately": lambda _: np.zeros(len(offset)),
-        }
         statistics = self._state.statistics
         known = statistics.makers(nodes, sizes, offset)
         if not self._policy.observes:
-            known |= nothing
+            whole = ("queries", "activated", "recurrence")
+            known |= dict.fromkeys(whole, lambda _: np.zeros(len(offset), np.int64))
+            known |= dict.fromkeys(("mass", "latest", "lately"), lambda _: np.zeros(len(offset)))
 
         def kv(_: Tokens) -> TokenKV:
             shows, rows = self._token_kv, np.repeat(nodes, sizes)

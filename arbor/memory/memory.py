@@ -912,45 +912,29 @@ class KVMemory:
         table = self.table
         references = np.zeros(table.slots, np.int32)
         for node in self.forest:
-            span = node.span
-            assert len(span) == len(node.tokens), (
-                f"block {node.id}: span and tokens differ in length"
-            )
-            resident = span.resident
-            assert ((span.tier == Tier.DEVICE) == resident).all(), (
-                f"block {node.id}: tier without slot"
-            )
-            assert not (span.exact & ~resident).any(), (
-                f"block {node.id}: exact but not on the device"
-            )
-            assert not (span.rounded & (span.exact | ~resident)).any(), (
-                f"block {node.id}: rounded and exact, or not on the device"
-            )
-            assert span.rounded[span.origin != NO_RECORD].all(), (
-                f"block {node.id}: a record is kept for a token that is not rounded"
-            )
-            assert (span.record[resident] == NO_RECORD).all(), (
-                f"block {node.id}: a token on the device has a record too"
-            )
-            slots = span.slot[resident]
-            assert len(np.unique(slots)) == len(slots), f"block {node.id} names a slot twice"
+            span, what = node.span, f"block {node.id}: "
+            resident, slots = span.resident, span.slot[span.resident]
+            assert len(span) == len(node.tokens), what + "span and tokens differ in length"
+            assert ((span.tier == Tier.DEVICE) == resident).all(), what + "tier without slot"
+            assert not (span.exact & ~resident).any(), what + "exact but not on the device"
+            odd = span.rounded & (span.exact | ~resident)
+            assert not odd.any(), what + "rounded and exact, or not on the device"
+            kept = span.rounded[span.origin != NO_RECORD]
+            assert kept.all(), what + "a record is kept for a token that is not rounded"
+            twice = span.record[resident] != NO_RECORD
+            assert not twice.any(), what + "a token on the device has a record too"
+            assert len(np.unique(slots)) == len(slots), what + "it names a slot twice"
             references[slots] += 1
             tokens = np.asarray(node.tokens, np.int32)[resident]
             positions = (node.start + np.arange(len(span)))[resident]
-            assert (table.token[slots] == tokens).all(), (
-                f"block {node.id}: a slot holds another token"
-            )
-            assert (table.position[slots] == positions).all(), (
-                f"block {node.id}: a slot has another position"
-            )
-            assert not span.certain[self.mixed(node)].any(), (
-                f"block {node.id}: exact or rounded where heads hold different tokens"
-            )
+            assert (table.token[slots] == tokens).all(), what + "a slot holds another token"
+            assert (table.position[slots] == positions).all(), what + "a slot has another position"
+            mixed = span.certain[self.mixed(node)]
+            assert not mixed.any(), what + "exact or rounded where heads hold different tokens"
         for node, offsets in self.pending_tokens:
             assert (node.span.slot[offsets] != NO_SLOT).all(), f"block {node.id}: pending, no slot"
-            assert not node.span.certain[offsets].any(), (
-                f"block {node.id}: exact before its forward"
-            )
+            early = node.span.certain[offsets]
+            assert not early.any(), f"block {node.id}: exact before its forward"
         if self.heads is not None:
             self.heads.check(table)
         self.lower.check()
@@ -974,11 +958,9 @@ class KVMemory:
             node = self.forest[row]
             slots = node.span.slot[node.span.resident]
             owners = set(self.forest.nodes(np.unique(table.owner[slots]).tolist()))
-            assert owners <= set(self._peers(node)), (
-                f"slots of block {node.id} belong to one that is unlike it"
-            )
+            unlike = owners - set(self._peers(node))
+            assert not unlike, f"slots of block {node.id} belong to one that is unlike it"
         assert (table.used_by <= table.peak_of).all(), "the peak of a tree was not recorded"
-        assert table.used <= table.peak <= table.slots, (
-            "the peak was not recorded, or the budget broken"
-        )
+        fits = table.used <= table.peak <= table.slots
+        assert fits, "the peak was not recorded, or the budget broken"
         assert self.device_peak <= self.budget, "blocks and staging exceed the budget"
