@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from arbor.engine.retained import Lengths, Retained
@@ -180,7 +180,3 @@ class OpenTree:
         """Count one more operation."""
         self.operation += 1
         self.read_early.clear()
-
-    def expect(self, waves: Sequence[Sequence[Node]]) -> None:
-        """Replace `upcoming`."""
-        self.upcoming = [list(wave) for wave in waves]

@@ -228,16 +228,16 @@ class Scheduler:
         waiting = [each.waiting[0] for each in self.operations if each.waiting]
         first = waiting[0] if waiting else None
         oldest = min(self.rows, key=_age) if self.rows else None
-        if oldest is not None and not self._asks_first(first, oldest):
+        # a question that is older than all rows: what it is about is still there
+        asks = isinstance(first, Question) and (
+            oldest is None or first.operation.order < oldest.operation.order
+        )
+        if oldest is not None and not asks:
             self.focus = oldest.leaf
         elif first is not None:
             self.focus = _parent(first)
         if oldest is not None or first is not None:
             self._question_tokens = max(map(_question, waiting), default=0)
-
-    def _asks_first(self, work: Work | None, oldest: Row) -> bool:
-        """Whether a question is older than all rows: what it is about is still there."""
-        return isinstance(work, Question) and work.operation.order < oldest.operation.order
 
     def forget(self, tree: ThoughtTree, others: Sequence[ThoughtTree]) -> None:
         """Expand nothing of a tree that was dropped.

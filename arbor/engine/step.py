@@ -117,7 +117,9 @@ class Stepper:
             self._forward()
         except BaseException as failure:
             error = self._forwards.explained(failure, _kind(operations))
-            work = [*self._joined] if joining and self._joined else self._taking_part()
+            work = [*self._joined]
+            if not (joining and work):
+                work = [*self._schedulers.rows, *work]
             concerned = list(dict.fromkeys(each.operation for each in work)) or list(operations)
             if self._serving is not None:  # only searches that share that budget are concerned
                 concerned = [each for each in concerned if each in self._serving.operations]
@@ -153,7 +155,7 @@ class Stepper:
                 operation.divided = True
         for opened in dict.fromkeys(work.operation.opened for work in joined):
             upcoming = [self._upcoming(each) for each in self.operations_of(opened)]
-            opened.expect([wave for waves in upcoming for wave in waves])
+            opened.upcoming = [wave for waves in upcoming for wave in waves]
         for self._serving, _, mine in admitted:
             reserve = len(self._serving.rows) + mine.asked
             self._rehydration.prepare(mine.begins, want=mine.fresh, reserve=reserve)
@@ -253,7 +255,9 @@ class Stepper:
         if rows:
             self._after(rows, logits)
         if joined:
-            self._start([row for row in joined.rows if self._is_waiting_for_its_path(row)])
+            running = set(self._schedulers.rows)
+            ready = [row for row in joined.rows if not row.started and row in running]
+            self._start([row for row in ready if row.operation.error is None])
         for operation in self._schedulers.operations:
             if not operation.left:
                 self._finish(operation)
@@ -267,9 +271,6 @@ class Stepper:
             rows += mine
         self._batch.hold(rows)
         self._changed = False
-
-    def _is_waiting_for_its_path(self, row: Row) -> bool:
-        return not row.started and row.operation.error is None and row in self._schedulers.rows
 
     def _parts(self) -> list[Part]:
         """What joined, as segments by tree."""
@@ -507,10 +508,6 @@ class Stepper:
             opened.emit(Limited(most, opened.retained.peak, expansion))
 
     # Failures
-
-    def _taking_part(self) -> list[Work]:
-        """The work of the forward in progress."""
-        return [*self._schedulers.rows, *self._joined]
 
     def _undo(self) -> None:
         """Take back the step in progress: what joined waits again."""
