@@ -118,12 +118,13 @@ class Scheduler:
         operations: in progress, in their order.
         rows: blocks that decode, operation by operation.
         keeps: asked whether nothing has to leave: then no work joins for which something would.
+        asks: whether work waits, or has come or gone since `admit` was asked.
         focus: the block whose expansion is in progress, or was the last one.
-        asks: whether `admit` may find something: work waits, or has come or gone since.
     """
 
     _chunks = True  # a long path is computed in several forwards
     _expands = True  # one expansion is always given room
+    _remembers = True  # whether work fits depends on the budget and the blocks' lengths alone
 
     def __init__(
         self,
@@ -135,8 +136,10 @@ class Scheduler:
         self.operations: list[Operation] = []
         self.rows: list[Row] = []
         self.account = account
-        self.asks = True
         self.keeps = keeps
+        self.asks = True
+        # the work that has to wait though no other joins, and what its path takes with all others
+        self._refused: tuple[Work, int] | None = None
         self._overlap = overlap
         self._joins = 0
         self._users: dict[int, int] = {}  # work by the row of each block on its path
@@ -159,11 +162,28 @@ class Scheduler:
     def take(self, operation: Operation) -> None:
         """Take an operation, at its place in the order."""
         insort(self.operations, operation, key=lambda each: each.order)
-        self.asks = True
+        self.asks, self._refused = True, None
+
+    def may_admit(self) -> bool:
+        """Whether `admit` may find something: work has come or gone, or what had to wait would fit
+        by now. Where it is False, `admit` would change nothing."""
+        if self._refused is None:
+            return self.asks
+        work, held = self._refused
+        room = self.account.slots - held
+        if isinstance(work, Row):
+            return most_held((*self.rows, work)) <= room
+        return _question(work) + sum(len(row.node.tokens) + 1 for row in self.rows) <= room
+
+    def let_go(self, operation: Operation) -> None:
+        """Let an operation go, none of whose work runs."""
+        self.operations.remove(operation)
+        self.asks, self._refused = True, None
 
     def admit(self) -> Joined:
         """The work that joins now; one piece in any case if nothing runs."""
         joined = Joined()
+        self.asks, self._refused = True, None
         self._asked = self._missing = self._begun = 0
         self._ends = None  # rows have grown
         self._look()
@@ -180,6 +200,9 @@ class Scheduler:
                     full = full or not self._fits(work, joined, fresh, new)
                 if full:
                     self._in_order(joined)
+                    if self._remembers and not joined:
+                        held = self._paths + sum(len(node.tokens) for node in fresh)
+                        self._refused = work, held - self._shared(fresh)
                     return joined
                 if (part := self._part(work, new)) is not None:
                     self._take(
@@ -193,12 +216,12 @@ class Scheduler:
                 self._begun += self._apart(work)
                 joined.add(work)
         self._in_order(joined)
-        self.asks = False
+        self.asks = bool(joined)  # what has joined is looked at once more: it may be the oldest now
         return joined
 
     def leave(self, work: Iterable[Work]) -> None:
         """Remove work that is done."""
-        self.asks = True
+        self.asks, self._refused = True, None
         gone = set(work)
         for each in gone:
             self._release(each)
@@ -213,7 +236,7 @@ class Scheduler:
 
     def resume(self, work: Iterable[Work]) -> None:
         """Let work that has left wait, first in the queue of its operation."""
-        self.asks = True
+        self.asks, self._refused = True, None
         for each in sorted(work, key=lambda each: each.place, reverse=True):
             each.operation.waiting.appendleft(each)
 
@@ -245,6 +268,7 @@ class Scheduler:
         Args:
             others: that are open, the first opened first.
         """
+        self.asks, self._refused = True, None
         if self.focus is not None and self.focus.tree is tree:
             self.focus, self._question_tokens = others[0].root if others else None, 0
             self._look()
@@ -387,7 +411,7 @@ class StreamedScheduler(Scheduler):
         keeps: as in `Scheduler`.
     """
 
-    _expands = False
+    _expands = _remembers = False
 
     def __init__(
         self,
@@ -433,7 +457,7 @@ class WaveScheduler(Scheduler):
     """Work joins in waves, each of which takes at most half of the budget at its longest."""
 
     _chunks = False  # see `Rules.pieces`
-    _expands = False
+    _expands = _remembers = False
 
     def admit(self) -> Joined:
         """The next wave, once the last one has ended."""
@@ -580,7 +604,7 @@ class Schedulers:
     def drop(self, operation: Operation) -> None:
         """Let an operation go, none of whose work runs."""
         key = self._key(operation)
-        self._of[key].operations.remove(operation)
+        self._of[key].let_go(operation)
         if self._own_budgets and not self._of[key].operations:
             del self._of[key]
             self._turns = [each for each in self._turns if each[1] is not key]

@@ -110,7 +110,8 @@ class Stepper:
             return
         joining = True
         try:
-            asking = [group for group in self._schedulers.groups if group.asks]
+            groups = self._schedulers.groups
+            asking = [group for group in groups if group.asks and group.may_admit()]
             if asking:
                 self._join(asking)
             joining = False

@@ -60,7 +60,9 @@ class ModelSampler:
         """One sampled token per row."""
         growth = rows[0].growth
         if growth.grammar is None and all(row.growth is growth for row in rows):  # mostly
-            return self._take(rows, logits, self._draw(rows, logits, growth.sampling))
+            numbers = [row.code.number for row in rows]
+            drawn = sample(logits, numbers, growth.sampling, self._first)
+            return self._take(rows, logits, drawn)
         logits = self._masked(rows, logits)
         alike: dict[Sampling, list[int]] = {}
         for place, row in enumerate(rows):
@@ -69,15 +71,13 @@ class ModelSampler:
         draws = []
         for sampling, places in alike.items():
             mine, some = [rows[place] for place in places], logits[places]
-            draws.append((places, mine, some, self._draw(mine, some, sampling)))
+            numbers = [row.code.number for row in mine]
+            draws.append((places, mine, some, sample(some, numbers, sampling, self._first)))
         tokens = [0] * len(rows)
         for places, mine, some, drawn in draws:
             for place, token in zip(places, self._take(mine, some, drawn), strict=True):
                 tokens[place] = token
         return tokens
-
-    def _draw(self, rows: Sequence[Row], logits: Tensor, sampling: Sampling) -> Draws:
-        return sample(logits, [row.code.number for row in rows], sampling, self._first)
 
     def _take(self, rows: Sequence[Row], logits: Tensor, drawn: Draws) -> list[int]:
         """Let rows have what was drawn for them; returns the tokens."""
