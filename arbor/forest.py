@@ -46,6 +46,7 @@ class Forest:
         trees: those adopted and not dropped, in order of adoption.
         cuts: offsets at which the KV that a block has in common with blocks like it (prompts of
             other trees, siblings) ends, increasing, by row; not of blocks that are given up.
+        numbers: int64, the number of each row's tree (`ThoughtTree.number`); may be longer.
         cut_changes: how often `cuts` has changed; contexts made before the last one may name
             shared slots by other pieces.
     """
@@ -59,7 +60,7 @@ class Forest:
         self.spans = Spans()
         self._by_number: list[ThoughtTree | None] = []
         self._nodes: list[Node | None] = []  # by row
-        self._numbers = np.zeros(0, np.int64)  # by row
+        self.numbers = np.zeros(0, np.int64)
         self._free: list[int] = []  # a heap of rows below len(self._nodes)
         self.cuts: dict[int, tuple[int, ...]] = {}
         self._tokens: dict[int, NDArray[np.int64]] = {}  # of prompts and closed blocks, by row
@@ -127,10 +128,6 @@ class Forest:
         elif self.spans.unused > max(LEAST_UNUSED, self.spans.size // 2):
             self.spans.compact([node.span for node in self])
         return rows
-
-    def numbers_of(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The number of each row's tree (`ThoughtTree.number`), int64 [n]."""
-        return self._numbers.take(rows)
 
     # Blocks that begin alike
 
@@ -226,8 +223,8 @@ class Forest:
         else:
             node.row = len(self._nodes)
             self._nodes.append(node)
-            self._numbers = grown(self._numbers, len(self._nodes))
-        self._numbers[node.row] = node.tree.number
+            self.numbers = grown(self.numbers, len(self._nodes))
+        self.numbers[node.row] = node.tree.number
 
 
 class Overlap:
@@ -239,7 +236,6 @@ class Overlap:
     with the others as it comes and as it goes, and the others never with each other.
 
     Args:
-        forest: of the blocks.
         counts: whether a block shares, of those that may.
 
     Attributes:

@@ -136,19 +136,8 @@ class Spans:
 class Span:
     """Residency of one block's KV: its stretch of `Spans`, which grows with its tokens.
 
-    Each property is a view of the block's n tokens, valid until any span of the tree grows.
-
-    Attributes:
-        tier: int8 [n], a `Tier` per token.
-        slot: int32 [n], the pool slot; `NO_SLOT` unless the tier is DEVICE.
-        record: int32 [n], the record in the store of a lower tier, else `NO_RECORD`.
-        exact: bool [n], on the device, and every earlier token of the path was resident and exact
-            when this one was written.
-        rounded: bool [n], on the device and not exact only because KV was packed in few bits.
-        settled: bool [n], exact or rounded: nothing is computed again for its sake.
-        origin: int32 [n], the record that a token on the device came from, if that is kept.
-        depth: int16 [n], layers that hold this token's K/V (fewer than the model has where a row
-            left early).
+    Each column of `Spans` is a property: a view of the block's n tokens, valid until any span of
+    the tree grows.
 
     Args:
         spans: the arrays of the tree; own ones if None.
@@ -184,7 +173,8 @@ class Span:
         return self.spans.rounded[self.begin : self.begin + self._length]
 
     @property
-    def settled(self) -> NDArray[np.bool_]:
+    def certain(self) -> NDArray[np.bool_]:
+        """Tokens that are exact or rounded, bool [n]: nothing is computed again for their sake."""
         return self.exact | self.rounded
 
     @property
@@ -199,7 +189,7 @@ class Span:
     def ready(self) -> NDArray[np.bool_]:
         """Tokens that are exact or rounded, wherever attention reads them, bool [n]: nothing is
         computed again for their sake."""
-        return self.settled | self.attended if self.spans.records_exact else self.settled
+        return self.certain | self.attended if self.spans.records_exact else self.certain
 
     @property
     def present(self) -> NDArray[np.bool_]:
@@ -439,21 +429,6 @@ class ThoughtTree:
     def paths(self, leaves: Iterable[Node]) -> list[Node]:
         """Path*: the union of the leaves' paths, each block once, parents before children."""
         return paths_of(leaves)
-
-    def common_ancestor(self, first: Node, second: Node) -> Node:
-        """The deepest block on both paths."""
-        while first is not second:
-            if first.depth >= second.depth:
-                assert first.parent is not None
-                first = first.parent
-            else:
-                assert second.parent is not None
-                second = second.parent
-        return first
-
-    def distance(self, first: Node, second: Node) -> int:
-        """Edges between two blocks: d_i + d_j - 2 d_lca (ArborKV section 3)."""
-        return first.depth + second.depth - 2 * self.common_ancestor(first, second).depth
 
     def distances(self, leaves: Iterable[Node]) -> NDArray[np.int64]:
         """Edges from every block to the nearest of `leaves` (ArborKV's Delta, their minimum).

@@ -19,7 +19,7 @@ def head_moves(
     sizes: NDArray[np.int64],
     lose: NDArray[np.int64],
 ) -> tuple[Places, Places, Places, NDArray[np.bool_]] | None:
-    """`moves_of` what is `given_up` (arbor/retention/head_selection.py), the same places.
+    """`moves_of` what is `given_up` (arbor/heads/selection.py), the same places.
 
     Args:
         scores: float32 [C, T], finite, block after block.

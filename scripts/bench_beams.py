@@ -21,7 +21,7 @@ import torch
 from experiment_table import ExperimentTable, add_options
 from random_llama import NoText, random_llama
 
-from arbor.engine.beam_hypotheses import BeamSettings
+from arbor.engine.beam_search import BeamSettings
 from arbor.engine.engine import Engine
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.torch_cascade import TorchCascade

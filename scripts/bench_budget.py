@@ -59,7 +59,7 @@ class Phases:
 
     @contextmanager
     def nvtx_range(self, name: str) -> Iterator[None]:
-        """Stands in for `arbor.engine.stopwatch.nvtx_range`."""
+        """Stands in for `arbor.engine.forward_pass.nvtx_range`."""
         began = time.thread_time()
         self._inside.append(0.0)
         try:

@@ -33,20 +33,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arbor.engine.head_sets import moved_cells
-from arbor.kernels.native_heads import head_moves, held_by_head
-from arbor.memory.head_table import HeadMoves, HeadTable
-from arbor.memory.pool import KVPool, LayerKV
-from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.base import Blocks, Tokens
-from arbor.retention.head_budgets import Adaptive, HeadBudgets, Pyramid
-from arbor.retention.head_selection import (
+from arbor.heads.selection import (
     HeadScorer,
     HeadSelection,
     Mover,
     SharedCells,
     select_by_head,
 )
+from arbor.heads.sets import moved_cells
+from arbor.heads.table import HeadMoves, HeadTable
+from arbor.kernels.native_heads import head_moves, held_by_head
+from arbor.memory.pool import KVPool, LayerKV
+from arbor.retention.allocators.pooled import Pooled
+from arbor.retention.base import Blocks, Tokens
+from arbor.retention.head_budgets import Adaptive, HeadBudgets, Pyramid
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.selection import Selection, select
 from arbor.retention.token_kv import NO_KV

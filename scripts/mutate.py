@@ -54,11 +54,11 @@ LEFT_OUT = ("test_architecture", "test_cli", "test_loading")
 # Module below arbor/ -> its test files in tests/, the quickest first; those of its folder follow. A
 # module that is not listed has the tests that import it instead. Missing files are ignored.
 TESTS: dict[str, tuple[str, ...]] = {
-    "engine/beam_hypotheses": ("test_beam_search",),
     "engine/beam_search": ("test_beam_search",),
-    "engine/forward_pass": ("test_stopwatch", "test_engine_forest", "test_engine_faults"),
+    "engine/forward_pass": (
+        *("test_stopwatch", "test_nvtx", "test_engine_forest", "test_engine_faults"),
+    ),
     "engine/engine": ("test_engine", "test_sampling", "test_scheduler", "test_engine_faults"),
-    "engine/nvtx": ("test_nvtx",),
     "engine/prefix_sharing": ("test_prefix_sharing", "test_sibling_sharing"),
     "engine/rehydration": ("test_rehydration", "test_engine", "test_residency"),
     "engine/residency": ("test_floors", "test_residency", "test_forest_machine"),

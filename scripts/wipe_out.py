@@ -33,11 +33,11 @@ def held_tokens(solver: Solver) -> tuple[NDArray[np.bool_], list[int]]:
     ends = np.cumsum(lengths)
     slots = np.concatenate([node.span.slot for node in nodes])
     here = np.flatnonzero(slots != NO_SLOT)
-    if not memory.table.mixed[slots[here]].any():
+    heads = memory.heads
+    if heads is None or not memory.table.mixed[slots[here]].any():
         held = np.zeros((1, int(ends[-1])), bool)
         held[0, here] = True
         return held, lengths
-    heads = memory.heads
     held = np.zeros((len(heads), int(ends[-1])), bool)
     positions = heads.positions(memory.table, slots[here])
     holders = heads.holders(memory.table, slots[here])

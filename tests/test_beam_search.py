@@ -15,7 +15,7 @@ from support.models import build, path_logits
 from support.trees import PROMPT, Lab
 
 from arbor import Solver, UsageError
-from arbor.engine.beam_hypotheses import BeamGroup, BeamSettings, EarlyStopping, Hypothesis
+from arbor.engine.beam_search import BeamGroup, BeamSettings, EarlyStopping, Hypothesis
 from arbor.tree import ThoughtTree
 
 EARLY: dict[EarlyStopping, Any] = {"first": True, "heuristic": False, "never": "never"}

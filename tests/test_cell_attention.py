@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from support.slow_cases import drawn
 
+from arbor.heads.attention import CellAttention, CellLists, cell_attention, cell_lists
 from arbor.kernels.attention.base import (
     AttentionBackend,
     AttentionShape,
@@ -21,7 +22,6 @@ from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.int8 import decode, encode
 from arbor.kernels.native import native_library
 from arbor.memory.pool import KVPool, LayerKV
-from arbor.model.cell_attention import CellAttention, CellLists, cell_lists
 
 LAYERS, HEADS, GROUP, DIM, SLOTS = 3, 2, 3, 16, 20
 SHAPE = AttentionShape(HEADS * GROUP, HEADS, DIM, DIM, scaling=DIM**-0.5)
@@ -59,6 +59,7 @@ def pool_of(dtype: torch.dtype, found: NDArray[np.int16] | None) -> KVPool:
         part.copy_(encode(drawn) if dtype == torch.int8 else drawn)
     if found is not None:
         pool.holders = lambda slots: found[:, slots]
+        pool.cell_attention = cell_attention
     return pool
 
 

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from arbor.engine.forest_state import contexts_of
 from arbor.engine.forward_pass import DecodeBatch
 from arbor.engine.operation import Growth, Row
-from arbor.engine.pieces import contexts_of
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopRule
 from arbor.kernels.attention.base import CascadeLayout

@@ -3,10 +3,12 @@ are."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from support.models import Words, build
 from support.trees import PROMPT, SAMPLED, Lab
 from torch import Tensor
@@ -16,9 +18,10 @@ from arbor.engine.operation import Growth, Row
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import ModelSampler
-from arbor.errors import UsageError
+from arbor.errors import ModelError, UsageError
 from arbor.events import Event, Forwarded, Rehydrated
 from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -237,6 +240,34 @@ def test_a_wrong_answer_for_one_operation_ends_that_one_and_changes_no_other(wha
         assert child.state is NodeState.CLOSED
         assert child.tokens == alone(SHORT, growth())
         assert child.confidence > 0
+
+
+class Poisoned(ModelSampler):
+    """The model's own tokens, but for one tree whose logits are no numbers after two tokens."""
+
+    tree: ThoughtTree
+
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
+        wrong = [row.node.tree is self.tree and len(row.node.tokens) == 2 for row in rows]
+        return super().choose(rows, logits.masked_fill(torch.tensor(wrong)[:, None], torch.nan))
+
+
+def test_logits_of_one_operation_that_are_no_numbers_change_no_other_that_draws_otherwise() -> None:
+    lab = Lab(build("llama"), debug=True)
+    source = lab._source = Poisoned(Words())
+    first, second = opened(lab, SHORT, PROMPT)
+    source.tree = second
+    cool = dataclasses.replace(growth(), sampling=Sampling(temperature=0.5))
+    operations = [
+        lab.begin_grow([(first.root, 1)], growth()),
+        lab.begin_grow([(second.root, 1)], cool),
+    ]
+
+    run(lab)
+
+    with pytest.raises(ModelError):
+        operations[1].result()
+    assert [child.tokens for child in operations[0].result()] == [alone(SHORT, growth())]
 
 
 class Failing(ModelSampler):

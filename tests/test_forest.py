@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from arbor.forest import LEAST_COMMON, LEAST_UNUSED, Forest, Overlap
 from arbor.memory import KVMemory
-from arbor.memory.last_tokens import LastTokens
 from arbor.memory.pool import LayerKV
+from arbor.memory.slots import LastTokens
 from arbor.tree import NO_SLOT, Node, NodeState, ThoughtTree, Tier
 
 SLOTS = 24
@@ -68,7 +68,7 @@ def test_rows_and_numbers_of_a_dropped_tree_are_given_out_again_lowest_first() -
     assert (fourth.number, third.number) == (0, 2)
     assert [node.row for node in fourth] == [0, 1, 2, 6]
     assert (last.row, beyond.row, len(forest)) == (3, 6, 7)
-    assert forest.numbers_of(np.array([0, 3, 4, 6])).tolist() == [0, 2, 2, 0]
+    assert forest.numbers[[0, 3, 4, 6]].tolist() == [0, 2, 2, 0]
     assert [forest[node.row] is node for node in forest] == [True] * 7
     assert forest.trees == [third, fourth]
 
@@ -329,8 +329,12 @@ class Woods(RuleBasedStateMachine):
         near = data.draw(st.lists(st.integers(-1, SLOTS), min_size=len(nodes), max_size=len(nodes)))
         for node in nodes:
             node.tree.append(node, 50 + len(node.tokens))
+        rows, starts = np.array([(node.row, node.start) for node in nodes]).T
         slots = self.memory.append(
-            LastTokens.of(nodes), np.array(near), exact=np.ones(len(nodes), np.bool_), depth=2
+            LastTokens.of(nodes, rows, starts),
+            np.array(near),
+            exact=np.ones(len(nodes), np.bool_),
+            depth=2,
         )
         self.memory.commit()
         for node, number in zip(nodes, self.numbers(slots), strict=True):
@@ -456,7 +460,7 @@ class Woods(RuleBasedStateMachine):
             assert node.row == row
         rows = np.array(sorted(self.rows), np.int64)
         numbers = [self.rows[row].tree.number for row in rows.tolist()]
-        assert forest.numbers_of(rows).tolist() == numbers
+        assert forest.numbers[rows].tolist() == numbers
 
     @invariant()
     def spans_do_not_overlap_and_hold_what_was_written(self) -> None:

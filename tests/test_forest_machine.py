@@ -584,6 +584,11 @@ class Grove(RuleBasedStateMachine):
         cancelled = kind == "interruption" or (kind or "").startswith("cancelled")
         with failing(self.lab, kind, concerned) as failed:
             TALLY.steps += 1
+            for group in self.lab._parts.stepper._schedulers.groups:
+                known = group.focus, group.expansion()
+                if not group.may_admit():
+                    assert not group.admit()
+                    assert (group.focus, group.expansion()) == known
             try:
                 self.lab.step()
             except KeyboardInterrupt:

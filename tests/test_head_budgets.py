@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from arbor.engine.head_sets import moved_cells
+from arbor.heads.selection import ranked_means
+from arbor.heads.sets import moved_cells
 from arbor.kernels.native import native_library
 from arbor.kernels.native_heads import held_by_head
 from arbor.retention.head_budgets import (
@@ -23,7 +24,6 @@ from arbor.retention.head_budgets import (
     moved_out,
     vacated,
 )
-from arbor.retention.head_selection import ranked_means
 
 needs_library = pytest.mark.skipif(native_library() is None, reason="no native library")
 

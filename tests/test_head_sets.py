@@ -20,9 +20,14 @@ from arbor import Solver
 from arbor.engine.mode import Rehydrate
 from arbor.errors import OutOfMemory, UsageError
 from arbor.events import Evicted, Forwarded
+from arbor.heads.selection import (
+    given_up,
+    moves_of,
+    ranked_means,
+)
+from arbor.heads.table import HeadMoves
 from arbor.kernels.native import native_library
 from arbor.kernels.native_heads import head_moves
-from arbor.memory.head_table import HeadMoves
 from arbor.memory.pool import KVPool
 from arbor.memory.stores import LowerRoom
 from arbor.papers.ams.ams import AMS, Strata
@@ -35,11 +40,6 @@ from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.segments import Segmented
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import CreditingAllocator
-from arbor.retention.head_selection import (
-    given_up,
-    moves_of,
-    ranked_means,
-)
 from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.token_kv import KVScorer, KVSequence
@@ -68,6 +68,12 @@ def by_head(name: str, **settings: object) -> Policy:
     )
 
 
+def heads_of(lab: Lab) -> int:
+    """KV heads of all layers."""
+    assert lab.memory.heads is not None
+    return len(lab.memory.heads)
+
+
 def lossy(
     policy: Policy, model: str = "llama", rehydrate: Rehydrate = "off", **more: object
 ) -> Lab:
@@ -85,7 +91,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> HeadReads:
 
 def check_path(lab: Lab, model: str, node: Node, seen: HeadReads) -> None:
     """The blocks of a path are those of full attention under each head's masks."""
-    logits, _, _ = masked_forward(build(model), node, seen, len(lab.memory.heads))
+    logits, _, _ = masked_forward(build(model), node, seen, heads_of(lab))
     tokens = [token for each in node.path for token in each.tokens]
     chosen = logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
     assert chosen == tokens[len(PROMPT) :]
@@ -165,7 +171,7 @@ def test_the_figures_of_a_head_are_those_of_its_own_attention(heads: str, seen: 
     tree = lab.plant(SLOTS)
     (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
 
-    _, weights, read = masked_forward(build("llama"), block, seen, len(lab.memory.heads))
+    _, weights, read = masked_forward(build("llama"), block, seen, heads_of(lab))
     weights, read = weights[:, : block.end], read[:, : block.end]
     slots = np.concatenate([node.span.slot[node.span.resident] for node in block.path])
     positions, holders = held(lab.memory, block.path)

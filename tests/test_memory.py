@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from arbor.memory import KVMemory
-from arbor.memory.last_tokens import LastTokens
 from arbor.memory.pool import LayerKV
-from arbor.memory.slots import NO_OWNER, SlotTable
+from arbor.memory.slots import NO_OWNER, LastTokens, SlotTable
 from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 
 SLOTS = 24
@@ -41,7 +40,8 @@ def blank(tree: ThoughtTree, parent: Node, tokens: int) -> Node:
 
 def append(memory: KVMemory, nodes: list[Node], near: list[int], exact: list[bool]) -> np.ndarray:
     """`KVMemory.append` of the blocks' last tokens."""
-    last = LastTokens.of(nodes)
+    rows, starts = np.array([(node.row, node.start) for node in nodes]).T
+    last = LastTokens.of(nodes, rows, starts)
     return memory.append(last, np.array(near), exact=np.array(exact), depth=2)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from arbor import Solver
-from arbor.engine.stopwatch import VARIABLE, nvtx_range
+from arbor.engine.forward_pass import NVTX_VARIABLE, nvtx_range
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def search() -> None:
 def test_every_phase_of_a_search_has_its_range(
     opened: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(NVTX_VARIABLE, "1")
     with monkeypatch.context() as gpu:
-        gpu.setattr("arbor.engine.stopwatch.torch.cuda.is_available", lambda: True)
+        gpu.setattr("arbor.engine.forward_pass.torch.cuda.is_available", lambda: True)
         search()
 
     phases = ("prefill", "decode", "verify", "rehydrate", "policy")
@@ -53,10 +53,10 @@ def test_no_range_is_opened_without_a_gpu_or_without_being_asked(
     opened: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, value: str | None, gpu: bool
 ) -> None:
     if value is None:
-        monkeypatch.delenv(VARIABLE, raising=False)
+        monkeypatch.delenv(NVTX_VARIABLE, raising=False)
     else:
-        monkeypatch.setenv(VARIABLE, value)
-    monkeypatch.setattr("arbor.engine.stopwatch.torch.cuda.is_available", lambda: gpu)
+        monkeypatch.setenv(NVTX_VARIABLE, value)
+    monkeypatch.setattr("arbor.engine.forward_pass.torch.cuda.is_available", lambda: gpu)
 
     with nvtx_range("decode"):
         pass

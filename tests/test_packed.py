@@ -211,7 +211,7 @@ def test_what_comes_back_is_rounded_and_returns_to_its_record() -> None:
 
     assert memory.fetch({tree.root: np.array([1, 2])}) == {tree.root: 2}
     span = tree.root.span
-    assert span.rounded.tolist() == span.settled.tolist() == [False, True, True, False]
+    assert span.rounded.tolist() == span.certain.tolist() == [False, True, True, False]
     assert not span.exact.any()
     assert span.origin.tolist() == [NO_RECORD, records[1], records[2], NO_RECORD]
     assert memory.lower.used_by(Tier.COMPRESSED, 0) == 2, "a token is in one place"

@@ -94,7 +94,26 @@ def test_blocks_join_while_they_fit_and_later_as_others_end() -> None:
     queue.leave(rows[1:3])
     assert queue.admit().rows == rows[3:]
     queue.leave(rows[3:])
-    assert not queue.rows and not queue.waiting
+    assert not queue.rows and not work.waiting
+
+
+def test_an_older_row_that_has_joined_is_the_expansion_in_progress_of_the_next_step() -> None:
+    tree = ThoughtTree(PROMPT)
+    older = operation(tree, 400, 6)
+    younger = Growing(older.opened, [])
+    leaf = row(older, tree.root, 5).node
+    leaf.state = NodeState.CLOSED
+    queue = queue_of([row(younger, leaf)])
+    queue.admit()
+    older.waiting.append(row(older, tree.root))
+    queue.take(older)
+    assert queue.admit()
+
+    if queue.asks and queue.may_admit():
+        assert not queue.admit()
+
+    assert queue.focus is tree.root
+    assert not queue.asks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +214,9 @@ def test_work_joins_as_if_all_that_runs_were_looked_at_each_time(
         names = []
         for queue, rows in queues:
             place = {id(each): index for index, each in enumerate(rows)}
+            may = queue.may_admit()
             names.append([place[id(each)] for each in queue.admit().rows])
+            assert may or not names[-1]
             names[-1].append(-1)
             names[-1] += [place[id(each)] for each in queue.rows]
             for each in queue.rows:
@@ -220,18 +241,26 @@ def test_no_row_is_lost_and_the_budget_counts_whole_paths(data: Any) -> None:
     rows = [row(work, data.draw(st.sampled_from(leaves))) for _ in range(8)]
     queue = queue_of(rows)
     over: set[int] = set()
-    while queue.rows or queue.waiting:
+    while queue.rows or work.waiting:
         before = list(queue.rows)
+        may = queue.may_admit()
         joined = queue.admit().rows
+        assert may or not joined
         assert queue.rows == sorted([*before, *joined], key=lambda each: each.place)
         assert queue.rows
         paths = sum(len(node.tokens) for node in tree.paths(each.leaf for each in queue.rows))
         if len(queue.rows) > 1 and joined:
             assert paths + most_held(queue.rows) <= slots
-        if queue.waiting:  # nothing waits that would fit
+        if work.waiting:  # nothing waits that would fit
             more = (*queue.rows, work.waiting[0])
             paths = sum(len(node.tokens) for node in tree.paths(each.leaf for each in more))
             assert paths + most_held(more) > slots
+        for _ in range(data.draw(st.integers(0, 3))):  # steps in which nothing comes or goes
+            for each in queue.rows:
+                each.node.tree.append(each.node, 1)
+            may = queue.may_admit()
+            joined = queue.admit().rows
+            assert may or not joined
         if data.draw(st.booleans()) and len(queue.rows) > 1:
             queue.preempt()
         else:

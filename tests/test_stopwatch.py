@@ -11,9 +11,9 @@ from support.models import Words, build
 from support.trees import LENGTH, PROMPT, SAMPLED, Lab
 
 from arbor.engine import forward_pass
+from arbor.engine.forward_pass import Stopwatch
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.stopwatch import Stopwatch
 from arbor.events import Forwarded
 from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree

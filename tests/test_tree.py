@@ -55,8 +55,6 @@ def test_distances_are_those_of_the_graph(tree: ThoughtTree, data: st.DataObject
     ]
 
     assert tree.distances(leaves).tolist() == shortest
-    for node in tree:
-        assert min(tree.distance(node, leaf) for leaf in leaves) == shortest[node.id]
 
 
 @given(counts=st.lists(st.integers(0, 40), max_size=6))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.engine.beam_hypotheses import BeamGroup, BeamSettings, Hypothesis
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.errors import BudgetInfeasible
@@ -17,6 +18,184 @@ from arbor.memory import KVMemory
 from arbor.model.plan import Segment
 from arbor.model.sharing import Context, Piece
 from arbor.tree import ThoughtTree
+
+NEVER = -1.0e9  # the score of what is not there
+EarlyStopping = Literal["first", "heuristic", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSettings:
+    """Settings of a token-level beam search, with the meaning and the defaults they have in
+    transformers' `generate`.
+
+    Attributes:
+        beams: hypotheses that go on at each step.
+        max_tokens: tokens of the longest hypothesis.
+        length_penalty: a finished hypothesis scores its log probability / length ** this; above 0
+            it favours long ones.
+        early_stopping: when to end once `beams` hypotheses are finished: ``first``: at once
+            (transformers' True); ``heuristic``: when the best that goes on scores less at its
+            present length than the worst of them (False); ``never``: when it does so at the
+            longest length as well.
+        groups: the beams are divided into so many groups, one after the other at each step.
+        diversity: taken off a token's log probability for each beam of an earlier group that has
+            chosen it at this step (diverse beam search, arXiv 1610.02424, Hamming diversity).
+    """
+
+    beams: int = 4
+    max_tokens: int = 64
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = "heuristic"
+    groups: int = 1
+    diversity: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One continuation of the prompt.
+
+    Attributes:
+        tokens: its ids, the one that ends the text included.
+        score: what hypotheses are ranked by: log probability / length ** `length_penalty`, after
+            the penalties of `diversity`.
+        finished: it ends with the end of the text or at `max_tokens`; False after an interruption.
+    """
+
+    tokens: tuple[int, ...]
+    score: float
+    finished: bool = True
+
+
+class BeamGroup:
+    """The hypotheses of one group of beams: those that go on, and the best finished ones.
+
+    Selection is transformers' (`GenerationMixin._beam_search`, 5.23), for one prompt. Of the best
+    max(2, 1 + end tokens) times `count` continuations, those that end the text among the first
+    `count` are finished, and the best `count` of the others go on.
+
+    Args:
+        ends: token ids that end the text.
+
+    Attributes:
+        over: the search of this group has ended.
+        tokens: int64 [count, s], the hypotheses that go on.
+        chosen: int64 [count], last tokens of the best continuations, those that end the text
+            included.
+    """
+
+    def __init__(
+        self, count: int, settings: BeamSettings, ends: tuple[int, ...], device: torch.device
+    ) -> None:
+        self.over = False
+        self.tokens: NDArray[np.int64] = np.empty((count, 0), np.int64)
+        self.chosen = torch.empty(0, dtype=torch.int64, device=device)
+        self._count = count
+        self._settings = settings
+        self._kept = max(2, 1 + len(ends)) * count
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        # all beams read the same prompt at first: only one of them counts
+        self._scores = torch.full((count,), NEVER, device=device)
+        self._scores[0] = 0.0
+        self._finished_scores = torch.full((count,), NEVER, device=device)
+        self._finished: list[NDArray[np.int64] | None] = [None] * count
+        self._improvable = True
+
+    def choose(self, log_probs: Tensor) -> NDArray[np.int64]:
+        """Choose each beam's next token.
+
+        Args:
+            log_probs: float32 [count, V], of the token after each hypothesis.
+
+        Returns:
+            int64 [count], the hypothesis that each new one continues.
+        """
+        settings, count = self._settings, self._count
+        length = self.tokens.shape[1] + 1
+        vocabulary = log_probs.shape[1]
+        totals = (log_probs + self._scores[:, None]).reshape(-1)
+        best, flat = torch.topk(totals, min(self._kept, len(totals)))
+        parents = (flat // vocabulary).cpu().numpy()
+        ids = flat % vocabulary
+        self.chosen = ids[:count]
+        ends = torch.isin(ids, self._ends)
+        if length >= settings.max_tokens:
+            ends[:] = True
+        tokens = np.concatenate([self.tokens[parents], ids.cpu().numpy()[:, None]], axis=1)
+        self._finish(tokens, best / length**settings.length_penalty, ends)
+        going = best + ends * NEVER
+        chosen = torch.topk(going, count).indices
+        self._scores = going[chosen]
+        order = chosen.cpu().numpy()
+        self.tokens = tokens[order]
+        self._look_ahead(length, bool(ends.all()))
+        return parents[order]  # type: ignore[no-any-return]
+
+    def reorder(self, order: NDArray[np.int64]) -> None:
+        """Put the hypotheses that go on into another order, int64 [count]."""
+        self.tokens = self.tokens[order]
+        self._scores = self._scores[torch.from_numpy(order).to(self._scores.device)]
+
+    def hypotheses(self) -> list[Hypothesis]:
+        """The best `count` hypotheses, best first; those that go on stand in for what is not
+        finished."""
+        found = [
+            Hypothesis(tuple(tokens.tolist()), score)
+            for tokens, score in zip(self._finished, self._finished_scores.tolist(), strict=True)
+            if tokens is not None
+        ]
+        if self.tokens.shape[1]:
+            length = self.tokens.shape[1] ** self._settings.length_penalty
+            scored = [
+                (score, tuple(tokens))
+                for tokens, score in zip(self.tokens.tolist(), self._scores.tolist(), strict=True)
+                if score > NEVER / 2
+            ]
+            going = sorted(scored, reverse=True)
+            found += [Hypothesis(tokens, score / length, False) for score, tokens in going]
+        return found[: self._count]
+
+    def _finish(self, tokens: NDArray[np.int64], scores: Tensor, ends: Tensor) -> None:
+        """Keep the best finished hypotheses.
+
+        Args:
+            tokens: int64 [k, s], continuations, best first.
+            scores: float32 [k], with the length penalty.
+            ends: bool [k], which of them are finished.
+        """
+        count = self._count
+        new = ends.clone()
+        new[count:] = False  # the others are there to go on in their place
+        closed = self._all_finished and self._settings.early_stopping == "first"
+        if closed or not self._improvable:
+            scores = scores + NEVER
+        merged = torch.cat([self._finished_scores, scores + ~new * NEVER])
+        best = torch.topk(merged, count).indices
+        self._finished_scores = merged[best]
+        known = [*self._finished]
+        is_new = new.tolist()
+        self._finished = [
+            known[place]
+            if place < count
+            else tokens[place - count]
+            if is_new[place - count]
+            else None
+            for place in best.tolist()
+        ]
+
+    @property
+    def _all_finished(self) -> bool:
+        return all(tokens is not None for tokens in self._finished)
+
+    def _look_ahead(self, length: int, at_end: bool) -> None:
+        """Whether what goes on may still be better than what is finished."""
+        settings = self._settings
+        longest = settings.early_stopping == "never" and settings.length_penalty > 0
+        assumed = settings.max_tokens if longest else length
+        best = float(self._scores[0] / assumed**settings.length_penalty)
+        worst = float(self._finished_scores.min()) if self._all_finished else NEVER
+        self._improvable = self._improvable and best > worst
+        closed = self._all_finished and settings.early_stopping == "first"
+        self.over = not self._improvable or closed or at_end
 
 
 class BeamSearch:
@@ -26,10 +205,7 @@ class BeamSearch:
     of them. What neighbouring hypotheses share is read once, as a level of the cascade.
 
     Args:
-        state: of the open trees.
-        forwards: run the model.
         tree: its prompt is complete; its blocks do not change.
-        settings: of the search.
         ends: token ids that end the text.
     """
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.engine.forest_state import ForestState
+from arbor.engine.forest_state import ForestState, head
 from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.operation import Growing, Row, Siblings
-from arbor.engine.pieces import head
 from arbor.engine.prefix_sharing import PrefixSharing
+from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import Schedulers
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import CheckedSource, TokenSource
@@ -29,12 +29,6 @@ class Decoding:
 
     A block's last token is run too: its K/V complete the block, and its logits are where children
     begin.
-
-    Args:
-        state: of the open trees.
-        forwards: time the choice of tokens.
-        source: where tokens come from.
-        schedulers: hold the rows.
     """
 
     def __init__(
@@ -85,7 +79,7 @@ class Decoding:
             span = row.node.span
             if span.rounded.any():
                 row.certainty = min(row.certainty, Certainty.ROUNDED)
-            if len(span.slot) and not span.settled[:-1].all():
+            if len(span.slot) and not span.certain[:-1].all():
                 if not span.ready[:-1].all():
                     row.certainty = Certainty.NONE
                 gone = np.flatnonzero(span.slot[:-1] == NO_SLOT)
@@ -110,18 +104,19 @@ class Decoding:
         if not rows:
             return watched
         stacked = logits if isinstance(logits, Tensor) else torch.stack(list(logits))
-        with self._forwards.timing():
-            tokens = self._tokens(rows, stacked)
-            for row, token in zip(rows, tokens, strict=True):
-                if token is None or row.operation.error is not None:
-                    continue
-                row.node.tree.append(row.node, token)
-                if row.siblings is not None:
-                    watched.append(row)
-                try:
-                    row.stop = self._source.stop(row.node, row.growth)
-                except Exception as error:
-                    row.operation.error = error
+        began = self._forwards.stopwatch.start()
+        tokens = self._tokens(rows, stacked)
+        for row, token in zip(rows, tokens, strict=True):
+            if token is None or row.operation.error is not None:
+                continue
+            row.node.tree.append(row.node, token)
+            if row.siblings is not None:
+                watched.append(row)
+            try:
+                row.stop = self._source.stop(row.node, row.growth)
+            except Exception as error:
+                row.operation.error = error
+        self._forwards.stopwatch.stop(began)
         for tree, opened in self._state.trees.items():
             if opened.run.detail == "tokens":
                 chosen = [
@@ -174,23 +169,20 @@ class Decoding:
 
     def _tokens(self, rows: Sequence[Row], logits: Tensor) -> list[int | None]:
         """A token for each row; None where the source fails for the row's operation."""
-        foreign = isinstance(self._source, CheckedSource)
-        codes = [row.code.copy() for row in rows] if foreign and _are_several(rows) else []
-
-        def choose(rows: Sequence[Row], logits: Tensor) -> Sequence[int]:
-            return self._source.choose(rows, logits)
+        codes: list[ArithmeticCode] = []
+        if isinstance(self._source, CheckedSource) and _are_several(rows):
+            codes = [row.code.copy() for row in rows]
 
         def again() -> None:
             for row, code in zip(rows, codes, strict=False):
                 row.code = code
 
-        return _answers(choose, rows, logits, again)
+        return _answers(self._source.choose, rows, logits, again)
 
     def end(self, done: Sequence[Row], logits: Tensor) -> None:
         """Close blocks that have reached their boundary.
 
         Args:
-            done: the rows.
             logits: [n, V] float32, after their last tokens.
         """
         self._schedulers.leave(done)
@@ -291,7 +283,6 @@ def _answers(
     is given the error.
 
     Args:
-        ask: the question.
         rows: of any operations.
         logits: [n, V] float32.
         again: called before each operation's rows are asked about alone.

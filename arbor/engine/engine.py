@@ -12,16 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.engine.beam_hypotheses import BeamSettings, Hypothesis
-from arbor.engine.beam_search import BeamSearch
+from arbor.engine.beam_search import BeamSearch, BeamSettings, Hypothesis
 from arbor.engine.decoding import Decoding
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
-from arbor.engine.head_sets import HeadSets, HeadStatistics, check_layers
 from arbor.engine.hooks import BranchHook, OtherPrompt, PromptHook, Way
 from arbor.engine.kv_view import KVView
 from arbor.engine.mode import (
-    Lossless,
     Lossy,
     Mode,
     Rehydrate,
@@ -31,7 +28,7 @@ from arbor.engine.mode import (
     StreamedLossy,
 )
 from arbor.engine.mode_names import SIMILAR, have_own_budgets
-from arbor.engine.observer import Observer
+from arbor.engine.observer import Observer, QueryWindow
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
 from arbor.engine.operation import (
     Asking,
@@ -46,7 +43,6 @@ from arbor.engine.operation import (
     Siblings,
     Visit,
 )
-from arbor.engine.query_window import QueryWindow
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
@@ -58,6 +54,9 @@ from arbor.engine.token_source import CheckedSource, ModelSampler, TokenSource
 from arbor.errors import BudgetInfeasible
 from arbor.events import KV, Detail, Listener, Opened
 from arbor.forest import by_tree
+from arbor.heads.attention import cell_attention
+from arbor.heads.sets import HeadSets, HeadStatistics, check_layers
+from arbor.heads.table import HeadTable
 from arbor.memory import KVMemory
 from arbor.memory.prompt_files import PromptFiles
 from arbor.memory.stores import NO_ROOM, LowerRoom
@@ -118,7 +117,6 @@ class Engine:
     what is computed then is computed over the gaps.
 
     Args:
-        runner: the model.
         tokenizer: a Hugging Face tokenizer, for questions and boundaries.
         policy: what evictable blocks keep, and which tokens.
         mode: see above.
@@ -179,7 +177,6 @@ class Engine:
         if policy.by_head:
             assert mode == "lossy" and not lower.staging, "checked by `check_granularity`"
             check_layers(runner, policy)
-        self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
         self.levels = levels
         self.lower = lower
         assert mode == "lossless" or prompts is None, "only exact KV is kept"
@@ -271,8 +268,11 @@ class Engine:
                 self.runner.device,
                 weight_bytes=self.runner.weight_bytes,
                 lower=self.lower,
+                heads=self._head_table(slots),
                 debug=self._debug,
             )
+            if self._memory.heads is not None:
+                self._memory.pool.cell_attention = cell_attention
         lossless = self.mode == "lossless"
         streamed = bool(self.lower.staging)
         assert lossless or self.rehydrate == "off" or not streamed, "what is read comes back never"
@@ -287,18 +287,20 @@ class Engine:
             own_budgets=have_own_budgets(self.mode, self.share, staged=streamed),
             part=part,
         )
-        mode: type[Lossless | Lossy] = self._mode
+        kinds: tuple[type[Rules], type[Rules]] = (Rules, Lossy)
         if streamed:
-            mode = Streamed if lossless else StreamedLossy
-        rules = mode(state, self.policy, self.rehydrate)
+            kinds = (Streamed, StreamedLossy)
+        rules = kinds[not lossless](state, self.policy, self.rehydrate)
         observation = self.policy.observation
         statistics, heads = None, None
         if self.policy.by_head and self.policy.observes:
             statistics = HeadStatistics(self._memory, state.statistics)
-        observer = Observer(state, self.runner, observation, statistics)
-        view = KVView(state, self.runner, observation, observer.window_of)
+        observer = None
+        if observation.anything:
+            observer = Observer(state, self.runner, observation, statistics)
+        view = KVView(state, self.runner, observation, observer)
         if self.policy.by_head:
-            heads = HeadSets(state, self.policy, statistics, view.head_kv)
+            heads = HeadSets(self._memory, self.policy, statistics, view.head_kv)
         residency = Residency(
             state,
             self.policy,
@@ -319,6 +321,12 @@ class Engine:
         decoding = Decoding(state, forwards, self._source, schedulers)
         stepper = Stepper(state, rules, residency, forwards, rehydration, decoding, schedulers)
         return _Parts(state, rules, residency, forwards, stepper)
+
+    def _head_table(self, slots: int) -> HeadTable | None:
+        """What KV heads hold, where each keeps tokens of its own."""
+        if not self.policy.by_head:
+            return None
+        return HeadTable([each.num_kv_heads for each in self.runner.layer_kv], slots)
 
     def finish(self, tree: ThoughtTree | None = None) -> None:
         """End of a run: nothing is emitted to it any more, and its operations are given up.
@@ -345,11 +353,12 @@ class Engine:
         opened, parts = self.state.trees[tree], self._parts
         stepper = parts.stepper
         stepper.cancel(stepper.operations_of(opened), InterruptedError("the tree was closed"))
-        stepper.settle()
+        stepper.undo_interrupted()
         rows = self.state.close(opened)
         self.residency.forget(tree)
         self.residency.view.forget(rows)
-        parts.forwards.observer.forget(tree)
+        if parts.forwards.observer is not None:
+            parts.forwards.observer.forget(tree)
         parts.stepper.drop(tree)
 
     def close_finished(self) -> None:
@@ -423,7 +432,8 @@ class Engine:
         none, or no tree was opened."""
         if self._opened is None or self._latest is None:
             return None
-        return self._opened.forwards.observer.window_of(self._latest.tree)
+        observer = self._opened.forwards.observer
+        return None if observer is None else observer.window_of(self._latest.tree)
 
     @property
     def kv(self) -> KV:
@@ -715,7 +725,6 @@ class Engine:
         is.
 
         Args:
-            settings: of the search.
             ends: token ids that end the text.
 
         Returns:
@@ -780,7 +789,6 @@ class Engine:
         Results do not depend on the order.
 
         Args:
-            work: what there is to do.
             nodes: the block at whose end each piece of work begins.
         """
         forest = self.state.forest

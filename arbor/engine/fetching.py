@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
+from arbor.engine.forward_pass import nvtx_range
 from arbor.engine.mode import Holes
 from arbor.engine.prefix_sharing import Follower, PrefixSharing
-from arbor.engine.stopwatch import nvtx_range
 from arbor.events import Rehydrated
 from arbor.forest import by_tree
 from arbor.model.fetch_costs import FetchCosts, Run
@@ -49,8 +49,6 @@ class Fetching:
     It is planned before room is made, so that its records stay meanwhile, and carried out after.
 
     Args:
-        state: of the open trees.
-        sharing: finds equal tokens of other blocks.
         costs: of copying and of computing; None: all that can be copied is.
     """
 
@@ -188,7 +186,6 @@ class Fetching:
         """What of it is fetched, by the measured costs.
 
         Args:
-            costs: of both ways.
             stored: offsets of the tokens that can be fetched, by row.
             holes: offsets of the tokens to compute, by row.
             rows: others that the forward computes.

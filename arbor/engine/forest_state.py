@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.open_tree import OpenTree
-from arbor.engine.pieces import contexts_of
 from arbor.engine.retained import Account, PartOfRetained
 from arbor.events import Cause, Discarded, Evicted
 from arbor.forest import Forest, by_tree
 from arbor.memory import KVMemory
 from arbor.memory.lower_tiers import Moves
-from arbor.model.sharing import Context
+from arbor.model.sharing import Context, Piece
 from arbor.retention.block_table import BlockTable
 from arbor.retention.policy import Protect
 from arbor.retention.token_statistics import TokenStatistics
@@ -56,7 +57,6 @@ class ForestState:
     Blocks are known by their rows (`Forest`).
 
     Args:
-        memory: of the trees.
         protect: the policy's; says which tokens the figures of blocks count.
         shares_prompts: prompts that begin alike share KV.
         shares_siblings: siblings that begin alike do.
@@ -75,6 +75,7 @@ class ForestState:
         computed: rows of the blocks computed at least once; their missing tokens count as
             rehydrated, not prefilled.
         hidden: rows of the blocks that nothing attends to.
+        budgets_move: whether a budget changes while searches neither come nor go.
         before_hiding: rows of the blocks computed before these were hidden; empty while nothing is.
     """
 
@@ -108,6 +109,7 @@ class ForestState:
         self._turns = 0
         self._shared = Account(memory, self._limit(part) or memory.slots)
         self._own: dict[ThoughtTree, Account] = {}
+        self.budgets_move = False
 
     # Trees
 
@@ -120,7 +122,6 @@ class ForestState:
         """Take a tree that the memory has adopted.
 
         Args:
-            opened: the tree.
             part: its own budget as a part of full retention; None: it is the tree's slots.
         """
         if self.own_budgets:
@@ -130,10 +131,18 @@ class ForestState:
             limit = self._limit(part, opened) or opened.slots
             self._own[opened.tree] = Account(self.memory, limit, opened.tree)
         self.trees[opened.tree] = opened
+        self._look()
         opened.turn = self._turns
         opened.rank = 0 if self._shared.part is not None else self._turns
         self._turns += 1
         self.table.touch(opened.tree.root)
+
+    def _look(self) -> None:
+        """Searches have come or gone."""
+        parts = [each.part for each in (self._shared, *self._own.values()) if each.part is not None]
+        for part in parts:
+            part.look()
+        self.budgets_move = any(part.part < 1 for part in parts)
 
     @property
     def fits_whole(self) -> bool:
@@ -191,6 +200,7 @@ class ForestState:
         self.sharing_changed()
         del self.trees[opened.tree]
         self._own.pop(opened.tree, None)
+        self._look()
         for row in rows:
             self.logits.pop(row, None)
         self.computed.difference_update(rows)
@@ -339,3 +349,49 @@ class ForestState:
             self.hidden = self.before_hiding = frozenset()
             self.logits.clear()
             self.logits.update(known)
+
+
+def contexts_of(
+    nodes: Sequence[Node | None], hidden: AbstractSet[int] = frozenset()
+) -> list[Context]:
+    """The context that each of several paths is, by the block it ends with (None: no path).
+
+    It consists of the resident tokens of the blocks that are not hidden, by row. Paths that
+    share blocks share their pieces.
+    """
+    heads: dict[int, list[Piece]] = {}
+    contexts: list[Context] = []
+    for node in nodes:
+        path = node.path if node is not None else []
+        for each in path:
+            if each.row not in heads:
+                heads[each.row] = [] if each.row in hidden else head(each, len(each.tokens))
+        contexts.append(tuple(piece for each in path for piece in heads[each.row]))
+    return contexts
+
+
+def head(node: Node, end: int) -> list[Piece]:
+    """The resident ones of a block's first `end` tokens, and those that attention reads in host
+    memory.
+
+    They are one piece (or none); those of a prompt end where what it shares with other prompts
+    ends, and the pieces of such prompts that name the same slots have equal keys.
+    """
+    slots = node.span.address[:end]
+    offsets = np.flatnonzero(slots >= 0)
+    if len(offsets) == 0:
+        return []
+    positions = (node.start + offsets).astype(np.int32)
+    forest = node.tree.forest
+    cuts = forest.cuts.get(node.row, ()) if forest is not None and forest.cuts else ()
+    if not cuts:
+        return [Piece((node.row, end), slots[offsets], positions)]
+    ends = np.searchsorted(offsets, [0, *(cut for cut in cuts if cut < end), end])
+    pieces = []
+    for first, last in pairwise(ends.tolist()):
+        if first < last:
+            part = slots[offsets[first:last]]
+            # a slot holds one token at one position, so equal ends mean equal K/V between them
+            key = (int(part[0]), int(part[-1]), last - first)
+            pieces.append(Piece(key, part, positions[first:last]))
+    return pieces

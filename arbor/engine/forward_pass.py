@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +20,11 @@ from arbor.engine.hooks import Way
 from arbor.engine.observer import Observer
 from arbor.engine.open_tree import OpenTree, Steps
 from arbor.engine.operation import Row
-from arbor.engine.stopwatch import Stopwatch, nvtx_range
 from arbor.errors import ArborError
 from arbor.events import Forwarded, ForwardKind
 from arbor.memory import KVMemory
-from arbor.memory.last_tokens import LastTokens
 from arbor.memory.out_of_memory import forward_too_large, is_out_of_memory
+from arbor.memory.slots import LastTokens
 from arbor.model.layers import Leave
 from arbor.model.level_rule import LevelRule
 from arbor.model.plan import (
@@ -37,16 +39,81 @@ from arbor.model.sharing import SharedPrefix, Sharing, share
 from arbor.tree import NO_SLOT, Certainty, NodeState, ThoughtTree
 
 
+class Stopwatch:
+    """Adds up stretches of work on a device.
+
+    A CUDA call returns when its work is queued, so there a stretch lies between two events in the
+    queue, which are read once the device has passed them. Elsewhere the work is done when the call
+    returns, and the host's clock measures it.
+
+    Args:
+        device: where the work runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        # events around stretches not read yet, in the order of the queue
+        self._unread: deque[tuple[Any, Any]] = deque()
+
+    def start(self) -> Any:
+        """Begin a stretch; what to give `stop`."""
+        return self._event() if self._device.type == "cuda" else time.perf_counter()
+
+    def stop(self, began: Any) -> None:
+        """Count what was done since; not to be called where it has failed."""
+        if self._device.type == "cuda":
+            self._unread.append((began, self._event()))
+            while self._unread and self._unread[0][1].query():
+                self._read()
+        else:
+            self._seconds += time.perf_counter() - began
+
+    def take(self) -> float:
+        """Seconds of all stretches since the last call; waits for the device to finish them."""
+        if self._unread:
+            self._unread[-1][1].synchronize()
+        while self._unread:
+            self._read()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _read(self) -> None:
+        begin, end = self._unread.popleft()
+        self._seconds += begin.elapsed_time(end) / 1e3
+
+
+NVTX_VARIABLE = "ARBOR_NVTX"
+
+
+def nvtx_is_on() -> bool:
+    """Whether the variable `NVTX_VARIABLE` is set and not 0, and torch sees a GPU."""
+    return os.environ.get(NVTX_VARIABLE, "0") not in ("", "0") and torch.cuda.is_available()
+
+
+def nvtx_range(name: str) -> AbstractContextManager[object]:
+    """Within it, a profiler that reads NVTX (Nsight Systems) shows ``arbor.NAME``; phases nest.
+
+    Args:
+        name: ``prefill``, ``decode``, ``verify``, ``rehydrate``, ``fetch`` or ``policy``.
+    """
+    return torch.cuda.nvtx.range(f"arbor.{name}") if nvtx_is_on() else nullcontext()
+
+
 class DecodeBatch:
     """Lays out decode steps for rows as a whole: one array for each thing a step needs of every
     row.
 
     Args:
-        memory: gives the slots.
-        layers: of the model.
         levels: which shared spans are read once for all rows.
 
     Attributes:
+        rows: those that it holds.
         trees: of the rows, each once.
         tree: int64 [n], place of each row's tree in `trees`.
     """
@@ -62,7 +129,10 @@ class DecodeBatch:
 
         To be called after rows have joined or left, and after what one of them reads has changed.
         """
+        self.rows = rows
         self._nodes = [row.node for row in rows]
+        self._rows = np.array([node.row for node in self._nodes], np.int64)
+        self._starts = np.array([node.start for node in self._nodes], np.int64)
         self._contexts = [row.context for row in rows]
         self._context_lengths = np.array([row.context_length for row in rows], np.int64)
         certainty = np.array([row.certainty for row in rows], np.int8)
@@ -76,7 +146,7 @@ class DecodeBatch:
         self.trees = list(places)
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self.rows)
 
     def plan(self) -> ForwardPlan:
         """Plan the step that computes each row's last token, and nothing else."""
@@ -90,23 +160,19 @@ class DecodeBatch:
 
         Each is given a slot, next to the one of the token before it if that is free.
         """
-        last = LastTokens.of(self._nodes)
-        before = last.spans.slot[last.at - 1]
+        last = LastTokens.of(self._nodes, self._rows, self._starts)
+        held = last.spans.slot
+        before = held[last.at - 1]
         near = np.where((last.length > 1) & (before != NO_SLOT), before + 1, self._first_slots)
         slots = self._memory.append(
             last, near, exact=self._exact, rounded=self._rounded, depth=self._layers
         )
         count = len(slots)
-        tails = zip(
-            (last.begin + self._tail_from).tolist(),
-            (last.begin + last.length).tolist(),
-            strict=True,
-        )
-        held = last.spans.slot
+        begins, ends = (last.begin + self._tail_from).tolist(), (last.at + 1).tolist()
         return SegmentTable(
             contexts=self._contexts,
             context_lengths=self._context_lengths,
-            tails=[held[a:b] for a, b in tails],
+            tails=[held[a:b] for a, b in zip(begins, ends, strict=True)],
             counts=np.ones(count, np.int64),
             ends=last.position + 1,
             ids=last.token,
@@ -138,21 +204,24 @@ class ForwardPasses:
     """Runs the model over the open trees.
 
     Args:
-        state: of the open trees.
-        runner: the model.
-        observer: collects what the policy wants.
         levels: which shared spans are read once for all rows.
     """
 
     def __init__(
-        self, state: ForestState, runner: ModelRunner, *, observer: Observer, levels: LevelRule
+        self,
+        state: ForestState,
+        runner: ModelRunner,
+        *,
+        observer: Observer | None = None,
+        levels: LevelRule,
     ) -> None:
         self.runner = runner
         self._state = state
         self._memory = state.memory
         self.observer = observer
         self.levels = levels
-        self._stopwatch = Stopwatch(runner.device)  # of the steps whose time was not read yet
+        self.stopwatch = Stopwatch(runner.device)  # of the steps whose time was not read yet
+        self._range = nvtx_range if nvtx_is_on() else nullcontext
 
     def run(self, parts: Sequence[Part], batch: DecodeBatch | None = None) -> Tensor:
         """One forward over segments, reported at once, and over the rows that decode if there are
@@ -160,7 +229,6 @@ class ForwardPasses:
 
         Args:
             parts: at least one; a tree at most once.
-            batch: the rows.
 
         Returns:
             logits [n, V] float32: of each row, then where the segments ask for them.
@@ -169,25 +237,19 @@ class ForwardPasses:
             self.report_steps(self._state.trees[part.tree])
         self._read_times()
         segments = [segment for part in parts for segment in part.segments]
-        before = self._streamed
         decoding = 0 if batch is None else len(batch)
-        with self._stopwatch.running():
-            tables = [SegmentTable.of(segments)] if segments else []
-            if batch is not None:
-                tables.insert(0, batch.table())
-            table = joined(tables)
-            shared = share(table.contexts, table.counts.tolist(), self.levels)
-            plan = plan_table(table, shared)
-            kind: ForwardKind = "decode" if decoding else parts[0].kind
-            with (
-                nvtx_range(kind),
-                nvtx_range(parts[0].kind) if decoding else nullcontext(),
-                self.explaining_out_of_memory(kind, plan.rows),
-            ):
-                logits = self._forward(plan, self._leave(parts, table, decoding))
+        began = self.stopwatch.start()
+        tables = [SegmentTable.of(segments)] if segments else []
+        if batch is not None:
+            tables.insert(0, batch.table())
+        table = joined(tables)
+        plan = plan_table(table, share(table.contexts, table.counts.tolist(), self.levels))
+        kind: ForwardKind = "decode" if decoding else parts[0].kind
+        with self._range(kind), self._range(parts[0].kind) if decoding else nullcontext():
+            logits, streamed = self._forward(plan, kind, self._leave(parts, table, decoding))
+        self.stopwatch.stop(began)
         self._memory.commit()
-        elapsed_s = self._stopwatch.take() / plan.rows  # of each row
-        streamed = self._streamed - before
+        elapsed_s = self.stopwatch.take() / plan.rows  # of each row
         if batch is not None:
             self._count(plan, batch, streamed * decoding // plan.rows)
             self._share_time(elapsed_s * decoding)
@@ -202,25 +264,22 @@ class ForwardPasses:
                 rows=rows,
                 read=int(plan.reads[mine].sum()),
                 unique=int(plan.unique_reads[mine].sum()),
-                held=self._held(opened),
+                held=self._memory.used_by(opened.tree),
                 elapsed_s=elapsed_s * rows,
                 streamed=streamed * rows // plan.rows,
             )
             self._report(opened, part.kind, once)
         return logits
 
-    def timing(self) -> AbstractContextManager[None]:
-        """Count the work within as part of the decode steps that are reported next."""
-        return self._stopwatch.running()
-
     def step(self, batch: DecodeBatch) -> Tensor:
         """One decode step, reported together with those after it; logits [n, V] float32."""
+        began = self.stopwatch.start()
         plan = batch.plan()
-        before = self._streamed
-        with nvtx_range("decode"), self.explaining_out_of_memory("decode", plan.rows):
-            logits = self._forward(plan)
+        with self._range("decode"):
+            logits, streamed = self._forward(plan, "decode")
         self._memory.commit()
-        self._count(plan, batch, self._streamed - before)
+        self._count(plan, batch, streamed)
+        self.stopwatch.stop(began)
         return logits
 
     def report_steps(self, opened: OpenTree) -> None:
@@ -230,18 +289,10 @@ class ForwardPasses:
             steps, opened.steps = opened.steps, Steps()
             self._report(opened, "decode", steps)
 
-    @property
-    def _streamed(self) -> int:
-        """Bytes of KV in host memory that attention has read so far."""
-        staging = self._memory.staging
-        return 0 if staging is None else staging.moved_bytes
-
     def _count(self, plan: ForwardPlan, batch: DecodeBatch, streamed: int) -> None:
         """Count one step for each tree that has rows in it.
 
         Args:
-            plan: of the forward.
-            batch: the rows.
             streamed: bytes it has read in host memory, which are divided among the rows.
         """
         count = len(batch)
@@ -258,22 +309,13 @@ class ForwardPasses:
             steps.untimed_rows += rows
             steps.read += int(reads[mine].sum())
             steps.unique += int(unique[mine].sum())
-            steps.held += self._held(opened)
+            steps.held += self._memory.used_by(tree)
             steps.streamed += streamed * rows // count
-
-    @property
-    def _staged(self) -> int:
-        """Most tokens that the staging buffer ever held."""
-        staging = self._memory.staging
-        return 0 if staging is None else staging.peak
-
-    def _held(self, opened: OpenTree) -> int:
-        return self._memory.used_by(opened.tree)
 
     def _read_times(self) -> None:
         """Divide the time of the steps since the last call among their rows."""
         if any(opened.steps.untimed_rows for opened in self._state.trees.values()):
-            self._share_time(self._stopwatch.take())
+            self._share_time(self.stopwatch.take())
 
     def _share_time(self, elapsed_s: float) -> None:
         untimed = [each.steps for each in self._state.trees.values() if each.steps.untimed_rows]
@@ -283,6 +325,8 @@ class ForwardPasses:
             steps.untimed_rows = 0
 
     def _report(self, opened: OpenTree, kind: ForwardKind, what: Steps) -> None:
+        staging = self._memory.staging
+        staged = 0 if staging is None else staging.peak
         opened.emit(
             Forwarded(
                 kind=kind,
@@ -291,7 +335,7 @@ class ForwardPasses:
                 read_tokens=what.read,
                 unique_read_tokens=what.unique,
                 kv=opened.kv,
-                peak=self._memory.peak_of(opened.tree) + self._staged,
+                peak=self._memory.peak_of(opened.tree) + staged,
                 elapsed_s=what.elapsed_s,
                 held=what.held,
                 streamed_bytes=what.streamed,
@@ -319,38 +363,49 @@ class ForwardPasses:
             )
         return _any_of(asked)
 
-    def _forward(self, plan: ForwardPlan, leave: Leave | None = None) -> Tensor:
-        pool = self._memory.pool
+    def _forward(
+        self, plan: ForwardPlan, kind: ForwardKind, leave: Leave | None = None
+    ) -> tuple[Tensor, int]:
+        """The logits, and how many bytes of KV in host memory attention has read."""
+        pool, staging = self._memory.pool, self._memory.staging
+        before = 0 if staging is None else staging.moved_bytes
         if self._memory.debug:
             pieces = (piece for context in plan.table.contexts for piece in context)
             for piece in {id(each): each for each in pieces}.values():
                 self._memory.check_reads(piece.slots, piece.positions)
         watched: dict[str, Any] = {} if leave is None else {"leave": leave}
-        asked = self.observer.asked(plan)
-        result = self.runner.forward(plan, pool, **asked, **watched)
-        if asked:
-            self.observer.take(plan, result)
-        return result.logits
-
-    @contextmanager
-    def explaining_out_of_memory(self, kind: ForwardKind, rows: int = 0) -> Iterator[None]:
-        """Turn an out-of-memory error within into one that names what holds the memory, and a
-        budget that leaves room."""
+        asked = {} if self.observer is None else self.observer.asked(plan)
         try:
-            yield
+            result = self.runner.forward(plan, pool, **asked, **watched)
+            if asked and self.observer is not None:
+                self.observer.take(plan, result)
         except (RuntimeError, MemoryError) as error:
-            if isinstance(error, ArborError) or not is_out_of_memory(error):
+            if (known := self.explained(error, kind, plan.rows)) is error:
                 raise
-            alive = [node for node in self._state.forest if node.state is not NodeState.PRUNED]
-            raise forward_too_large(
-                error,
-                self.runner.device,
-                f"{kind} of {rows:,} tokens" if rows else kind,
-                weights=self.runner.weight_bytes,
-                slots=self._memory.slots,
-                bytes_per_token=self._memory.bytes_per_token,
-                least=max(node.end for node in alive) + max(rows, 1),
-            ) from error
+            raise known from error
+        return result.logits, 0 if staging is None else staging.moved_bytes - before
+
+    def explained(self, error: BaseException, kind: ForwardKind, rows: int = 0) -> BaseException:
+        """An error; in place of one for want of memory, one that names what holds the memory, and
+        a budget that leaves room.
+
+        Args:
+            error: raised by a step.
+            kind: what it was doing.
+            rows: tokens that were to be computed; 0: not known.
+        """
+        if isinstance(error, ArborError) or not is_out_of_memory(error):
+            return error
+        alive = [node for node in self._state.forest if node.state is not NodeState.PRUNED]
+        return forward_too_large(
+            error,
+            self.runner.device,
+            f"{kind} of {rows:,} tokens" if rows else kind,
+            weights=self.runner.weight_bytes,
+            slots=self._memory.slots,
+            bytes_per_token=self._memory.bytes_per_token,
+            least=max(node.end for node in alive) + max(rows, 1),
+        )
 
 
 def _any_of(several: Sequence[Leave]) -> Leave:

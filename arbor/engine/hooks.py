@@ -92,32 +92,30 @@ class Way(Protocol):
 
 
 class Branch(Protocol):
-    """A block while it decodes, as a hook sees it."""
+    """A block while it decodes, as a hook sees it.
+
+    Attributes:
+        leaf: the block it grows from.
+        node: the block.
+        pending: a token that was chosen and is not among the block's yet.
+        top1: the highest probability that there was when its last token was chosen.
+        stop: why it ends with its last token; None while it goes on.
+    """
 
     @property
-    def leaf(self) -> Node:
-        """The block it grows from."""
-        ...
+    def leaf(self) -> Node: ...
 
     @property
-    def node(self) -> Node:
-        """The block."""
-        ...
+    def node(self) -> Node: ...
 
     @property
-    def pending(self) -> int | None:
-        """A token that was chosen and is not among the block's yet."""
-        ...
+    def pending(self) -> int | None: ...
 
     @property
-    def top1(self) -> float:
-        """The highest probability that there was when its last token was chosen."""
-        ...
+    def top1(self) -> float: ...
 
     @property
-    def stop(self) -> str | None:
-        """Why it ends with its last token; None while it goes on."""
-        ...
+    def stop(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
-from arbor.engine.query_window import QueryWindow
+from arbor.engine.observer import Observer, QueryWindow
 from arbor.errors import ModelError
 from arbor.kernels.int8 import decode, is_stored, read_slots
 from arbor.model.runner import ModelRunner
@@ -27,10 +27,7 @@ class KVView:
     """The keys, values and queries of the open trees, as a policy's scorer reads them.
 
     Args:
-        state: of the open trees.
-        runner: the model.
-        observation: what the policy wants.
-        window_of: the last queries of a tree; None: none are kept.
+        observer: keeps the last queries of a tree; None: none are kept.
 
     Raises:
         ModelError: the policy wants to undo the position encoding of a layer that is of an unknown
@@ -42,11 +39,11 @@ class KVView:
         state: ForestState,
         runner: ModelRunner,
         observation: Observation,
-        window_of: Callable[[ThoughtTree], QueryWindow | None],
+        observer: Observer | None,
     ) -> None:
         self._state = state
         self._runner = runner
-        self._window_of = window_of
+        self._observer = observer
         self._layers = observation.layers_of(runner.layer_count)
         heads = observation.heads
         self._heads = None if heads is None else torch.tensor(heads, device=runner.device)
@@ -71,6 +68,7 @@ class KVView:
     ) -> HeadKV:
         """The column `Tokens.kv` of what each KV head holds, [C * T]; see `token_kv`."""
         heads = self._state.memory.heads
+        assert heads is not None, "KV heads hold the same tokens"
         orders = [self._order(tree, by_head=True) for tree in self._trees(rows)]
         sequences = [self._sequence(order, leaves) for order in orders]
         places = self._places(orders, rows, offsets)
@@ -90,7 +88,7 @@ class KVView:
 
     def _trees(self, rows: NDArray[np.int64]) -> list[ThoughtTree]:
         """The trees of blocks, in the order in which they were opened."""
-        numbers = set(self._state.forest.numbers_of(np.unique(rows)).tolist())
+        numbers = set(self._state.forest.numbers[np.unique(rows)].tolist())
         return [tree for tree in self._state.trees if tree.number in numbers]
 
     def _places(
@@ -101,7 +99,7 @@ class KVView:
         each, at = np.unique(rows, return_inverse=True)
         begins = np.array([node.span.begin for node in forest.nodes(each.tolist())], np.int64)
         slots = forest.spans.slot[begins[at] + offsets]
-        numbers = forest.numbers_of(rows)
+        numbers = forest.numbers[rows]
         found = np.full(len(rows), -1, np.int64)
         count = 0
         for order in orders:
@@ -131,7 +129,7 @@ class KVView:
         at = at[np.lexsort((row[at], position[at]))]
         slots, row, position = slots[at], row[at], position[at]
         heads = None
-        if by_head and memory.table.mixed[slots].any():
+        if memory.heads is not None and by_head and memory.table.mixed[slots].any():
             held = memory.heads.positions(memory.table, slots).astype(np.int64)
             heads = _HeadOrder.of(held, slots, row)
         return _Order(tree, slots, row, position, heads)
@@ -140,7 +138,8 @@ class KVView:
         """The keys, values and queries of a tree's tokens."""
         tree, heads = order.tree, order.heads
         leaves = [leaf for leaf in leaves if leaf.tree is tree]
-        asked = _Asked.of(self._window_of(tree), tree)
+        window = None if self._observer is None else self._observer.window_of(tree)
+        asked = _Asked.of(window, tree)
         by_head = None
         if heads is None:
             index = torch.from_numpy(order.slots).to(self._runner.device)
@@ -166,7 +165,9 @@ class KVView:
 
     def _mine(self, layer: int) -> slice:
         """The numbers of a layer's KV heads."""
-        first, end = np.searchsorted(self._state.memory.heads.layer, [layer, layer + 1])
+        heads = self._state.memory.heads
+        assert heads is not None, "KV heads hold the same tokens"
+        first, end = np.searchsorted(heads.layer, [layer, layer + 1])
         return slice(int(first), int(end))
 
     def _of_layer(

@@ -91,7 +91,6 @@ def score_tokens(
     `MOST_NEW` rows, an edge after or together with those above it.
 
     Args:
-        runner: the model.
         given: what to score.
         slots: tokens of KV at a time; a longer text has as many as it needs.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,94 +24,14 @@ Holes = dict[int, NDArray[np.int64]]  # by row, offsets of the tokens to compute
 PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
 
 
-class Rules(Protocol):
-    """What a mode decides.
+class Rules:
+    """What a mode decides. These are the rules of lossless mode: every running path is complete and
+    exact before anything is computed after it.
 
     Attributes:
         must_fit: what `required` counts, in words.
         paths_lose: when running paths lose tokens.
         joining_loses: when they do as work joins.
-    """
-
-    must_fit: str
-    paths_lose: PathsLose
-    joining_loses: PathsLose
-
-    def required(self, node: Node) -> int:
-        """Tokens of the path to a block that have to be on the device while it grows."""
-        ...
-
-    def decoded(self, tokens: int) -> int:
-        """Tokens of a block of at most so many that have to be on the device for it to begin."""
-        ...
-
-    def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
-        """Blocks of up to `leaf_tokens` tokens that may decode at once within a search's own
-        budget, at least 1, where its longest path has `longest` tokens."""
-        ...
-
-    def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
-        """Cut work into waves that fit.
-
-        Args:
-            nodes: where each piece of work begins, in depth-first order, so that a wave shares what
-                it can.
-            extra: tokens each needs beyond its path.
-
-        Returns:
-            indices into `nodes`.
-        """
-        ...
-
-    def scheduler(self, opened: OpenTree) -> Scheduler:
-        """Decides which work within the budget of a tree takes part in the next forward."""
-        ...
-
-    def pinned(self, nodes: Sequence[Node]) -> int:
-        """Slots of what stays while these blocks decode."""
-        ...
-
-    def is_crowded(self, nodes: Sequence[Node]) -> bool:
-        """Whether some of these blocks have to wait before each of them gets one more token."""
-        ...
-
-    def is_outdated(self, leaf: Node) -> bool:
-        """Whether logits known after a block may be improved by computing it again."""
-        ...
-
-    def pieces(self, root: Node, room: int) -> list[range]:
-        """The pieces in which a prompt that was never computed goes in; none: at once, with what
-        else a path misses."""
-        ...
-
-    def splits(self, node: Node) -> bool:
-        """Whether several forwards may each compute some of what a block misses."""
-        ...
-
-    def holes(
-        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
-    ) -> Holes:
-        """Tokens of each block of the running paths that the next forward computes.
-
-        Where the paths do not stay whole, what the policy gives up of them has left when this
-        returns.
-
-        Args:
-            path: the blocks of the paths, each once.
-            leaves: ends of the paths.
-            reserve: slots that must be free afterwards.
-            residency: frees room.
-        """
-        ...
-
-
-class Lossless:
-    """Every running path is complete and exact before anything is computed after it.
-
-    Args:
-        state: of the open trees.
-        policy: of the engine.
-        rehydrate: see `Engine`.
     """
 
     must_fit = "the longest path"
@@ -134,54 +53,85 @@ class Lossless:
         return self._keeps_all or self._state.fits_whole
 
     def required(self, node: Node) -> int:
-        """The whole path."""
+        """Tokens of the path to a block that have to be on the device while it grows: all."""
         return node.end
 
     def decoded(self, tokens: int) -> int:
-        """All that it has: one, to begin with."""
+        """Tokens of a block of at most so many that have to be on the device for it to begin: of
+        all that it has to hold, one."""
         return min(tokens, 1)
 
     def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
-        """What fits next to the longest path."""
+        """Blocks of up to `leaf_tokens` tokens that may decode at once within a search's own
+        budget, at least 1: those that fit next to its longest path, of `longest` tokens."""
         return max(1, (opened.slots - longest) // max(1, leaf_tokens))
 
     def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
-        """The union of a wave's paths fits."""
+        """Cut work into waves that fit: the union of a wave's paths does.
+
+        Args:
+            nodes: where each piece of work begins, in depth-first order, so that a wave shares what
+                it can.
+            extra: tokens each needs beyond its path.
+
+        Returns:
+            indices into `nodes`.
+        """
         return list(fitting(nodes, extra, self._slots(nodes))) if nodes else []
 
     def scheduler(self, opened: OpenTree) -> Scheduler:
-        """A block joins as soon as it is expected to fit."""
+        """Decides which work within the budget of a tree takes part in the next forward: a block
+        joins as soon as it is expected to fit."""
         overlap = Overlap(self._state.forest, self._state.shares)
         return Scheduler(self._state.account(opened.tree), keeps=self._keeps, overlap=overlap)
 
     def pinned(self, nodes: Sequence[Node]) -> int:
-        """Whole paths."""
+        """Slots of what stays while these blocks decode: whole paths."""
         return self._memory.slots_of(paths_of(nodes))
 
     def is_crowded(self, nodes: Sequence[Node]) -> bool:
-        """Where their paths and these tokens exceed the budget."""
+        """Whether some of these blocks have to wait before each of them gets one more token."""
         return self.pinned(nodes) + len(nodes) > self._slots(nodes)
 
     def is_outdated(self, leaf: Node) -> bool:
-        """Never: they were computed over a whole path."""
+        """Whether logits known after a block may be improved by computing it again: never after a
+        whole path."""
         return False
 
     def pieces(self, root: Node, room: int) -> list[range]:
-        """None: a prompt fits, and the scheduler computes a long path part by part."""
+        """The pieces in which a prompt that was never computed goes in; none: at once, with what
+        else a path misses. A prompt fits, and the scheduler computes a long path part by part."""
         return []
 
     def splits(self, node: Node) -> bool:
-        """Not where whole spans come back."""
+        """Whether several forwards may each compute some of what a block misses: not where whole
+        spans come back."""
         return self._rehydrate != "span" or node.row not in self._state.computed
 
     def holes(
         self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
     ) -> Holes:
-        """Everything that is missing or inexact."""
-        return _incomplete(self._state, path, self._rehydrate)
+        """Tokens of each block of the running paths that the next forward computes: all that are
+        missing or were computed over a gap; where whole spans come back, all tokens of a computed
+        block that lacks one.
+
+        Where the paths do not stay whole, what the policy gives up of them has left when this
+        returns.
+
+        Args:
+            path: the blocks of the paths, each once.
+            leaves: ends of the paths.
+            reserve: slots that must be free afterwards.
+        """
+        holes = {node.row: self._state.missing(node) for node in path}
+        if self._rehydrate == "span":
+            for node in path:
+                if len(holes[node.row]) and node.row in self._state.computed:
+                    holes[node.row] = np.arange(len(node.tokens))
+        return holes
 
 
-class Streamed(Lossless):
+class Streamed(Rules):
     """Every running path is complete and exact, and attention reads what of it is in host memory
     there: the device holds the newest tokens, and of the others what the policy keeps.
 
@@ -261,34 +211,21 @@ class StreamedLossy(Streamed):
         return {node.row: self._missing(node) for node in path}
 
 
-class Lossy:
+class Lossy(Rules):
     """Tokens of running paths may leave as well, as the policy says; what is computed then is
     computed over the gaps.
 
     What a search gives up changes its result, so each keeps within its own budget, whatever is
     searched next to it: the paths in one call are of one search (`ForestState.own_budgets`).
-
-    Args:
-        state: of the open trees.
-        policy: of the engine.
-        rehydrate: see `Engine`.
     """
 
     must_fit = "what is protected of a path"
-    paths_lose: PathsLose
-    joining_loses: PathsLose = "never"
 
     def __init__(self, state: ForestState, policy: Policy, rehydrate: Rehydrate) -> None:
+        super().__init__(state, policy, rehydrate)
         self.paths_lose = "last" if policy.spares_paths else "equally"
-        self._state = state
-        self._memory = state.memory
         self._recent = max(1, policy.protect.recent)
         self._protected = policy.protect.sinks + policy.protect.recent
-        self._rehydrate = rehydrate
-
-    def _slots(self, nodes: Sequence[Node]) -> int:
-        """The budget of blocks that keep within the same."""
-        return self._state.account(nodes[0].tree).slots
 
     def required(self, node: Node) -> int:
         """What the policy protects of a path."""
@@ -315,14 +252,10 @@ class Lossy:
         """The newest tokens of the open blocks."""
         return sum(min(len(node.tokens), self._recent) for node in nodes)
 
-    def is_crowded(self, nodes: Sequence[Node]) -> bool:
-        """Where these and what is pinned exceed the budget."""
-        return self.pinned(nodes) + len(nodes) > self._slots(nodes)
-
     def is_outdated(self, leaf: Node) -> bool:
         """If the block was computed over a gap, or is not all there, and what is missing can come
         back."""
-        return self._rehydrate != "off" and not leaf.span.settled.all()
+        return self._rehydrate != "off" and not leaf.span.certain.all()
 
     def pieces(self, root: Node, room: int) -> list[range]:
         """Pieces of at most a quarter of the budget, of a prompt that is longer than the room there
@@ -346,7 +279,7 @@ class Lossy:
             return self._never_computed(path, leaves, reserve, residency)
         slots = self._slots(leaves)
         if sum(len(node.tokens) for node in path) + reserve <= slots:
-            return _incomplete(self._state, path, self._rehydrate)
+            return super().holes(path, leaves, reserve, residency)
         # given tokens of open blocks are never left out: what follows would not read them
         new = [node for node in path if node.given and node.row not in self._state.computed]
         holes = {node.row: np.arange(len(node.tokens)) for node in new}
@@ -371,17 +304,6 @@ class Lossy:
         residency.fit(new + reserve, leaves, "transition")
         holes: Holes = dict.fromkeys((node.row for node in path), np.empty(0, np.int64))
         return holes | {node.row: np.flatnonzero(~node.span.resident) for node in never}
-
-
-def _incomplete(state: ForestState, path: Sequence[Node], rehydrate: Rehydrate) -> Holes:
-    """What is missing or was computed over a gap; all tokens of a computed block that lacks one,
-    where whole spans come back."""
-    holes = {node.row: state.missing(node) for node in path}
-    if rehydrate == "span":
-        for node in path:
-            if len(holes[node.row]) and node.row in state.computed:
-                holes[node.row] = np.arange(len(node.tokens))
-    return holes
 
 
 def fitting(nodes: Sequence[Node], extra: Sequence[int], slots: int) -> Iterator[list[int]]:

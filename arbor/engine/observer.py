@@ -2,29 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
-from arbor.engine.head_sets import HeadStatistics
-from arbor.engine.query_window import QueryWindow, last_of_each
+from arbor.heads.sets import HeadStatistics
 from arbor.model.plan import ForwardPlan, visibility
 from arbor.model.runner import ForwardResult, ModelRunner
 from arbor.retention.observation import Observation
 from arbor.tree import ThoughtTree
 
 
-class Observer:
-    """What one engine observes for its policy.
+def last_of_each(
+    counts: NDArray[np.int64], new: NDArray[np.bool_], length: int
+) -> NDArray[np.int64]:
+    """The rows of a forward whose queries are kept: the last of each segment, int64.
 
     Args:
-        state: of the open trees.
-        runner: the model.
-        observation: what the policy wants.
+        counts: int64 [n], rows of each segment.
+        new: bool [T], rows that count.
+        length: of each segment at most.
+    """
+    ends = np.cumsum(counts)
+    left = np.repeat(ends, counts) - np.arange(len(new))
+    return np.flatnonzero(new & (left <= length))
+
+
+class QueryWindow:
+    """The last queries of each running path of a tree, in a ring that holds `length` forwards of
+    all its rows.
+
+    Args:
+        length: queries of each path, >= 1.
+        layers: whose queries.
+
+    Attributes:
+        row: int64 [c], of the block that a query's token belongs to; -1: empty.
+        position: int64 [c], of that token on its path.
+        age: int64 [c], increasing with the time of writing.
+    """
+
+    def __init__(self, length: int, layers: Sequence[int]) -> None:
+        self.length = length
+        self.layers = tuple(layers)
+        self.row = np.empty(0, np.int64)
+        self.position = np.empty(0, np.int64)
+        self.age = np.empty(0, np.int64)
+        self._queries: dict[int, Tensor] = {}
+        self._next = 0
+        self._written = 0
+
+    def add(
+        self,
+        rows: NDArray[np.integer],
+        positions: NDArray[np.integer],
+        queries: Mapping[int, Tensor],
+        paths: int,
+    ) -> None:
+        """Keep queries of a forward.
+
+        Args:
+            rows: int [m], of the blocks of their tokens.
+            positions: int [m], of these tokens.
+            queries: layer -> [m, H_q, D].
+            paths: segments that they are of: the ring grows to hold `length` queries of each.
+        """
+        self._reserve(self.length * paths, queries)
+        capacity = len(self.row)
+        at = (self._next + np.arange(len(rows))) % capacity
+        self.row[at], self.position[at] = rows, positions
+        self.age[at] = self._written + np.arange(len(rows))
+        index = torch.from_numpy(at)
+        for layer, ring in self._queries.items():
+            ring[index.to(ring.device)] = queries[layer]
+        self._next = (self._next + len(rows)) % capacity
+        self._written += len(rows)
+
+    def queries(self, layer: int, at: NDArray[np.int64]) -> Tensor:
+        """The queries of some places, [m, H_q, D] float32."""
+        ring = self._queries[layer]
+        return ring[torch.from_numpy(at).to(ring.device)].float()
+
+    def _reserve(self, capacity: int, like: Mapping[int, Tensor]) -> None:
+        if capacity <= len(self.row):
+            return
+        kept = np.argsort(self.age)[len(self.row) - np.count_nonzero(self.row >= 0) :]
+        kept = kept[self.row[kept] >= 0]
+        row, position, age = self.row[kept], self.position[kept], self.age[kept]
+        self.row = np.full(capacity, -1, np.int64)
+        self.position = np.zeros(capacity, np.int64)
+        self.age = np.full(capacity, -1, np.int64)
+        count = self._next = len(kept)
+        self.row[:count], self.position[:count], self.age[:count] = row, position, age
+        for layer in self.layers:
+            ring = like[layer].new_zeros((capacity, *like[layer].shape[1:]))
+            if count:
+                old = self._queries[layer]
+                ring[:count] = old[torch.from_numpy(kept).to(old.device)]
+            self._queries[layer] = ring
+
+
+class Observer:
+    """What one engine observes for its policy, which wants something.
+
+    Args:
         by_head: takes what each KV head observes; None: only sums over the heads are wanted.
 
     Attributes:
@@ -50,7 +136,7 @@ class Observer:
 
     def asked(self, plan: ForwardPlan) -> dict[str, Any]:
         """What a forward is asked for, as arguments of `ModelRunner.forward`."""
-        if not self._wanted.anything or bool(plan.again.all()):
+        if bool(plan.again.all()):
             return {}
         asked: dict[str, Any] = {}
         if self._wanted.attention:
@@ -87,7 +173,7 @@ class Observer:
         slots, where = plan.table.write[self._rows], self._state.memory.table
         rows, positions = where.owner[slots], where.position[slots]
         segments = np.repeat(np.arange(len(plan.table.counts)), plan.table.counts)[self._rows]
-        numbers = self._state.forest.numbers_of(rows)
+        numbers = self._state.forest.numbers[rows]
         alone = len(self._state.trees) == 1
         for tree in self._state.trees:
             mine = np.flatnonzero(numbers == tree.number)

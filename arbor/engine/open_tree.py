@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from arbor.engine.retained import Lengths, Retained
@@ -63,10 +63,8 @@ class OpenTree:
 
     Args:
         tree: holds only its root.
-        memory: has adopted the tree.
         slots: the budget of this search alone, in tokens; where it is a part of full retention,
             what it may come to.
-        run: the hooks of the run.
         reads: future reads of a recorded run, for the clairvoyant policy.
         most: tokens that full retention of the search holds at most; None: unknown.
         least: tokens that a budget which is a part of full retention leaves it in any case.
@@ -182,7 +180,3 @@ class OpenTree:
         """Count one more operation."""
         self.operation += 1
         self.read_early.clear()
-
-    def expect(self, waves: Sequence[Sequence[Node]]) -> None:
-        """Replace `upcoming`."""
-        self.upcoming = [list(wave) for wave in waves]

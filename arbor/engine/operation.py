@@ -190,7 +190,6 @@ class Operation:
     """One request of a search, worked on by `Engine.step` until it is done.
 
     Args:
-        opened: the tree it concerns.
         ahead_of: an older one that it is ahead of in the order; None: it comes last.
 
     Attributes:
@@ -231,11 +230,7 @@ class Extending(Operation):
     """Makes a path complete."""
 
     def result(self) -> None:
-        """Nothing.
-
-        Raises:
-            Exception: what ended the operation.
-        """
+        """Nothing; raises what ended the operation."""
         self.check()
 
 
@@ -243,7 +238,6 @@ class Growing(Operation):
     """Decodes blocks up to their boundaries.
 
     Args:
-        opened: the tree.
         children: open blocks, in the order asked for.
 
     Attributes:
@@ -258,22 +252,14 @@ class Growing(Operation):
         self.divided = False
 
     def result(self) -> list[Node]:
-        """The blocks: closed ones, and those that an interruption gave up.
-
-        Raises:
-            Exception: what ended the operation.
-        """
+        """The blocks: closed ones, and those that an interruption gave up; raises what ended the
+        operation."""
         self.check()
         return self.children
 
 
 class Reading(Operation):
     """Makes paths complete and reads the model's next-token logits after them.
-
-    Args:
-        opened: the tree.
-        count: number of paths.
-        ahead_of: see `Operation`.
 
     Attributes:
         answers: of each path, [V] float32, once it has run.
@@ -284,22 +270,13 @@ class Reading(Operation):
         self.answers: list[Tensor] = [torch.empty(0)] * count
 
     def result(self) -> Tensor:
-        """The logits, [n, V] float32.
-
-        Raises:
-            Exception: what ended the operation.
-        """
+        """The logits, [n, V] float32; raises what ended the operation."""
         self.check()
         return torch.stack(self.answers) if self.answers else torch.empty(0, 0)
 
 
 class Asking(Reading):
     """Reads the model's next-token logits after paths and questions; the tree does not change.
-
-    Args:
-        opened: the tree.
-        count: number of questions.
-        ahead_of: see `Operation`.
 
     Attributes:
         is_early: it counts to the operation after the one in progress, see `FutureReads`.
@@ -311,7 +288,7 @@ class Asking(Reading):
         super().__init__(opened, count, ahead_of)
         self.is_early = ahead_of is not None
 
-    def settle(self, question: Question, logits: Tensor) -> None:
+    def answer(self, question: Question, logits: Tensor) -> None:
         """Take the logits [V] after a question."""
         if question.way is not None:
             logits = question.way.answer(logits)

@@ -10,26 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
-from arbor.retention.base import NEVER, Blocks, BlockScores, Tokens
+from arbor.retention.base import GOLDEN, NEVER, Blocks, BlockScores, Tokens
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.token_kv import NO_KV, PlacedKV, TokenKV
+from arbor.retention.token_kv import NO_KV, PlacedKV, ShowsKV, TokenKV
 from arbor.support.growable import grown
 from arbor.tree import Node, NodeState, ThoughtTree
 
 Where = Literal["off", "on", "anywhere"]  # blocks off the running paths, on them, or both
-# rows of blocks and offsets of tokens, int64 [T] each, and running leaves, to column `Tokens.kv`
-ShowsKV = Callable[[NDArray[np.int64], NDArray[np.int64], Sequence[Node]], TokenKV]
 # tokens of a block: all; those that attention reads, also in host memory; those on the device
 Places = Literal["whole", "present", "resident"]
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart
 
 
 class PolicyView:
     """Shows a policy the blocks of the open trees, as columns that are made when they are read.
 
     Args:
-        state: of the open trees.
-        policy: whose protection applies.
         scores: of blocks, for the policies that read them.
         token_kv: where the keys and values of tokens are; for policies that ask for them.
     """
@@ -91,7 +86,7 @@ class PolicyView:
                 able &= active if where == "on" else ~(active | table.open)
             ids = np.flatnonzero(able)
             if tree is not None and len(self._state.trees) > 1:
-                ids = ids[self._state.forest.numbers_of(ids) == tree.number]
+                ids = ids[self._state.forest.numbers[ids] == tree.number]
         resident = table.length[ids] if whole else counts[ids]
         places: Places = "whole" if whole else "present" if stored else "resident"
 
@@ -185,7 +180,7 @@ class PolicyView:
 
     def _next_use(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         result = np.full(len(ids), NEVER)
-        numbers = self._state.forest.numbers_of(ids)
+        numbers = self._state.forest.numbers[ids]
         for opened in self._state.trees.values():
             if opened.reads is not None:
                 mine = np.flatnonzero(numbers == opened.tree.number)
@@ -199,7 +194,7 @@ class PolicyView:
         places = np.zeros(1 + max(tree.number for tree in self._state.trees), np.int64)
         for place, tree in enumerate(self._state.trees):
             places[tree.number] = place
-        return places[self._state.forest.numbers_of(ids)]
+        return places[self._state.forest.numbers[ids]]
 
     def _scheduled(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         waits = [
@@ -285,18 +280,12 @@ class PolicyView:
             with np.errstate(over="ignore"):
                 return np.repeat(self._named(nodes), sizes) + offset.astype(np.uint64) * GOLDEN
 
-        nothing = {
-            "mass": lambda _: np.zeros(len(offset)),
-            "latest": lambda _: np.zeros(len(offset)),
-            "queries": lambda _: np.zeros(len(offset), np.int64),
-            "activated": lambda _: np.zeros(len(offset), np.int64),
-            "recurrence": lambda _: np.zeros(len(offset), np.int64),
-            "lately": lambda _: np.zeros(len(offset)),
-        }
         statistics = self._state.statistics
         known = statistics.makers(nodes, sizes, offset)
         if not self._policy.observes:
-            known |= nothing
+            whole = ("queries", "activated", "recurrence")
+            known |= dict.fromkeys(whole, lambda _: np.zeros(len(offset), np.int64))
+            known |= dict.fromkeys(("mass", "latest", "lately"), lambda _: np.zeros(len(offset)))
 
         def kv(_: Tokens) -> TokenKV:
             shows, rows = self._token_kv, np.repeat(nodes, sizes)

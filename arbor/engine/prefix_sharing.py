@@ -42,9 +42,6 @@ class PrefixSharing:
 
     The K/V of two siblings were computed in different rows, so they may differ in their last bits
     where the model depends on the batch; the earlier block's stay.
-
-    Args:
-        state: of the open trees.
     """
 
     def __init__(self, state: ForestState) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.fetching import Fetching
-from arbor.engine.forest_state import ForestState
+from arbor.engine.forest_state import ForestState, contexts_of, head
 from arbor.engine.mode import Rules
-from arbor.engine.pieces import head, segments_of
 from arbor.engine.prefix_sharing import Follower, PrefixSharing
 from arbor.engine.residency import Residency
 from arbor.engine.warm_start import Found, WarmStart
@@ -108,13 +108,7 @@ class Rehydration:
     all K/V are written before anything attends, so earlier runs are context of later ones.
 
     Args:
-        state: of the open trees.
-        residency: frees room.
-        rules: of the mode.
-        layers: of the model.
-        costs: of fetching what lower tiers hold; None: all of it is fetched.
         run_piece: runs a piece of a prompt longer than the budget.
-        prompts: KV of prompts of earlier runs.
     """
 
     def __init__(
@@ -218,22 +212,60 @@ class Rehydration:
             self._warm.load(found, missing.without_slot, compute, missing.followers)
         placed = Placed(moved=lose != "never")
         placed.again = self._report(self._give_slots(path, missing))
-        placed.segments, placed.owners, order = segments_of(
-            path,
-            compute,
-            wanted,
-            self._memory.pool.trash,
-            hidden=self._state.hidden,
-            before=self._state.before_hiding,
-            computed=self._state.computed,
-        )
-        placed.wanted = self._state.forest.nodes(order)
+        self._lay_out(path, compute, wanted, placed)
         placed.written = [
             node
             for node in path
             if node.row not in later and (len(compute[node.row]) or node.row in missing.followers)
         ]
         return placed
+
+    def _lay_out(
+        self,
+        path: Sequence[Node],
+        compute: dict[int, NDArray[np.int64]],
+        wanted: set[int],
+        placed: Placed,
+    ) -> None:
+        """Add the runs of tokens to compute as segments; a run's context ends where it begins.
+
+        Args:
+            path: blocks whose tokens have slots, depth first.
+            compute: offsets of the tokens, increasing, by row.
+            wanted: rows of blocks whose logits after the last token are needed.
+            placed: takes the segments.
+        """
+        state, nowhere = self._state, np.full(1, self._memory.pool.trash, np.int32)
+
+        def add(node: Node, begin: int, end: int, hidden: frozenset[int], **how: Any) -> None:
+            slots = node.span.slot[begin:end]
+            placed.owners.append(node)
+            placed.segments.append(
+                Segment(
+                    context=(*contexts_of([node.parent], hidden)[0], *head(node, begin)),
+                    tokens=node.tokens[begin:end],
+                    positions=np.arange(node.start + begin, node.start + end),
+                    tail=slots,
+                    **{"write": slots, **how},
+                )
+            )
+
+        for node in path:
+            # K/V of a block that was computed before others were hidden attend to them all the same
+            masked = frozenset() if node.row in state.before_hiding else state.hidden
+            runs = runs_of(compute[node.row])
+            end = len(node.tokens)
+            asked = node.row in wanted
+            # the last token runs once more, for its logits only: it is resident, or its K/V attend
+            # to more than they do
+            again = asked and (not runs or runs[-1][1] != end or masked != state.hidden)
+            for begin, stop in runs:
+                logits = int(asked and stop == end and not again)
+                add(node, begin, stop, masked, logits=logits, again=node.row in state.computed)
+            if asked:
+                placed.wanted.append(node)
+            if again:
+                add(node, end - 1, end, state.hidden, write=nowhere, logits=1, again=True)
 
     def _add_last_tokens(self, leaves: Sequence[Node], missing: _Missing) -> None:
         """Compute the last tokens of leaves, those of them that are not on the device."""
@@ -396,3 +428,13 @@ def _is_whole(node: Node, *computed: NDArray[np.int64], later: bool) -> bool:
         ready[offsets] = True
         end = max(end, int(offsets.max(initial=-1)) + 1)
     return bool(ready[:end].all())
+
+
+def runs_of(offsets: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Increasing offsets as half-open runs of consecutive ones: 0 1 2 5 -> (0, 3), (5, 6)."""
+    if len(offsets) == 0:
+        return []
+    breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
+    begins = offsets[np.concatenate(([0], breaks))]
+    ends = offsets[np.concatenate((breaks - 1, [len(offsets) - 1]))] + 1
+    return list(zip(begins.tolist(), ends.tolist(), strict=True))

@@ -12,19 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
-from arbor.engine.head_sets import HeadSets
-from arbor.engine.policy_view import PolicyView, ShowsKV, Where
+from arbor.engine.forward_pass import nvtx_range
+from arbor.engine.policy_view import PolicyView, Where
 from arbor.engine.retained import Account
-from arbor.engine.stopwatch import nvtx_range
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure, Rehydrated
 from arbor.forest import Forest, by_tree
-from arbor.memory.head_table import HeadMoves
+from arbor.heads.selection import select_by_head
+from arbor.heads.sets import HeadSets
+from arbor.heads.table import HeadMoves
 from arbor.retention.base import NEVER, Blocks, BlockScores, PackingAllocator
-from arbor.retention.head_selection import select_by_head
 from arbor.retention.ordering import order
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import Selection, checked_scores, select
+from arbor.retention.token_kv import ShowsKV
 from arbor.tree import NO_SLOT, Node, ThoughtTree, paths_of
 
 # when running paths lose tokens: never, once everything off them has left, or like all other blocks
@@ -51,12 +52,13 @@ class Residency:
     are those of one search, and only that loses tokens.
 
     Args:
-        state: of the open trees.
         policy: what evictable blocks keep, and which tokens.
         scores: of blocks, for the policies that read them.
-        paths_lose: when running paths lose tokens.
-        token_kv: see `PolicyView`.
         heads: what KV heads hold, if each keeps tokens of its own.
+
+    Attributes:
+        view: shows the policy the blocks.
+        acts_by_time: whether the policy may act after a decode step though there is room.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Residency:
         self._at_clock: PathsLose = "equally" if destroys_paths else paths_lose
         self._capped = policy.capped  # asked at every step: looked at once
         self._destroys = policy.destroys and state.memory.staging is not None
+        self.acts_by_time = self._destroys or self._capped is not None or policy.trigger.above < 1
         self._packing: PackingAllocator | None = None
         if policy.packs and isinstance(policy.allocator, PackingAllocator):
             self._packing = policy.allocator
@@ -97,7 +100,6 @@ class Residency:
         """Free slots until `needed` are free.
 
         Args:
-            needed: slots.
             leaves: ends of the running paths.
             cause: the event that asks.
             paths_lose: when running paths lose tokens; by default as always.
@@ -337,7 +339,6 @@ class Residency:
         none stays.
 
         Args:
-            path: the blocks.
             leaves: ends of the running paths.
             room: tokens it may choose.
 

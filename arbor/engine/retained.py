@@ -50,8 +50,6 @@ class Retained:
     that is known once a wave has ended, in whatever order its blocks have run.
 
     Args:
-        forest: of the tree.
-        lengths: of the finished blocks.
         shares: whether siblings share what they begin alike with.
 
     Attributes:
@@ -170,7 +168,8 @@ class PartOfRetained:
         part: in (0, 1]; 1: full retention at its worst, so that nothing but the prompts of finished
             searches ever leaves.
         retained: what full retention of each search holds.
-        worst: slots of full retention of all searches at their worst; None: not known.
+        worst: slots of full retention of all searches at their worst; None: not known. Asked by
+            `look` alone.
         least: the least that lets the searches go on, in tokens: one expansion in lossless mode,
             what the policy protects in lossy mode.
     """
@@ -187,16 +186,21 @@ class PartOfRetained:
         self._worst = worst
         self.least = least
         self._most = self._most_least = 0  # since the last report
+        self._whole = UNLIMITED
 
     def __call__(self) -> int:
         if self.part == 1:
-            worst = self._worst()
-            return UNLIMITED if worst is None else worst
+            return self._whole
         kept, least = self.kept, self.least()
         if least > kept:
             self._most_least = max(self._most_least, least)
         self._most = max(self._most, kept, least)
         return max(kept, least)
+
+    def look(self) -> None:
+        """Searches have come or gone: see what all of them hold at their worst."""
+        worst = self._worst()
+        self._whole = UNLIMITED if worst is None else worst
 
     def report(self) -> tuple[int, int]:
         """The most that could be held at any instant since the last report, and the most that the
@@ -222,7 +226,6 @@ class Account:
     The slots of one search's own budget are used by no other search.
 
     Args:
-        memory: the pool.
         limit: the tokens that may be held: always so many, or a part that moves as the search goes
             on.
         tree: the only one that it is for; None: all of the pool.
@@ -253,7 +256,9 @@ class Account:
     @property
     def free(self) -> int:
         """Slots that are left; below 0 where the budget has just become smaller."""
-        return self.slots - self.used
+        slots = self._limit if isinstance(self._limit, int) else self._limit()
+        table, tree = self._memory.table, self._tree
+        return slots - (table.used if tree is None else int(table.used_by[tree.number]))
 
     @property
     def available(self) -> int:

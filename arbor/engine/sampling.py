@@ -216,6 +216,8 @@ def drawn(logits: Tensor, uniform: Tensor, sampling: Sampling, width: int) -> Te
         [6, n] float64 on that device, not waited for, see `_draw`.
     """
     rows = _slice_rows(logits, width)
+    if len(logits) <= rows:
+        return _draw(logits, uniform, sampling, width)
     return _draw_all(zip(logits.split(rows), uniform.split(rows), strict=True), sampling, width)
 
 
@@ -310,7 +312,6 @@ def _nucleus(
         values: [n, width] probabilities, descending.
         ids: [n, width] of their tokens.
         uniform: [n, 1].
-        sampling: the cut-offs.
         lowest: [n, 1]; no token outside `ids` is more probable.
     """
     if sampling.top_k:

@@ -46,7 +46,6 @@ class _Draw:
     """The buffers and the recording of one bucket's draws.
 
     Args:
-        bucket: of the draws.
         logits: [rows, V], of buffers that other buckets may share.
         uniform: [rows, 1] float64, likewise.
     """
@@ -84,9 +83,6 @@ class SamplingGraphs:
     A draw is padded to a number of rows that graphs are made for; rows do not depend on each other.
     On a bucket's first use the draw runs without a graph as well, and both are compared. A bucket
     that fails is never used, and a capture that fails ends the use of graphs; one warning says so.
-
-    Args:
-        recorder: captures draws.
     """
 
     def __init__(self, recorder: Recorder) -> None:

@@ -117,10 +117,14 @@ class Scheduler:
         account: the budget.
         operations: in progress, in their order.
         rows: blocks that decode, operation by operation.
+        keeps: asked whether nothing has to leave: then no work joins for which something would.
+        asks: whether work waits, or has come or gone since `admit` was asked.
+        focus: the block whose expansion is in progress, or was the last one.
     """
 
     _chunks = True  # a long path is computed in several forwards
     _expands = True  # one expansion is always given room
+    _remembers = True  # whether work fits depends on the budget and the blocks' lengths alone
 
     def __init__(
         self,
@@ -132,7 +136,10 @@ class Scheduler:
         self.operations: list[Operation] = []
         self.rows: list[Row] = []
         self.account = account
-        self._keeps = keeps
+        self.keeps = keeps
+        self.asks = True
+        # the work that has to wait though no other joins, and what its path takes with all others
+        self._refused: tuple[Work, int] | None = None
         self._overlap = overlap
         self._joins = 0
         self._users: dict[int, int] = {}  # work by the row of each block on its path
@@ -141,29 +148,11 @@ class Scheduler:
         self._asked = 0  # tokens of the questions that join the next forward
         self._missing = 0  # tokens that are computed before what joined for the next forward runs
         self._slots = 0  # of the account, as work began to join
-        self._focus: Node | None = None  # whose expansion is in progress, or was the last one
+        self.focus: Node | None = None
         self._question_tokens = 0  # of the longest question that waits or joined
         if account.part is not None and self._expands:
             account.part.least = self.expansion
         self._begun = 0  # the same of blocks of rows that joined, where `_missing` lacks them
-
-    def __bool__(self) -> bool:
-        return bool(self.operations)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether nothing has to leave: no work joins for which something would."""
-        return self._keeps()
-
-    @property
-    def focus(self) -> Node | None:
-        """The block whose expansion is in progress, or was the last one."""
-        return self._focus
-
-    @property
-    def waiting(self) -> bool:
-        """Whether work waits."""
-        return any(operation.waiting for operation in self.operations)
 
     @property
     def nodes(self) -> list[Node]:
@@ -173,15 +162,33 @@ class Scheduler:
     def take(self, operation: Operation) -> None:
         """Take an operation, at its place in the order."""
         insort(self.operations, operation, key=lambda each: each.order)
+        self.asks, self._refused = True, None
+
+    def may_admit(self) -> bool:
+        """Whether `admit` may find something: work has come or gone, or what had to wait would fit
+        by now. Where it is False, `admit` would change nothing."""
+        if self._refused is None:
+            return self.asks
+        work, held = self._refused
+        room = self.account.slots - held
+        if isinstance(work, Row):
+            return most_held((*self.rows, work)) <= room
+        return _question(work) + sum(len(row.node.tokens) + 1 for row in self.rows) <= room
+
+    def let_go(self, operation: Operation) -> None:
+        """Let an operation go, none of whose work runs."""
+        self.operations.remove(operation)
+        self.asks, self._refused = True, None
 
     def admit(self) -> Joined:
         """The work that joins now; one piece in any case if nothing runs."""
         joined = Joined()
+        self.asks, self._refused = True, None
         self._asked = self._missing = self._begun = 0
         self._ends = None  # rows have grown
         self._look()
         self._slots = self.account.slots  # a part takes long to count, and moves with the tree
-        keeps = self.keeps
+        keeps = self.keeps()
         for operation in self.operations:
             while operation.waiting:
                 work = operation.waiting[0]
@@ -193,6 +200,9 @@ class Scheduler:
                     full = full or not self._fits(work, joined, fresh, new)
                 if full:
                     self._in_order(joined)
+                    if self._remembers and not joined:
+                        held = self._paths + sum(len(node.tokens) for node in fresh)
+                        self._refused = work, held - self._shared(fresh)
                     return joined
                 if (part := self._part(work, new)) is not None:
                     self._take(
@@ -206,10 +216,12 @@ class Scheduler:
                 self._begun += self._apart(work)
                 joined.add(work)
         self._in_order(joined)
+        self.asks = bool(joined)  # what has joined is looked at once more: it may be the oldest now
         return joined
 
     def leave(self, work: Iterable[Work]) -> None:
         """Remove work that is done."""
+        self.asks, self._refused = True, None
         gone = set(work)
         for each in gone:
             self._release(each)
@@ -224,6 +236,7 @@ class Scheduler:
 
     def resume(self, work: Iterable[Work]) -> None:
         """Let work that has left wait, first in the queue of its operation."""
+        self.asks, self._refused = True, None
         for each in sorted(work, key=lambda each: each.place, reverse=True):
             each.operation.waiting.appendleft(each)
 
@@ -238,43 +251,43 @@ class Scheduler:
         waiting = [each.waiting[0] for each in self.operations if each.waiting]
         first = waiting[0] if waiting else None
         oldest = min(self.rows, key=_age) if self.rows else None
-        if oldest is not None and not self._asks_first(first, oldest):
-            self._focus = oldest.leaf
+        # a question that is older than all rows: what it is about is still there
+        asks = isinstance(first, Question) and (
+            oldest is None or first.operation.order < oldest.operation.order
+        )
+        if oldest is not None and not asks:
+            self.focus = oldest.leaf
         elif first is not None:
-            self._focus = _parent(first)
+            self.focus = _parent(first)
         if oldest is not None or first is not None:
             self._question_tokens = max(map(_question, waiting), default=0)
-
-    def _asks_first(self, work: Work | None, oldest: Row) -> bool:
-        """Whether a question is older than all rows: what it is about is still there."""
-        return isinstance(work, Question) and work.operation.order < oldest.operation.order
 
     def forget(self, tree: ThoughtTree, others: Sequence[ThoughtTree]) -> None:
         """Expand nothing of a tree that was dropped.
 
         Args:
-            tree: that was dropped.
             others: that are open, the first opened first.
         """
-        if self._focus is not None and self._focus.tree is tree:
-            self._focus, self._question_tokens = others[0].root if others else None, 0
+        self.asks, self._refused = True, None
+        if self.focus is not None and self.focus.tree is tree:
+            self.focus, self._question_tokens = others[0].root if others else None, 0
             self._look()
 
     def expansion(self) -> int:
         """Tokens of the path to the block that is being expanded, of its children, and of one
         question that waits: the least that lets a search go on."""
-        if self._focus is None:
+        if self.focus is None:
             return 0
         running = {row.node.row for row in self.rows if row.started}
         # a question goes first; the oldest row goes on in any case
-        oldest = min(self.rows, key=_age).leaf if self.rows else self._focus
+        oldest = min(self.rows, key=_age).leaf if self.rows else self.focus
         return self._question_tokens + max(
-            _expanded(leaf, running) for leaf in dict.fromkeys((self._focus, oldest))
+            _expanded(leaf, running) for leaf in dict.fromkeys((self.focus, oldest))
         )
 
     def _is_expansion(self, work: Work, joined: Joined) -> bool:
         """Whether all that runs and joins belongs to the expansion in progress, with this work."""
-        if any(_parent(each) is not self._focus for each in (*self.rows, *joined, work)):
+        if any(_parent(each) is not self.focus for each in (*self.rows, *joined, work)):
             return False
         return not (isinstance(work, Question) and (joined.questions or self.rows))
 
@@ -317,7 +330,6 @@ class Scheduler:
         """Whether there are free slots for the next forward if work joins it.
 
         Args:
-            work: the next piece.
             new: tokens of paths that the next forward computes if it joins.
         """
         rows = len(self.rows) + isinstance(work, Row)
@@ -328,7 +340,6 @@ class Scheduler:
         """Whether work can be expected to fit with all that runs and joins.
 
         Args:
-            work: the next piece.
             joined: what joins before it.
             fresh: blocks of its path that are on no other, root first.
             new: tokens of paths that the next forward computes if it joins.
@@ -354,7 +365,7 @@ class Scheduler:
         would be computed again if they left now."""
         total = 0
         for after in itertools.islice(work.operation.waiting, 1, None):
-            if _parent(after) is not self._focus:
+            if _parent(after) is not self.focus:
                 break
             total += 0 if after.node.row in self._users else len(after.node.tokens)
         return total
@@ -400,7 +411,7 @@ class StreamedScheduler(Scheduler):
         keeps: as in `Scheduler`.
     """
 
-    _expands = False
+    _expands = _remembers = False
 
     def __init__(
         self,
@@ -446,11 +457,14 @@ class WaveScheduler(Scheduler):
     """Work joins in waves, each of which takes at most half of the budget at its longest."""
 
     _chunks = False  # see `Rules.pieces`
-    _expands = False
+    _expands = _remembers = False
 
     def admit(self) -> Joined:
         """The next wave, once the last one has ended."""
-        return Joined() if self.rows else super().admit()
+        if not self.rows:
+            return super().admit()
+        self.asks = False  # until some rows have left
+        return Joined()
 
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         return 2 * sum(map(_longest, (*joined, work))) <= self.account.slots
@@ -465,7 +479,6 @@ def _expanded(leaf: Node, running: Collection[int]) -> int:
     """Tokens of the path to a block and of its children.
 
     Args:
-        leaf: the block.
         running: rows of blocks whose next token is among their tokens already.
     """
     total = leaf.end
@@ -540,25 +553,25 @@ class Schedulers:
     budget, else one for each search, as if it were alone. All of them take part in every forward.
 
     Args:
-        make: a scheduler for the budget of a tree.
         own_budgets: each search has its own; else that of the first serves all.
+
+    Attributes:
+        groups: the schedulers, those of trees opened earlier first.
+        operations: all in progress, in their order; another list after each change.
     """
 
     def __init__(self, make: Callable[[OpenTree], Scheduler], *, own_budgets: bool) -> None:
         self._make = make
         self._own_budgets = own_budgets
+        self.groups: list[Scheduler] = []
+        self.operations: list[Operation] = []
         self._of: dict[ThoughtTree | None, Scheduler] = {}  # of which operations are in progress
         self._turns: list[tuple[int, ThoughtTree | None]] = []
 
-    @property
-    def groups(self) -> list[Scheduler]:
-        """The schedulers, those of trees opened earlier first."""
-        return [self._of[tree] for _, tree in self._turns]
-
-    @property
-    def operations(self) -> list[Operation]:
-        """All in progress, in their order."""
-        return [operation for group in self.groups for operation in group.operations]
+    def _list(self) -> None:
+        """List anew what there is."""
+        self.groups = [self._of[tree] for _, tree in self._turns]
+        self.operations = [each for group in self.groups for each in group.operations]
 
     @property
     def rows(self) -> list[Row]:
@@ -586,14 +599,16 @@ class Schedulers:
             self._of[key] = self._make(operation.opened)
             insort(self._turns, (operation.opened.turn, key), key=lambda each: each[0])
         self._of[key].take(operation)
+        self._list()
 
     def drop(self, operation: Operation) -> None:
         """Let an operation go, none of whose work runs."""
         key = self._key(operation)
-        self._of[key].operations.remove(operation)
-        if self._own_budgets and not self._of[key]:
+        self._of[key].let_go(operation)
+        if self._own_budgets and not self._of[key].operations:
             del self._of[key]
             self._turns = [each for each in self._turns if each[1] is not key]
+        self._list()
 
     def leave(self, work: Iterable[Work]) -> None:
         """Remove work that is done."""

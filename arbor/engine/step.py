@@ -24,6 +24,7 @@ from arbor.model.plan import Segment
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
 
 NO_LOGITS = torch.empty(0, 0)
+NOTHING = Joined()  # where the schedulers were not asked
 
 
 class Stepper:
@@ -36,15 +37,6 @@ class Stepper:
 
     Each step is a transaction: after a failure nothing holds KV that was not computed, and
     operations that have no part in the failure go on.
-
-    Args:
-        state: of the open trees.
-        rules: of the mode.
-        residency: frees room.
-        forwards: run the model.
-        rehydration: completes paths.
-        decoding: the life of the blocks.
-        schedulers: decide what takes part.
     """
 
     def __init__(
@@ -67,8 +59,9 @@ class Stepper:
         self._schedulers = schedulers
         self._batch = DecodeBatch(self._memory, forwards.runner.layer_count, forwards.levels)
         self._changed = True  # the rows that decode, or what they read
+        self._ready: list[tuple[Scheduler, int]] = []  # how many of each budget are in the batch
         # of the step in progress: what joined, and the logits where rows of it begin
-        self._joined = Joined()
+        self._joined = NOTHING
         self._placed = Placed()
         self._known: dict[Node, Tensor] = {}
         self._serving: Scheduler | None = None  # the budget in which room is being made
@@ -91,7 +84,7 @@ class Stepper:
         """The operations of a tree that are in progress."""
         return [each for each in self._schedulers.operations if each.opened is opened]
 
-    def settle(self) -> None:
+    def undo_interrupted(self) -> None:
         """Undo what an interruption left of a step."""
         if self._memory.pending:  # its undoing was cut off itself
             self._rehydration.undo()
@@ -107,19 +100,27 @@ class Stepper:
                 self._end(operation, error)
 
     def step(self) -> None:
-        """One forward for all operations in progress; none if there are none."""
-        self.settle()
+        """One forward for all operations in progress; none if there are none.
+
+        Where nothing can join, the schedulers are not asked, and nothing is laid out but the batch.
+        """
+        self.undo_interrupted()
         operations = self._schedulers.operations
         if not operations:
             return
         joining = True
         try:
-            with self._forwards.explaining_out_of_memory(_kind(operations)):
-                self._join()
-                joining = False
-                self._forward()
-        except BaseException as error:
-            work = [*self._joined] if joining and self._joined else self._taking_part()
+            groups = self._schedulers.groups
+            asking = [group for group in groups if group.asks and group.may_admit()]
+            if asking:
+                self._join(asking)
+            joining = False
+            self._forward()
+        except BaseException as failure:
+            error = self._forwards.explained(failure, _kind(operations))
+            work = [*self._joined]
+            if not (joining and work):
+                work = [*self._schedulers.rows, *work]
             concerned = list(dict.fromkeys(each.operation for each in work)) or list(operations)
             if self._serving is not None:  # only searches that share that budget are concerned
                 concerned = [each for each in concerned if each in self._serving.operations]
@@ -127,20 +128,25 @@ class Stepper:
             if not isinstance(error, Exception):
                 self.cancel(operations, error)
                 raise
+            if error is not failure:
+                error.__cause__ = failure
             if joining:  # the others are tried again without the youngest
                 concerned = [max(concerned, key=lambda operation: operation.order)]
             self.cancel(concerned, error)
-        visited = [visit.node for visit in self._joined.visits]
-        self._clear()
+        joined = self._joined
+        if joined is not NOTHING:
+            self._clear()
         self._hand_on_failures()
-        self._tick(visited)
-        self.keep_within()
+        if self._residency.acts_by_time:
+            self._tick([visit.node for visit in joined.visits])
+        if self._state.budgets_move:
+            self.keep_within()
 
     # Before the forward
 
-    def _join(self) -> None:
-        """Admit what fits, and give slots to what its paths miss."""
-        admitted = [(group, list(group.rows), group.admit()) for group in self._schedulers.groups]
+    def _join(self, asking: Sequence[Scheduler]) -> None:
+        """Admit what fits within some budgets, and give slots to what its paths miss."""
+        admitted = [(group, list(group.rows), group.admit()) for group in asking]
         admitted = [each for each in admitted if each[2]]
         joined = self._joined = Joined.of([mine for _, _, mine in admitted])
         if not joined:
@@ -150,7 +156,7 @@ class Stepper:
                 operation.divided = True
         for opened in dict.fromkeys(work.operation.opened for work in joined):
             upcoming = [self._upcoming(each) for each in self.operations_of(opened)]
-            opened.expect([wave for waves in upcoming for wave in waves])
+            opened.upcoming = [wave for waves in upcoming for wave in waves]
         for self._serving, _, mine in admitted:
             reserve = len(self._serving.rows) + mine.asked
             self._rehydration.prepare(mine.begins, want=mine.fresh, reserve=reserve)
@@ -181,7 +187,6 @@ class Stepper:
         what does not waits again, the youngest first.
 
         Args:
-            group: of the budget.
             running: the rows that decoded before this work joined.
             mine: the work; what waits again is taken out.
 
@@ -232,40 +237,41 @@ class Stepper:
 
     def _forward(self) -> None:
         """Run the rows that have a token to compute, with all that joined."""
-        joined = self._joined
-        if self._make_room():
-            self._changed = True
-        rows = self._ready()
+        joined = None if self._joined is NOTHING else self._joined
         if self._changed:
-            self._batch.hold(rows)
-            self._changed = False
-        assert len(self._batch) == len(rows), "rows have changed unnoticed"
-        parts = self._parts()
+            self._hold_ready()
+        if self._make_room():
+            self._hold_ready()
+        rows = self._batch.rows
+        parts = self._parts() if joined else []
         if parts:
             logits = self._forwards.run(parts, self._batch if rows else None)
         elif rows:
-            with self._forwards.timing():
-                logits = self._forwards.step(self._batch)
+            logits = self._forwards.step(self._batch)
         else:  # paths that are complete already
             logits = NO_LOGITS
         if joined:
-            self._settle(parts, logits[len(rows) :])
+            self._hand_out(parts, logits[len(rows) :])
             logits = logits[: len(rows)]
         if rows:
             self._after(rows, logits)
-        self._start([row for row in joined.rows if self._is_waiting_for_its_path(row)])
-        for operation in [each for each in self._schedulers.operations if not each.left]:
-            self._finish(operation)
+        if joined:
+            running = set(self._schedulers.rows)
+            ready = [row for row in joined.rows if not row.started and row in running]
+            self._start([row for row in ready if row.operation.error is None])
+        for operation in self._schedulers.operations:
+            if not operation.left:
+                self._finish(operation)
 
-    def _ready(self) -> list[Row]:
-        """The rows with a token to compute."""
-        return [row for group in self._schedulers.groups for row in self._ready_of(group)]
-
-    def _ready_of(self, group: Scheduler) -> list[Row]:
-        return [row for row in group.rows if row.started and row.operation.error is None]
-
-    def _is_waiting_for_its_path(self, row: Row) -> bool:
-        return not row.started and row.operation.error is None and row in self._schedulers.rows
+    def _hold_ready(self) -> None:
+        """Have the batch hold the rows with a token to compute."""
+        self._ready, rows = [], []
+        for group in self._schedulers.groups:
+            mine = [row for row in group.rows if row.started and row.operation.error is None]
+            self._ready.append((group, len(mine)))
+            rows += mine
+        self._batch.hold(rows)
+        self._changed = False
 
     def _parts(self) -> list[Part]:
         """What joined, as segments by tree."""
@@ -298,11 +304,10 @@ class Stepper:
             )
         return list(parts.values())
 
-    def _settle(self, parts: Sequence[Part], logits: Tensor) -> None:
+    def _hand_out(self, parts: Sequence[Part], logits: Tensor) -> None:
         """Hand out the results of what joined.
 
         Args:
-            parts: of the forward.
             logits: [n, V] float32, part by part: after wanted blocks, after questions.
         """
         joined, placed = self._joined, self._placed
@@ -317,7 +322,7 @@ class Stepper:
             for question in joined.questions:
                 if question.node.tree is part.tree:
                     assert isinstance(question.operation, Asking)
-                    question.operation.settle(question, logits[at])
+                    question.operation.answer(question, logits[at])
                     if question.operation.is_early:
                         question.operation.opened.read_early.add(question.node.id)
                     at += 1
@@ -343,11 +348,12 @@ class Stepper:
         Returns:
             whether the rows or their contexts have changed.
         """
-        reserved = {self._schedulers.of(work.operation) for work in self._joined}
+        reserved: set[Scheduler] = set()
+        if self._joined is not NOTHING:
+            reserved = {self._schedulers.of(work.operation) for work in self._joined}
         changed = False
-        for group in self._schedulers.groups:
-            rows = self._ready_of(group)
-            if group not in reserved and group.account.free < len(rows):
+        for group, rows in self._ready:
+            if group not in reserved and group.account.free < rows:
                 self._serving = group
                 changed |= self._make_room_in(group)
         self._serving = None
@@ -372,7 +378,7 @@ class Stepper:
         if most < len(rows):
             what = f"{self._rules.must_fit} with its next token"
             raise BudgetInfeasible(pinned + len(rows), slots, what)
-        margin = 1 if group.keeps else MARGIN
+        margin = 1 if group.keeps() else MARGIN
         try:
             lost = self._residency.fit(min(margin * len(rows), most), nodes, "pressure")
         except BudgetInfeasible:  # the policy gives up less than that
@@ -441,14 +447,14 @@ class Stepper:
         """End the blocks that have reached their boundary, and choose the others' next tokens.
 
         Args:
-            rows: that decoded.
             logits: [n, V] float32, after their last tokens.
         """
-        for row in rows:
+        done: list[int] = []
+        going: list[int] = []
+        for i, row in enumerate(rows):
             row.node.logprob += row.logprob
             row.node.top1 += row.top1
-        done = [i for i, row in enumerate(rows) if row.stop is not None]
-        going = [i for i, row in enumerate(rows) if row.stop is None]
+            (going if row.stop is None else done).append(i)
         if done:
             self._changed = True
             self._decoding.end([rows[i] for i in done], logits[done])
@@ -456,10 +462,12 @@ class Stepper:
             opened = self._state.trees[tree]
             if opened.run.detail != "events":
                 self._forwards.report_steps(opened)
-        for operation in list(self._schedulers.operations):
-            if not isinstance(operation, Growing) or not operation.left:
-                continue
-            if operation.opened.run.interrupted():
+        for operation in self._schedulers.operations:
+            if (
+                isinstance(operation, Growing)
+                and operation.left
+                and operation.opened.run.interrupted()
+            ):
                 self._interrupt(operation)
         some = [i for i in going if rows[i].operation.left and rows[i].operation.error is None]
         if some:
@@ -502,10 +510,6 @@ class Stepper:
 
     # Failures
 
-    def _taking_part(self) -> list[Work]:
-        """The work of the forward in progress."""
-        return [*self._schedulers.rows, *self._joined]
-
     def _undo(self) -> None:
         """Take back the step in progress: what joined waits again."""
         self._rehydration.undo()
@@ -521,12 +525,12 @@ class Stepper:
 
     def _clear(self) -> None:
         """Forget the step in progress."""
-        self._joined, self._placed, self._known = Joined(), Placed(), {}
+        self._joined, self._placed, self._known = NOTHING, Placed(), {}
         self._serving = None
 
     def _hand_on_failures(self) -> None:
         """End the operations whose listeners or token sources failed."""
-        for operation in list(self._schedulers.operations):
+        for operation in self._schedulers.operations:
             error = operation.error or operation.opened.failure
             if error is not None:
                 operation.opened.failure = None

@@ -59,7 +59,8 @@ class StopRule:
             reasoned: tokens of the path before it that follow the prompt.
         """
         count = len(tokens)
-        if count < 3 or count >= self.longest(reasoned):
+        most = self.max_tokens if self.path_tokens is None else self.longest(reasoned)
+        if count < 3 or count >= most:
             return False
         pair = (tokens[-2], tokens[-1])
         known = self._goes_on.get(pair)
@@ -81,7 +82,6 @@ class StopRule:
         tokens.
 
         Args:
-            tokens: the block's.
             before: the end of the path before it; no stop is looked for there.
             reasoned: tokens of the path before it that follow the prompt.
         """

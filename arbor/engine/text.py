@@ -37,7 +37,6 @@ def added(decode: Decode, before: Sequence[int], tokens: Sequence[int]) -> str:
     without them. A character that is not whole at the end belongs to the tokens that complete it.
 
     Args:
-        decode: the tokenizer's.
         before: the end of the path before the tokens, see `before`.
     """
     start = len(before)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arbor.engine.grammar import Grammar
 from arbor.engine.operation import Growth, Row
-from arbor.engine.sampling import confidence, likeliest, sample
+from arbor.engine.sampling import Draws, confidence, likeliest, sample
 from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.text import added, before
@@ -54,26 +54,33 @@ class ModelSampler:
     def __init__(self, tokenizer: Any, top: int = 0, graphs: SamplingGraphs | None = None) -> None:
         self._tokenizer = tokenizer
         self._top = top
-        self._draw = None if graphs is None else graphs.draw
+        self._first = None if graphs is None else graphs.draw
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """One sampled token per row."""
+        growth = rows[0].growth
+        if growth.grammar is None and all(row.growth is growth for row in rows):  # mostly
+            numbers = [row.code.number for row in rows]
+            drawn = sample(logits, numbers, growth.sampling, self._first)
+            return self._take(rows, logits, drawn)
         logits = self._masked(rows, logits)
-        first = rows[0].growth.sampling
-        if all(row.growth.sampling is first for row in rows):
-            return self._drawn(rows, logits, first)
         alike: dict[Sampling, list[int]] = {}
         for place, row in enumerate(rows):
             alike.setdefault(row.growth.sampling, []).append(place)
-        tokens = [0] * len(rows)
+        # all are drawn before any row is given its own: where one fails, no number is used up
+        draws = []
         for sampling, places in alike.items():
-            drawn = self._drawn([rows[place] for place in places], logits[places], sampling)
-            for place, token in zip(places, drawn, strict=True):
+            mine, some = [rows[place] for place in places], logits[places]
+            numbers = [row.code.number for row in mine]
+            draws.append((places, mine, some, sample(some, numbers, sampling, self._first)))
+        tokens = [0] * len(rows)
+        for places, mine, some, drawn in draws:
+            for place, token in zip(places, self._take(mine, some, drawn), strict=True):
                 tokens[place] = token
         return tokens
 
-    def _drawn(self, rows: Sequence[Row], logits: Tensor, sampling: Sampling) -> list[int]:
-        drawn = sample(logits, [row.code.number for row in rows], sampling, self._draw)
+    def _take(self, rows: Sequence[Row], logits: Tensor, drawn: Draws) -> list[int]:
+        """Let rows have what was drawn for them; returns the tokens."""
         for i, row in enumerate(rows):
             row.logprob, row.top1 = drawn.logprob[i], drawn.top1[i]
             row.code.narrow(drawn.left[i], drawn.share[i])
@@ -99,7 +106,8 @@ class ModelSampler:
 
     def stop(self, node: Node, growth: Growth) -> StopReason | None:
         """By the rule of the operation."""
-        reasoned = node.reasoned - len(node.tokens)
+        # of the path before the block; nothing asks for it without a limit of the path
+        reasoned = 0 if growth.stop.path_tokens is None else node.reasoned - len(node.tokens)
         if growth.stop.goes_on(node.tokens, reasoned):
             return None
         reason = growth.stop.after(node.tokens, before(node), reasoned)

@@ -42,12 +42,6 @@ class WarmStart:
 
     A load is done before the forward that computes the rest, in slots that the same transaction has
     made free, and stays valid if that forward fails.
-
-    Args:
-        state: of the open trees.
-        sharing: of equal beginnings on the device.
-        layers: of the model.
-        files: of earlier runs.
     """
 
     def __init__(
@@ -102,7 +96,6 @@ class WarmStart:
         """Load what was found, into slots that are free, and report it.
 
         Args:
-            found: by `find`.
             absent, holes: tokens to compute, by row; take what could not be loaded.
             followers: of what is computed, by row; take the followers of that.
         """

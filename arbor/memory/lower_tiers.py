@@ -76,7 +76,6 @@ class LowerTiers:
 
     Args:
         stores: at most one of each tier.
-        forest: whose spans name the records.
     """
 
     _moves: Moves
@@ -128,9 +127,7 @@ class LowerTiers:
         """Store KV that is about to leave the device, as far as there is room, the first first.
 
         Args:
-            pool: where it lies.
             slots: int32 [n].
-            tokens: whose it is.
             at: int64 [n], their places in the forest's spans, which name the slots still.
         """
         rows = pool.gather(slots)
@@ -310,7 +307,6 @@ class LowerTiers:
         spans.
 
         Args:
-            pool: of the slots.
             slots: int32 [n].
             at: int64 [n], places in the forest's spans of tokens that have records.
         """
@@ -389,7 +385,7 @@ class LowerTiers:
 
     def _hold(self, shelf: Shelf, rows: NDArray[np.integer], sign: int) -> None:
         held = self._held.get(shelf.store.tier, np.zeros(0, np.int64))
-        more = np.bincount(self._forest.numbers_of(rows), minlength=len(held))
+        more = np.bincount(self._forest.numbers[rows], minlength=len(held))
         held = np.pad(held, (0, len(more) - len(held)))
         self._held[shelf.store.tier] = held + sign * more
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,22 +13,48 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.forest import Forest
-from arbor.memory.head_table import HeadMoves, HeadTable
-from arbor.memory.last_tokens import LastTokens
 from arbor.memory.lower_tiers import LowerTiers
 from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import KVPool, LayerKV, bytes_per_token
 from arbor.memory.prefix_cache import PrefixCache
 from arbor.memory.records import Tokens
-from arbor.memory.slots import NO_OWNER, NO_TREE, SlotTable
+from arbor.memory.slots import NO_OWNER, NO_TREE, LastTokens, SlotTable
 from arbor.memory.staging_buffer import StagingBuffer
 from arbor.memory.stores import NO_ROOM, HostStore, LowerRoom
 from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier
+
+if TYPE_CHECKING:
+    from arbor.heads.table import HeadMoves, HeadTable
 
 FIRST_BYTES = 64 * 2**20  # of a pool that grows
 
 _NOTHING = np.empty(0, np.int64)
 _NO_SLOTS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Tokens of a block whose K/V the next forward writes, and whether they will be exact, or
+    rounded.
+
+    Attributes:
+        node: the block.
+        offsets: int64 [m], which of its tokens.
+    """
+
+    node: Node
+    offsets: NDArray[np.int64]
+    exact: bool
+    rounded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """The same of the last token of each of n blocks, bool [n]."""
+
+    last: LastTokens
+    exact: NDArray[np.bool_]
+    rounded: NDArray[np.bool_] | bool
 
 
 class KVMemory:
@@ -37,7 +66,6 @@ class KVMemory:
     until `commit` says that a forward has written them; `rollback` takes their slots back.
 
     Attributes:
-        heads: what KV heads hold where they hold different tokens.
         prefixes: prompts of trees that were dropped, kept while nothing needs their slots.
         budget: tokens of KV on the device at any instant, the staging buffer included; of a pool
             that grows, its slots now.
@@ -50,6 +78,7 @@ class KVMemory:
         dtype, device: of the pool.
         weight_bytes: see `KVPool`.
         lower: room for KV that leaves the device; see `LowerTiers`.
+        heads: KV heads may hold different tokens; in a pool of a fixed budget.
         debug: poison freed slots with NaN and check every invariant after every change.
     """
 
@@ -62,6 +91,7 @@ class KVMemory:
         *,
         weight_bytes: int = 0,
         lower: LowerRoom = NO_ROOM,
+        heads: HeadTable | None = None,
         debug: bool = False,
     ) -> None:
         self.grows = slots is None
@@ -74,7 +104,8 @@ class KVMemory:
         )
         self._inexact = lower.inexact
         self.table = SlotTable(slots - lower.staging)
-        self.heads = HeadTable([layer.num_kv_heads for layer in layers], self.table.slots)
+        assert heads is None or not self.grows, "what heads hold is a table of one size"
+        self.heads = heads
         self.debug = debug
         self.forest = Forest()
         stores = lower.stores(self.pool)
@@ -85,9 +116,8 @@ class KVMemory:
             assert len(read) == len(stores), "checked by `LowerRoom`"
             self.staging = self.pool.reader = StagingBuffer(self.pool, read)
         self.prefixes = PrefixCache()
-        # tokens whose K/V the next forward writes, and whether they will be exact, or rounded
-        self._placed: list[tuple[Node, NDArray[np.int64], bool, bool]] = []
-        self._appended: tuple[LastTokens, NDArray[np.bool_], NDArray[np.bool_] | bool] | None = None
+        self._placed: list[Placed] = []
+        self._appended: Appended | None = None
 
     # The account
 
@@ -128,7 +158,6 @@ class KVMemory:
             slots *= 2
         self.pool.grow(slots)
         self.table.grow(slots)
-        self.heads = HeadTable([layer.num_kv_heads for layer in self.pool.layers], slots)
 
     @property
     def peak(self) -> int:
@@ -185,7 +214,6 @@ class KVMemory:
         """Free what is held for a tree and serve it no longer.
 
         Args:
-            tree: the tree.
             keep_prompt: its prompt is kept for trees whose prompts begin alike, while nothing needs
                 the slots; and, in a pool that does not grow, its text as far as it has one only.
 
@@ -311,7 +339,6 @@ class KVMemory:
         """Give tokens of a block slots to be written in the next forward.
 
         Args:
-            node: the block.
             offsets: int64 [m] into its tokens, increasing; none of them resident.
             exact: whether they are exact once they are written: every earlier token of the path is
                 resident and exact, or will be after the same forward.
@@ -329,7 +356,7 @@ class KVMemory:
         self._free_records(node, offsets)
         self._grow_for(len(offsets))
         slots = self.table.take(len(offsets), first, tree=node.tree.number)
-        self._placed.append((node, offsets, exact, rounded))
+        self._placed.append(Placed(node, offsets, exact, rounded))
         self._assign(node, offsets, slots, depth)
         self._changed()
         return slots
@@ -338,7 +365,6 @@ class KVMemory:
         """Give tokens of a block slots that hold their K/V at once; the caller has made room.
 
         Args:
-            node: the block.
             offsets: int64 [m] into its tokens, increasing; none of them resident.
             rows: [m, numbers], see `KVPool.gather`, in the pool's dtype; exact.
             depth: layers that hold them.
@@ -399,17 +425,19 @@ class KVMemory:
             int32 [n] slots.
         """
         assert self._appended is None, "the last step was neither committed nor rolled back"
-        self._grow_for(len(near))
+        if self.grows:
+            self._grow_for(len(near))
         table, spans, at = self.table, last.spans, last.at
-        slots = table.take_each(near, self.forest.numbers_of(last.row))
-        self._appended = (last, exact, rounded)
+        slots = table.take_each(near, self.forest.numbers[last.row])
+        self._appended = Appended(last, exact, rounded)
         table.owner[slots] = last.row
         table.token[slots] = last.token
         table.position[slots] = last.position
         spans.slot[at] = slots
         spans.tier[at] = Tier.DEVICE
         spans.depth[at] = depth
-        self._changed()
+        if self.debug:
+            self.check()
         return slots
 
     def rewrite(
@@ -425,7 +453,7 @@ class KVMemory:
         int32 [m]."""
         slots = node.span.slot[offsets]
         assert (slots != NO_SLOT).all(), f"block {node.id}: only resident tokens are rewritten"
-        self._placed.append((node, offsets, exact, rounded))
+        self._placed.append(Placed(node, offsets, exact, rounded))
         self._free_origins(node, offsets)
         self.table.mixed[slots] = self.table.lent[slots] = False
         node.span.exact[offsets] = node.span.rounded[offsets] = False
@@ -440,24 +468,23 @@ class KVMemory:
     @property
     def pending_tokens(self) -> list[tuple[Node, NDArray[np.int64]]]:
         """Blocks and the offsets of their pending tokens."""
-        pending = [(node, offsets) for node, offsets, *_ in self._placed]
+        pending = [(each.node, each.offsets) for each in self._placed]
         if self._appended is not None:
-            last, *_ = self._appended
+            last = self._appended.last
             pending += zip(last.nodes, (last.length - 1).reshape(-1, 1), strict=True)
         return pending
 
     def commit(self) -> None:
         """Mark all pending tokens as written by a forward."""
-        for node, offsets, exact, rounded in self._placed:
-            node.span.exact[offsets] = exact
-            node.span.rounded[offsets] = rounded
-        if self._appended is not None:
-            last, sure, nearly = self._appended
-            last.spans.exact[last.at] = sure
-            last.spans.rounded[last.at] = nearly
+        for each in self._placed:
+            each.node.span.exact[each.offsets] = each.exact
+            each.node.span.rounded[each.offsets] = each.rounded
+        if (appended := self._appended) is not None:
+            spans, at = appended.last.spans, appended.last.at
+            spans.exact[at], spans.rounded[at] = appended.exact, appended.rounded
         self._placed, self._appended = [], None
         if self.debug:
-            self._changed()
+            self.check()
 
     def rollback(self) -> dict[Node, int]:
         """After a failure: drop pending tokens, and free every slot that no block holds, temporary
@@ -545,7 +572,7 @@ class KVMemory:
         slots = spans.slot[at]
         moved = self.lower.pack(self.pool, Tokens(row, offset, spans.depth[at]), at)
         gone = moved & (slots != NO_SLOT)
-        self._free_slots(slots[gone], self.forest.numbers_of(row[gone]))
+        self._free_slots(slots[gone], self.forest.numbers[row[gone]])
         self._changed()
         lost, often = np.unique(row[gone], return_counts=True)
         return dict(zip(self.forest.nodes(lost.tolist()), often.tolist(), strict=True))
@@ -581,8 +608,8 @@ class KVMemory:
         rows = np.array([node.row for node in nodes])
         if stored and self.lower:
             known = spans.origin[at] != NO_RECORD
-            settled = spans.exact[at] | spans.rounded[at] | (not spans.records_exact)
-            last = np.flatnonzero(settled & ~known & self._is_last_use(slots))
+            certain = spans.exact[at] | spans.rounded[at] | (not spans.records_exact)
+            last = np.flatnonzero(certain & ~known & self._is_last_use(slots))
             if len(last):  # first, as it may fail, and nothing has changed then
                 row = np.repeat(rows, counts)[last]
                 tokens = Tokens(row, offsets[last], spans.depth[at[last]])
@@ -592,7 +619,7 @@ class KVMemory:
         else:
             self.lower.free_origins(at)
             spans.drop(at)
-        numbers = np.repeat(self.forest.numbers_of(rows), counts)
+        numbers = np.repeat(self.forest.numbers[rows], counts)
         freed = self._free_slots(slots, numbers)
         if freed < len(slots):
             ends = np.cumsum(counts)
@@ -628,13 +655,14 @@ class KVMemory:
         assert not np.isin(moved, np.concatenate([_NO_SLOTS, *pending])).any(), (
             "KV was moved before it was written"
         )
+        assert self.heads is not None, "KV heads hold the same tokens"
         copy = self.pool.copy_heads(moves, self.heads)  # may fail, and nothing has changed then
         if self.lower:
             self.lower.free_origins(at)
         # first, so that an interruption leaves nothing exact that is moved
         spans.exact[at] = spans.rounded[at] = False
         if moves.into is not moves.cell:
-            self.pool.holders = self._holders
+            self.pool.holders = partial(self.heads.holders, table)
         try:
             self.heads.move(table, moves)
             copy()
@@ -642,10 +670,6 @@ class KVMemory:
             spans.drop(at)
             self._free_slots(targets)
             raise
-
-    def _holders(self, slots: NDArray[np.int32]) -> NDArray[np.integer] | None:
-        """See `KVPool.holders`."""
-        return self.heads.holders(self.table, slots)
 
     # Lower tiers
 
@@ -731,7 +755,7 @@ class KVMemory:
         assert (target.span.slot[offsets] == NO_SLOT).all()
         self._share_slots(source, target, offsets)
         if pending:
-            self._placed.append((target, offsets, True, False))
+            self._placed.append(Placed(target, offsets, exact=True, rounded=False))
         self._changed()
 
     def merge(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
@@ -888,46 +912,31 @@ class KVMemory:
         table = self.table
         references = np.zeros(table.slots, np.int32)
         for node in self.forest:
-            span = node.span
-            assert len(span) == len(node.tokens), (
-                f"block {node.id}: span and tokens differ in length"
-            )
-            resident = span.resident
-            assert ((span.tier == Tier.DEVICE) == resident).all(), (
-                f"block {node.id}: tier without slot"
-            )
-            assert not (span.exact & ~resident).any(), (
-                f"block {node.id}: exact but not on the device"
-            )
-            assert not (span.rounded & (span.exact | ~resident)).any(), (
-                f"block {node.id}: rounded and exact, or not on the device"
-            )
-            assert span.rounded[span.origin != NO_RECORD].all(), (
-                f"block {node.id}: a record is kept for a token that is not rounded"
-            )
-            assert (span.record[resident] == NO_RECORD).all(), (
-                f"block {node.id}: a token on the device has a record too"
-            )
-            slots = span.slot[resident]
-            assert len(np.unique(slots)) == len(slots), f"block {node.id} names a slot twice"
+            span, what = node.span, f"block {node.id}: "
+            resident, slots = span.resident, span.slot[span.resident]
+            assert len(span) == len(node.tokens), what + "span and tokens differ in length"
+            assert ((span.tier == Tier.DEVICE) == resident).all(), what + "tier without slot"
+            assert not (span.exact & ~resident).any(), what + "exact but not on the device"
+            odd = span.rounded & (span.exact | ~resident)
+            assert not odd.any(), what + "rounded and exact, or not on the device"
+            kept = span.rounded[span.origin != NO_RECORD]
+            assert kept.all(), what + "a record is kept for a token that is not rounded"
+            twice = span.record[resident] != NO_RECORD
+            assert not twice.any(), what + "a token on the device has a record too"
+            assert len(np.unique(slots)) == len(slots), what + "it names a slot twice"
             references[slots] += 1
             tokens = np.asarray(node.tokens, np.int32)[resident]
             positions = (node.start + np.arange(len(span)))[resident]
-            assert (table.token[slots] == tokens).all(), (
-                f"block {node.id}: a slot holds another token"
-            )
-            assert (table.position[slots] == positions).all(), (
-                f"block {node.id}: a slot has another position"
-            )
-            assert not span.settled[self.mixed(node)].any(), (
-                f"block {node.id}: exact or rounded where heads hold different tokens"
-            )
+            assert (table.token[slots] == tokens).all(), what + "a slot holds another token"
+            assert (table.position[slots] == positions).all(), what + "a slot has another position"
+            mixed = span.certain[self.mixed(node)]
+            assert not mixed.any(), what + "exact or rounded where heads hold different tokens"
         for node, offsets in self.pending_tokens:
             assert (node.span.slot[offsets] != NO_SLOT).all(), f"block {node.id}: pending, no slot"
-            assert not node.span.settled[offsets].any(), (
-                f"block {node.id}: exact before its forward"
-            )
-        self.heads.check(table)
+            early = node.span.certain[offsets]
+            assert not early.any(), f"block {node.id}: exact before its forward"
+        if self.heads is not None:
+            self.heads.check(table)
         self.lower.check()
         references += self.prefixes.references(table.slots)
         temporary = self._temporary()
@@ -949,11 +958,9 @@ class KVMemory:
             node = self.forest[row]
             slots = node.span.slot[node.span.resident]
             owners = set(self.forest.nodes(np.unique(table.owner[slots]).tolist()))
-            assert owners <= set(self._peers(node)), (
-                f"slots of block {node.id} belong to one that is unlike it"
-            )
+            unlike = owners - set(self._peers(node))
+            assert not unlike, f"slots of block {node.id} belong to one that is unlike it"
         assert (table.used_by <= table.peak_of).all(), "the peak of a tree was not recorded"
-        assert table.used <= table.peak <= table.slots, (
-            "the peak was not recorded, or the budget broken"
-        )
+        fits = table.used <= table.peak <= table.slots
+        assert fits, "the peak was not recorded, or the budget broken"
         assert self.device_peak <= self.budget, "blocks and staging exceed the budget"

@@ -110,7 +110,6 @@ def kv_too_large(
     """The KV of a budget does not fit.
 
     Args:
-        device: where.
         slots: of the budget.
         bytes_per_token: of KV.
         weights: bytes of the weights, which are there already; 0 = not known.
@@ -144,8 +143,6 @@ def forward_too_large(
     """A forward does not fit next to weights and KV.
 
     Args:
-        error: torch's.
-        device: where.
         what: what was computed, in words.
         weights: bytes of the weights.
         slots: of the budget.

@@ -39,7 +39,6 @@ class Scales:
         Args:
             x: floating point.
             dim: numbers along it are a group.
-            bits: of a code.
 
         Example:
             >>> scales = Scales.of(torch.tensor([[-1.0, 0.25, 2.0]]), 1, 2)
@@ -83,7 +82,6 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: uint8 [..., n], below 2 ** bits.
-        bits: of a code.
 
     Returns:
         uint8 [..., packed_width(n, bits)].

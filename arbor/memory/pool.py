@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,92 +17,7 @@ from arbor.kernels.int8 import store, stored_width
 from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
 
 if TYPE_CHECKING:
-    from arbor.memory.head_table import HeadMoves, HeadTable
-
-
-class KVFormat(Protocol):
-    """What a slot of a pool holds of a token, per KV head.
-
-    Attributes:
-        dtype: of the pool's tensors.
-        blank: value of freed slots in debug mode, which reads as NaN.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def blank(self) -> float: ...
-
-    def width(self, dim: int) -> int:
-        """Numbers of `dtype` that a head of `dim` channels takes."""
-        ...
-
-    def store(self, pool: Tensor, slots: Tensor, x: Tensor) -> None:
-        """Write K or V of one layer.
-
-        Args:
-            pool: [slots, H_kv, width].
-            slots: int64 [T].
-            x: [T, H_kv, D], as the model gives it.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlainKV:
-    """The model's own numbers.
-
-    Attributes:
-        dtype: of the model.
-    """
-
-    dtype: torch.dtype
-
-    @property
-    def blank(self) -> float:
-        """NaN."""
-        return torch.nan
-
-    def width(self, dim: int) -> int:
-        """See `KVFormat`."""
-        return dim
-
-    def store(self, pool: Tensor, slots: Tensor, x: Tensor) -> None:
-        """See `KVFormat`."""
-        pool.index_copy_(0, slots, x)
-
-
-@dataclass(frozen=True, slots=True)
-class Int8KV:
-    """8-bit codes and the scales of groups of channels, see `arbor.kernels.int8`; lossy.
-
-    A token is quantised once, when it is written. What moves between tiers or is read again are its
-    codes and scales, which never change.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """int8, for scales too."""
-        return torch.int8
-
-    @property
-    def blank(self) -> float:
-        """All bits set: scales of NaN."""
-        return -1
-
-    def width(self, dim: int) -> int:
-        """See `KVFormat`."""
-        return stored_width(dim)
-
-    def store(self, pool: Tensor, slots: Tensor, x: Tensor) -> None:
-        """See `KVFormat`."""
-        store(pool, slots, x)
-
-
-def kv_format(dtype: torch.dtype) -> KVFormat:
-    """The format of a pool whose tensors have this dtype."""
-    return Int8KV() if dtype == torch.int8 else PlainKV(dtype)
+    from arbor.heads.table import HeadMoves, HeadTable
 
 
 AT_ONCE = 1 << 16  # cells whose K or V are copied at once
@@ -119,8 +34,15 @@ class LayerKV:
 
     def numbers(self, dtype: torch.dtype) -> int:
         """Numbers stored per token in a pool of this dtype."""
-        width = kv_format(dtype).width
-        return self.num_kv_heads * (width(self.head_dim_qk) + width(self.head_dim_vo))
+        return self.num_kv_heads * sum(
+            head_width(dim, dtype) for dim in (self.head_dim_qk, self.head_dim_vo)
+        )
+
+
+def head_width(dim: int, dtype: torch.dtype) -> int:
+    """Numbers that a head of `dim` channels takes in a pool of this dtype: in 8 bits its codes and
+    the scales of groups of them (`arbor.kernels.int8`)."""
+    return stored_width(dim) if dtype == torch.int8 else dim
 
 
 class KVPool:
@@ -136,6 +58,8 @@ class KVPool:
             reads slots only.
         holders: says which KV heads' K and V lie in the cells of slots, see `HeadTable.holders`;
             None: always their own.
+        cell_attention: makes the attention that reads them, see `arbor.heads.attention`; None:
+            every head reads its own.
 
     Args:
         layers: what each layer stores per token.
@@ -164,17 +88,18 @@ class KVPool:
         self.staging = staging
         self.reader: Any = None
         self.holders: Callable[[NDArray[np.int32]], NDArray[np.integer] | None] | None = None
+        self.cell_attention: Any = None
         self.dtype = dtype
         self.device = device
-        self._format = kv_format(dtype)
         self._weight_bytes = weight_bytes
         self._store, self.k, self.v = self._allocate(slots)
 
     def _allocate(self, slots: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """The tensors for so many slots and the trash slot: all of them, and K and V by layer."""
-        width, layers = self._format.width, self.layers
-        widths = [(layer.num_kv_heads, width(layer.head_dim_qk)) for layer in layers]
-        widths += [(layer.num_kv_heads, width(layer.head_dim_vo)) for layer in layers]
+        layers = self.layers
+        dims = [(each.num_kv_heads, each.head_dim_qk) for each in layers]
+        dims += [(each.num_kv_heads, each.head_dim_vo) for each in layers]
+        widths = [(heads, head_width(dim, self.dtype)) for heads, dim in dims]
         sizes = [(slots + 1) * heads * width for heads, width in widths]
         try:
             # whatever the caller's mode, slots can be written in any
@@ -223,13 +148,17 @@ class KVPool:
         """Store new K/V of one layer.
 
         Args:
-            layer: layer index.
             slots: int64 [T]; several rows may name the trash slot.
             k: [T, H_kv, D_k], in the model's dtype.
             v: [T, H_kv, D_v], likewise.
         """
-        self._format.store(self.k[layer], slots, k)
-        self._format.store(self.v[layer], slots, v)
+        for pool, x in ((self.k[layer], k), (self.v[layer], v)):
+            if (
+                self.dtype == torch.int8
+            ):  # quantised once; what is read or moved later are the codes
+                store(pool, slots, x)
+            else:
+                pool.index_copy_(0, slots, x)
 
     def gather(self, slots: NDArray[np.int32]) -> Tensor:
         """K and V of slots as one row per token: every layer's K, then every layer's V, as stored.
@@ -339,9 +268,9 @@ class KVPool:
         """Overwrite freed slots with NaN, so that a reader that should not be there is seen (debug
         mode)."""
         index = torch.from_numpy(slots.astype(np.int64)).to(self.device)
-        for k, v in zip(self.k, self.v, strict=True):
-            k[index] = self._format.blank
-            v[index] = self._format.blank
+        blank = -1 if self.dtype == torch.int8 else torch.nan  # all bits set: scales of NaN
+        for part in (*self.k, *self.v):
+            part[index] = blank
 
 
 def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:

@@ -53,7 +53,6 @@ class PrefixCache:
         the first one; it is about to be dropped.
 
         Args:
-            table: of its slots.
             path: from a prompt on.
         """
         depth = np.concatenate([node.span.depth for node in path])
@@ -97,7 +96,8 @@ class PrefixCache:
         """
 
         def in_common(kept: Kept) -> int:
-            return _alike(kept.tokens, prompt) + _alike(kept.tokens[::-1], prompt[::-1])
+            backwards = common_start(kept.tokens[::-1], prompt[::-1], 0)
+            return common_start(kept.tokens, prompt, 0) + backwards
 
         whole = [kept.of_prompt() for kept in reversed(self._prefixes) if kept.prompt]
         return max(whole, key=in_common, default=None)
@@ -131,7 +131,3 @@ class PrefixCache:
             table.token[prefix.slots] = prefix.tokens
             table.position[prefix.slots] = np.arange(len(prefix.slots))
         return table
-
-
-def _alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    return common_start(one, other, 0)

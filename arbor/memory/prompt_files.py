@@ -181,7 +181,6 @@ class PromptFiles:
         """What a file holds, uint8 [size]; None: it is gone, or damaged and deleted.
 
         Args:
-            key: of the file.
             size: bytes after its header.
             damaged: takes a line for a file that is not what was written.
         """

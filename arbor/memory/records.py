@@ -106,7 +106,6 @@ class RecordTable:
         tokens first, since what comes after a missing token is computed again sooner or later.
 
         Args:
-            count: how many.
             spared: int32, records that are not given.
 
         Returns:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.tree import NO_SLOT
+from arbor.tree import NO_SLOT, Node, Spans
 
 NO_OWNER = -1
 NO_TREE = -1
@@ -105,7 +108,6 @@ class SlotTable:
         contiguous stretch, else the lowest free slots. The caller has made room.
 
         Args:
-            count: how many.
             first: preferred first slot.
             tree: number of the tree they serve.
 
@@ -118,12 +120,12 @@ class SlotTable:
         if first >= 0 and first + count <= self.slots:
             near = np.arange(first, first + count, dtype=np.int32)
             if not self.references[near].any():
-                return self._claim(near, tree)
+                return self.claim(near, tree)
         if count > 1:
             start = self.runs(count, 1)
             if len(start):
-                return self._claim(np.arange(start[0], start[0] + count, dtype=np.int32), tree)
-        return self._claim(self._lowest(count)[:count].astype(np.int32), tree)
+                return self.claim(np.arange(start[0], start[0] + count, dtype=np.int32), tree)
+        return self.claim(self._lowest(count)[:count].astype(np.int32), tree)
 
     def take_each(
         self, near: NDArray[np.int64], trees: NDArray[np.int64] | int = 0
@@ -140,22 +142,21 @@ class SlotTable:
         Returns:
             int32 [n], distinct.
         """
-        assert len(near) <= self.free, (
-            f"{len(near)} slots wanted, {self.free} free: room was not made first"
-        )
+        free = self.slots - self.used
+        assert len(near) <= free, f"{len(near)} slots wanted, {free} free: room was not made first"
         inside = near.min(initial=0) >= 0 and near.max(initial=0) < self.slots
         if inside and not self.references[near].any() and len(set(near.tolist())) == len(near):
-            return self._claim(near.astype(np.int32), trees)  # mostly
+            return self.claim(near.astype(np.int32), trees)  # mostly
         named = np.flatnonzero((near >= 0) & (near < self.slots))
         named = named[self.references[near[named]] == 0]
         wanted, first = np.unique(near[named], return_index=True)
         slots = np.full(len(near), NO_SLOT, np.int32)
         served = np.broadcast_to(trees, len(near))
-        slots[named[first]] = self._claim(wanted.astype(np.int32), served[named[first]])
+        slots[named[first]] = self.claim(wanted.astype(np.int32), served[named[first]])
         rest = np.flatnonzero(slots == NO_SLOT)
         if len(rest):
             lowest = self._lowest(len(rest))[: len(rest)].astype(np.int32)
-            slots[rest] = self._claim(lowest, served[rest])
+            slots[rest] = self.claim(lowest, served[rest])
         return slots
 
     def _lowest(self, count: int) -> NDArray[np.int64]:
@@ -173,16 +174,21 @@ class SlotTable:
         self._low = int(free[0]) if len(free) else self.slots
         return free
 
-    def claim(self, slots: NDArray[np.int32]) -> None:
-        """One reference each to slots that are free, for no tree."""
+    def claim(
+        self, slots: NDArray[np.int32], trees: NDArray[np.int64] | int = NO_TREE
+    ) -> NDArray[np.int32]:
+        """One reference each to slots that are free; returns them.
+
+        Args:
+            slots: int32 [n].
+            trees: int64 [n] or one number, of the trees they serve; by default none.
+        """
         self.references[slots] = 1
         self.used += len(slots)
         self.peak = max(self.peak, self.used)
-
-    def _claim(self, slots: NDArray[np.int32], trees: NDArray[np.int64] | int) -> NDArray[np.int32]:
-        self.claim(slots)
-        self.tree[slots] = trees
-        self._serve(slots, trees)
+        if not isinstance(trees, int) or trees != NO_TREE:
+            self.tree[slots] = trees
+            self._serve(slots, trees)
         return slots
 
     def _serve(self, slots: NDArray[np.int32], trees: NDArray[np.int64] | int) -> None:
@@ -262,3 +268,43 @@ class SlotTable:
         by_tree = np.bincount(trees[first], less, len(self.used_by)).astype(np.int64)
         self.further_of -= by_tree
         return by_tree
+
+
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """The last token of each of n blocks.
+
+    Valid until one of the blocks grows.
+
+    Attributes:
+        nodes: distinct blocks of one forest, each with a token at least.
+        spans: residency of the forest's tokens.
+        row: int64 [n], the blocks' rows.
+        begin: int64 [n], where each block begins in `spans`.
+        length: int64 [n], tokens of each block.
+        at: int64 [n], where each token is in `spans`.
+        token: int64 [n].
+        position: int64 [n], on the path.
+    """
+
+    nodes: Sequence[Node]
+    spans: Spans
+    row: NDArray[np.int64]
+    begin: NDArray[np.int64]
+    length: NDArray[np.int64]
+    at: NDArray[np.int64]
+    token: NDArray[np.int64]
+    position: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, nodes: Sequence[Node], row: NDArray[np.int64], start: NDArray[np.int64]
+    ) -> LastTokens:
+        """The columns of these blocks, whose rows and starts are given, int64 [n] each."""
+        length = np.array([len(node.tokens) for node in nodes], np.int64)
+        begin = np.array([node.span.begin for node in nodes], np.int64)
+        last = length - 1
+        token = np.array([node.tokens[-1] for node in nodes], np.int64)
+        return cls(
+            nodes, nodes[0].span.spans, row, begin, length, begin + last, token, start + last
+        )

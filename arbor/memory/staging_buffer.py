@@ -30,7 +30,6 @@ class ReadInPlace(Protocol):
         """Some numbers of records.
 
         Args:
-            index: int64 [n], records written before.
             columns: those of K or V of a layer, see `KVPool.columns`.
             device: where they are wanted.
 
@@ -100,7 +99,6 @@ class StagingBuffer:
         """Copy a layer's K and V of records to the first of its slots; what was there is gone.
 
         Args:
-            layer: layer index.
             records: int32 [n], increasing, addresses minus `records_from`; no more than it holds.
             values: whether V is read as well.
         """

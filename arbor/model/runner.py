@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ from arbor.model.attention import (
     register_implementation,
     written,
 )
-from arbor.model.cell_attention import CellAttention, cell_lists
 from arbor.model.fuse.layers import TRIAL_SLOTS, WholeDecoder, trial_plans, whole_decoder
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, Unembedding, install, note_form
@@ -45,6 +44,9 @@ from arbor.model.plan import ForwardPlan, select_rows
 from arbor.model.rotation import rotations_of
 from arbor.model.streaming import StreamedAttention
 from arbor.retention.token_kv import PairRotation
+
+if TYPE_CHECKING:
+    from arbor.heads.attention import CellAttention
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 MOST_LAYERS = 10_000  # more would take minutes to describe
@@ -220,8 +222,8 @@ class ModelRunner:
         """Attention over the cells of the pool, where KV heads read each other's."""
         if pool.holders is None:
             return None
-        lists = cell_lists(plan.layout(None), pool)
-        return None if lists is None else CellAttention(lists, pool, self.backend)
+        found: CellAttention | None = pool.cell_attention(plan.layout(None), pool, self.backend)
+        return found
 
     @torch.inference_mode()
     def unembed(

@@ -202,6 +202,7 @@ def _column(view: Columns, name: str, _: Columns, *, at: Ints | None = None) -> 
 
 
 NEVER = int(np.iinfo(np.int64).max)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.observation import Observation
+from arbor.tree import Node
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,6 +172,9 @@ class TokenKV:
 
 
 NO_KV = TokenKV()
+
+# rows of blocks and offsets of tokens, int64 [T] each, and running leaves, to column `Tokens.kv`
+ShowsKV = Callable[[NDArray[np.int64], NDArray[np.int64], Sequence[Node]], TokenKV]
 
 
 @dataclass(frozen=True, eq=False)

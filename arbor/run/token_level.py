@@ -18,7 +18,7 @@ from arbor.support.texts import refuse_surrogates
 from arbor.tree import ThoughtTree
 
 if TYPE_CHECKING:
-    from arbor.engine.beam_hypotheses import BeamSettings
+    from arbor.engine.beam_search import BeamSettings
     from arbor.engine.engine import Engine
     from arbor.engine.likelihood import TokenScores
     from arbor.run.session import Status
@@ -134,7 +134,7 @@ def checked_beams(settings: dict[str, Any]) -> BeamSettings:
     Raises:
         UsageError: an invalid setting; names the values that work.
     """
-    from arbor.engine.beam_hypotheses import BeamSettings
+    from arbor.engine.beam_search import BeamSettings
 
     names = {True: "first", False: "heuristic"}
     early = settings["early_stopping"]

@@ -1,6 +1,6 @@
 // What each KV head gives up of each block, its lowest scores, of equals the earlier ones; which
 // slots leave; and what heads move out of them. As `given_up` and `moves_of` in
-// arbor/retention/head_selection.py: whole numbers throughout, so the same on every CPU.
+// arbor/heads/selection.py: whole numbers throughout, so the same on every CPU.
 #pragma once
 
 #include <cstring>

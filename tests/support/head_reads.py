@@ -25,8 +25,10 @@ HeadReads = dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
 def held(memory: KVMemory, path: list[Node]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Positions of the tokens in the cells of a path's slots, and their KV heads, [C, n] each."""
     slots = np.concatenate([node.span.slot[node.span.resident] for node in path])
-    positions = memory.heads.positions(memory.table, slots).astype(np.int64)
-    holders = memory.heads.holders(memory.table, slots)
+    heads = memory.heads
+    assert heads is not None, "KV heads hold the same tokens"
+    positions = heads.positions(memory.table, slots).astype(np.int64)
+    holders = heads.holders(memory.table, slots)
     if holders is None:
         return positions, np.broadcast_to(np.arange(len(positions))[:, None], positions.shape)
     return positions, holders.astype(np.int64)

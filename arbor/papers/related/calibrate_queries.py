@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arbor.engine.engine import Engine
-from arbor.engine.query_window import QueryWindow
+from arbor.engine.observer import QueryWindow
 from arbor.events import Event
 from arbor.papers.related.query_means import LayerMeans, QueryMeans
 from arbor.retention.observation import Observation

@@ -11,19 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.engine.forest_state import ForestState
-from arbor.engine.policy_view import GOLDEN, ShowsKV
 from arbor.errors import ModelError
+from arbor.heads.selection import HeadScorer, HeadSelection, SharedCells
+from arbor.heads.table import HeadMoves
 from arbor.kernels.native_heads import head_moves, held_by_head, shared_moves
-from arbor.memory.head_table import HeadMoves
 from arbor.memory.memory import KVMemory
 from arbor.model.runner import ModelRunner
-from arbor.retention.base import Ints, Tokens
+from arbor.retention.base import GOLDEN, Ints, Tokens
 from arbor.retention.head_budgets import Cells, Vacated
-from arbor.retention.head_selection import HeadScorer, HeadSelection, SharedCells
 from arbor.retention.policy import Policy
 from arbor.retention.selection import Selection
-from arbor.retention.token_kv import NO_KV, PlacedKV
+from arbor.retention.token_kv import NO_KV, PlacedKV, ShowsKV
 from arbor.retention.token_statistics import FADING, AttentionColumns, TokenStatistics
 from arbor.tree import NO_SLOT, Node
 
@@ -38,13 +36,10 @@ class HeadStatistics:
     They are those of `TokenStatistics`, of one head instead of the mean over all, and belong to
     slots: where a head moves what it holds, they move along (`move`), and a token that gets a slot
     begins with the figures that it has as a whole, so that one that comes back is not new.
-
-    Args:
-        memory: whose slots.
-        whole: figures of whole tokens.
     """
 
     def __init__(self, memory: KVMemory, whole: TokenStatistics) -> None:
+        assert memory.heads is not None, "KV heads hold the same tokens"
         self._memory = memory
         self._whole = whole
         size = (len(memory.heads), memory.slots)
@@ -147,7 +142,7 @@ class HeadSets:
     """What KV heads hold, for a policy whose heads keep tokens of their own.
 
     Args:
-        state: of the open trees.
+        memory: of the open trees; with a `HeadTable`.
         policy: with ``granularity=head``.
         statistics: attention in each KV head; None: the policy reads none.
         head_kv: what `PolicyView` takes, of every KV head; for policies that ask for keys.
@@ -155,18 +150,20 @@ class HeadSets:
 
     def __init__(
         self,
-        state: ForestState,
+        memory: KVMemory,
         policy: Policy,
         statistics: HeadStatistics | None,
         head_kv: ShowsKV | None = None,
     ) -> None:
-        self._state = state
+        assert memory.heads is not None, "KV heads hold the same tokens"
+        self._memory = memory
+        self._heads = memory.heads
         self._scorer = policy.scorer
         self._statistics = statistics
         self._head_kv = head_kv if policy.observation.keys else None
         self._shared: SharedCells | None = None
         if policy.head_budgets is not None:
-            layer = state.memory.heads.layer
+            layer = memory.heads.layer
             self._shared = SharedCells(
                 policy.head_budgets, layer, self._holders, held_by_head, moved_cells
             )
@@ -196,12 +193,12 @@ class HeadSets:
     def _holders(self, tokens: Tokens) -> NDArray[np.integer] | None:
         """The KV heads whose tokens lie in the cells of some tokens' slots, [C, T]; None: its own
         in each."""
-        memory = self._state.memory
-        return memory.heads.holders(memory.table, self._slots(_rows(tokens), tokens.offset))
+        slots = self._slots(_rows(tokens), tokens.offset)
+        return self._heads.holders(self._memory.table, slots)
 
     def _slots(self, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int32]:
         """The slots of tokens on the device, int32 [T]; their blocks by row."""
-        forest = self._state.forest
+        forest = self._memory.forest
         each, which = np.unique(rows, return_inverse=True)
         begins = np.array([node.span.begin for node in forest.nodes(each.tolist())], np.int64)
         slots: NDArray[np.int32] = forest.spans.slot[begins[which] + offsets]
@@ -214,9 +211,9 @@ class HeadSets:
             tokens: shown, T of them.
             leaves: ends of the running paths.
         """
-        memory, rows = self._state.memory, _rows(tokens)
-        slots, count = self._slots(rows, tokens.offset), len(memory.heads)
-        held = memory.heads.positions(memory.table, slots)
+        rows = _rows(tokens)
+        slots, count = self._slots(rows, tokens.offset), len(self._heads)
+        held = self._heads.positions(self._memory.table, slots)
 
         def tiled(name: str) -> Callable[[Tokens], NDArray[Any]]:
             return lambda _: np.tile(getattr(tokens, name), count)

@@ -69,7 +69,6 @@ class HeadScorer:
     is. Places are shown as tokens: the j-th best is the one whose mean score ranks j-th.
 
     Args:
-        scorer: of the policy.
         by_head: shows it what each head holds.
         mover: says what moves, the same as numpy; None: numpy does.
         shared: heads keep different numbers; None: all keep equally many of a block.
@@ -115,7 +114,6 @@ class HeadScorer:
         """The tokens of some blocks and their scores by head; of scores known already a part.
 
         Args:
-            blocks: the offer.
             parted: int64 [P], indices of the blocks, increasing.
         """
         if self._known is None or self._known[0] is not blocks.__dict__.get("tokens"):
@@ -242,7 +240,6 @@ def _by_segment(
         blocks, counts: the offer, and what each block keeps.
         gone: bool [T], the tokens that the allocator lets go.
         segment: int64 [T], see `SegmentingAllocator.segment_of`.
-        scorer: of the policy.
         credit: float64 [T], to be remembered of tokens that stay; None: nothing.
     """
     tokens, stays = blocks.tokens, segment < 0

@@ -69,8 +69,6 @@ class CellAttention:
         """Attention of a layer.
 
         Args:
-            layer: its number.
-            shape: of it.
             q: [T, H_q, D_k], position-encoded.
             sinks: see `AttentionBackend.run`.
             observe: add to `mass`.
@@ -140,12 +138,20 @@ class CellLists:
     across: bool
 
 
+def cell_attention(
+    layout: CascadeLayout, pool: KVPool, backend: AttentionBackend
+) -> CellAttention | None:
+    """The attention of a batch which reads the slots of a layout; None: every head reads its own
+    cells. See `KVPool.cell_attention`."""
+    lists = cell_lists(layout, pool)
+    return None if lists is None else CellAttention(lists, pool, backend)
+
+
 def cell_lists(layout: CascadeLayout, pool: KVPool) -> CellLists | None:
     """The cells that a batch reads which reads the slots of a layout.
 
     Args:
         layout: without a window.
-        pool: whose slots they are.
 
     Returns:
         None: every head reads its own cells, so that `layout` serves all.
@@ -178,11 +184,8 @@ def _levels(
     """The level of each layer.
 
     Args:
-        level: of all layers.
-        rows: of the batch.
         slots: int32 [N], its keys.
         holders: [C, N], see `HeadTable.holders`; None: each head holds its own.
-        pool: whose slots they are.
         across: see `CellLists`.
     """
     layers, heads = len(pool.layers), pool.layers[0].num_kv_heads

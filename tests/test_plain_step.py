@@ -1,0 +1,78 @@
+"""A step that only decodes enters what it needs, and nothing to learn that it needs no more."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import arbor
+from arbor import Solver
+from arbor.engine import hooks
+from arbor.engine.step import Stepper
+
+PACKAGE = Path(arbor.__file__).parent
+OWN = ("engine", "memory", "retention", "forest.py", "tree.py")
+# that a plain step enters of these; a comprehension counts for the function it is in
+MOST_FILES = 10
+MOST_FUNCTIONS = 49
+JOINS = {"Stepper._join", "Stepper._start"}
+HOOKS = {
+    name
+    for hook in (hooks.PromptHook, hooks.Way, hooks.BranchHook, hooks.Watch)
+    for name in vars(hook)
+    if not name.startswith("_")
+}
+
+Entered = set[tuple[str, str]]  # paths below the package, and functions
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Entered]:
+    """What each step of a search enters that only decodes, with full budget and no feature."""
+    steps: list[Entered] = []
+    right = Stepper.step
+
+    def watched(self: Stepper) -> None:
+        entered: Entered = set()
+
+        def note(frame: FrameType, event: str, _: Any) -> None:
+            path = Path(frame.f_code.co_filename)
+            if event == "call" and path.is_relative_to(PACKAGE):
+                function = frame.f_code.co_qualname.split(".<locals>")[0]
+                entered.add((path.relative_to(PACKAGE).as_posix(), function))
+
+        sys.setprofile(note)
+        try:
+            right(self)
+        finally:
+            sys.setprofile(None)
+        steps.append(entered)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stepper, "step", watched)
+        with Solver(controller="tot", budget="full") as solver:
+            solver.solve("4 5 6 10")
+            steps.clear()  # what is done once is done by now
+            solver.solve("3 3 8 8")
+    return [step for step in steps if not JOINS & {function for _, function in step}]
+
+
+def test_a_plain_step_calls_no_hook(plain: list[Entered]) -> None:
+    assert {"other", "watch", "ahead", "chosen", "answer"} <= HOOKS
+    for step in plain:
+        assert "engine/hooks.py" not in {path for path, _ in step}
+        assert not {path for path, _ in step if path.startswith(("papers/", "integrations/"))}
+        assert not HOOKS & {function.rpartition(".")[2] for _, function in step}
+
+
+def test_a_plain_step_enters_few_files_and_functions(plain: list[Entered]) -> None:
+    own = [[each for each in step if each[0].split("/")[0] in OWN] for step in plain]
+
+    assert len(own) > 10
+    assert statistics.median(len({path for path, _ in step}) for step in own) <= MOST_FILES
+    assert statistics.median(len(step) for step in own) <= MOST_FUNCTIONS
