@@ -117,7 +117,6 @@ _CORE: Mapping[str, Mapping[str, str]] = {
         "window": "arbor.retention.scorers.window:Window",
     },
     "backend": {
-        "reference": "arbor.kernels.attention.reference:ReferenceAttention",
         "rowwise": "arbor.kernels.attention.rowwise:RowwiseAttention",
         "invariant": "arbor.kernels.attention.invariant_cascade:InvariantCascade",
         "native": "arbor.kernels.attention.native_cascade:NativeCascade",

@@ -78,7 +78,7 @@ class FlashInferCascade:
     backend is always ``fa2``: ``fa3`` takes no page-size-1 tables as fast and has let NaN of unused
     memory through.
 
-    Equal to `ReferenceAttention` up to rounding in `dtype`; logits are float32.
+    Equal to `RowwiseAttention` up to rounding in `dtype`; logits are float32.
 
     Args:
         device: a CUDA device.
@@ -432,7 +432,7 @@ class FlashInferCascade:
     ) -> Tensor:
         """See `AttentionBackend.mass`; `TorchCascade`'s, as no shipped kernel returns sums."""
         if plan.by_hand is None:
-            plan.by_hand = self._torch.plan_mass(plan.layout, plan.shape)
+            plan.by_hand = self._torch.plan(plan.layout, plan.shape)
         return self._torch.mass(plan.by_hand, q, k_pool, lse, heads, by_head=by_head)
 
 
