@@ -19,7 +19,8 @@ def head_moves(
     sizes: NDArray[np.int64],
     lose: NDArray[np.int64],
 ) -> tuple[Places, Places, Places, NDArray[np.bool_]] | None:
-    """`moves_of` what is `given_up` (arbor/retention/head_selection.py), the same places.
+    """What heads move that keep equally many tokens, as `HeadScorer.moves` of
+    arbor/retention/head_selection.py says it in numpy, the same places.
 
     Args:
         scores: float32 [C, T], finite, block after block.

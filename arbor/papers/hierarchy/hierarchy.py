@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from arbor.components import ONLY_IF_SET
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Blocks, Bools, Ints, Scorer
 from arbor.retention.ordering import order
@@ -60,15 +60,13 @@ class Hierarchy(Pooled):
     by_score: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in ("ratio", "packed"):
-            part = getattr(self, name)
-            if not 0 <= part <= 1:
-                raise UsageError("setting-range", f"{name}={part}: it must be in [0, 1].")
-        if self.size < 0 or self.first < 0:
-            name = "size" if self.size < 0 else "first"
-            raise UsageError(
-                "setting-range", f"{name}={getattr(self, name)}: it must be 0 or more."
-            )
+        check_settings(
+            self,
+            ratio=(0 <= self.ratio <= 1, "in [0, 1]"),
+            packed=(0 <= self.packed <= 1, "in [0, 1]"),
+            size=(self.size >= 0, "0 or more"),
+            first=(self.first >= 0, "0 or more"),
+        )
 
     def excess(self, blocks: Blocks) -> int:
         """Tokens that are destroyed now."""

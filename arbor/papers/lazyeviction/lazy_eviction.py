@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Floats, Tokens
 from arbor.retention.policy import Policy, Protect, Trigger
@@ -42,12 +42,11 @@ class LazyEviction:
     window: int = 25
 
     def __post_init__(self) -> None:
-        if self.h2 not in ("fixed", "paper", "off"):
-            raise UsageError("setting-range", f"h2={self.h2}: it must be fixed, paper or off.")
-        if self.window < 1:
-            raise UsageError(
-                "setting-range", f"window={self.window}: it must be at least 1, such as 25."
-            )
+        check_settings(
+            self,
+            h2=(self.h2 in ("fixed", "paper", "off"), "fixed, paper or off"),
+            window=(self.window >= 1, "at least 1, such as 25"),
+        )
 
     @property
     def observes(self) -> bool:

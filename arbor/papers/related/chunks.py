@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.allocators.segments import Segmented, TokenSequence
 from arbor.retention.base import Ints
 from arbor.retention.ordering import order
@@ -31,8 +31,7 @@ class Chunks(Segmented):
     size: int = 10
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise UsageError("setting-range", f"size={self.size}: it must be at least 1.")
+        check_settings(self, size=(self.size >= 1, "at least 1"))
 
     def divide(self, sequence: TokenSequence) -> tuple[Ints, Ints]:
         segment, size = sequence.stretches(self.size)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
 from arbor.retention.observation import Observation
 from arbor.retention.ordering import order
@@ -104,23 +104,19 @@ class ThinKV:
         parts, valleys = self.schedule, self.valleys
         falls = all(0 < after < before for before, after in pairwise(self.schedule))
         rises = len(valleys) == 2 and 0 <= valleys[0] < valleys[1] <= 1
-        ranges = {
-            "segment": (self.segment >= 1, "1 or more, such as 128"),
-            "schedule": (
+        check_settings(
+            self,
+            segment=(self.segment >= 1, "1 or more, such as 128"),
+            schedule=(
                 bool(parts) and parts[-1] > 0 and parts[0] <= 1 and falls,
                 "parts in (0, 1] that fall, such as 0.5,0.25,0.125",
             ),
-            "least": (self.least >= 0, "0 or more, such as 4"),
-            "valleys": (not valleys or rises, "two numbers in [0, 1] that rise, such as 0.6,0.8"),
-            "lookback": (self.lookback >= 1, "1 or more, such as 128"),
-            "layers": (all(layer >= 0 for layer in self.layers), "numbers from 0, such as 3,7"),
-            "choose": (self.choose in get_args(Choose), "cluster or score"),
-        }
-        for name, (holds, needed) in ranges.items():
-            if not holds:
-                given = getattr(self, name)
-                value = ",".join(map(str, given)) if isinstance(given, tuple) else given
-                raise UsageError("setting-range", f"{name}={value}: it must be {needed}.")
+            least=(self.least >= 0, "0 or more, such as 4"),
+            valleys=(not valleys or rises, "two numbers in [0, 1] that rise, such as 0.6,0.8"),
+            lookback=(self.lookback >= 1, "1 or more, such as 128"),
+            layers=(all(layer >= 0 for layer in self.layers), "numbers from 0, such as 3,7"),
+            choose=(self.choose in get_args(Choose), "cluster or score"),
+        )
 
     @property
     def observation(self) -> Observation:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from arbor.errors import UsageError
+from arbor.errors import UsageError, check_settings
 from arbor.papers.rksc import confidence_gap
 from arbor.papers.rksc.confidence_gap import DECIMALS, relative_gap
 from arbor.papers.rksc.exit_thresholds import ExitThresholds, Method, calibrated_thresholds
@@ -111,10 +111,11 @@ class CGEE:
                 "them at once (inquire), and this one does not.",
                 "Use levels=skip, or a verifier such as self.",
             )
-        for name in ("confidence", "gap"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise UsageError("setting-range", f"{name}={value}: it must be from 0 to 1.")
+        check_settings(
+            self,
+            confidence=(self.confidence is None or 0 <= self.confidence <= 1, "from 0 to 1"),
+            gap=(self.gap is None or 0 <= self.gap <= 1, "from 0 to 1"),
+        )
 
     @property
     def needs_model(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 
 Measure = Literal["entropy", "margin"]
 
@@ -50,16 +50,14 @@ class LayerExit:
     norm: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("first", "patience", "every"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
-                )
-        for name in ("threshold", "settle"):
-            if not getattr(self, name) >= 0:  # also refuses nan
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be 0 or more."
-                )
+        check_settings(
+            self,
+            first=(self.first >= 1, "at least 1"),
+            patience=(self.patience >= 1, "at least 1"),
+            every=(self.every >= 1, "at least 1"),
+            threshold=(self.threshold >= 0, "0 or more"),
+            settle=(self.settle >= 0, "0 or more"),
+        )
 
     def checks(self, layers: int) -> bool:
         """Whether a state that has run through so many layers is looked at.
