@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -237,9 +237,7 @@ class KVScorer(ABC):
     offered.
     """
 
-    @property
-    def observes(self) -> bool:
-        return False
+    observes: ClassVar[bool] = False
 
     @property
     def observation(self) -> Observation:

@@ -99,7 +99,11 @@ class MSVE:
             place: the directory, or the id on the Hub; empty for a ready model.
             revision: on the Hub.
         """
-        path = Path(place) / "msve.json" if Path(place).is_dir() else msve_file(place, revision)
+        path = (
+            Path(place) / "msve.json"
+            if Path(place).is_dir()
+            else model_file("msve", place, revision)
+        )
         return cls.load(path) if place and path.is_file() else cls()
 
     def save(self, path: Path, **provenance: Any) -> None:
@@ -200,18 +204,12 @@ def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
     Returns:
         a number in [-1, 1]; 0 where one of them does not vary.
     """
-    a, b = _mean_ranks(np.asarray(first, float)), _mean_ranks(np.asarray(second, float))
+    from scipy.stats import rankdata
+
+    a, b = rankdata(first), rankdata(second)
     a, b = a - a.mean(), b - b.mean()
     size = math.sqrt(float(a @ a) * float(b @ b))
     return float(np.clip(a @ b / size, -1.0, 1.0)) if size > 0 else 0.0
-
-
-def _mean_ranks(values: Floats) -> Floats:
-    """Ranks from 1, [N]; equal values share the mean of their ranks."""
-    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(count)
-    ranks: Floats = (last - (count - 1) / 2)[place]
-    return ranks
 
 
 def _sigmoid(x: Floats) -> Floats:
@@ -219,13 +217,3 @@ def _sigmoid(x: Floats) -> Floats:
     half = np.tanh(x / 2)
     result: Floats = np.clip((1 + half) / 2, 1e-13, 1 - 1e-13)
     return result
-
-
-def msve_file(model: str, revision: str | None) -> Path:
-    """The file with the block values of a Hub model, which may not exist.
-
-    Args:
-        model: its id.
-        revision: branch, tag or commit; None = its main branch.
-    """
-    return model_file("msve", model, revision)

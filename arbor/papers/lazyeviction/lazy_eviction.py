@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -38,6 +38,8 @@ class LazyEviction:
         window: W of ``fixed``, in queries, >= 1.
     """
 
+    observes: ClassVar[bool] = True
+
     h2: Literal["fixed", "paper", "off"] = "fixed"
     window: int = 25
 
@@ -47,10 +49,6 @@ class LazyEviction:
             h2=(self.h2 in ("fixed", "paper", "off"), "fixed, paper or off"),
             window=(self.window >= 1, "at least 1, such as 25"),
         )
-
-    @property
-    def observes(self) -> bool:
-        return True
 
     def scores(self, tokens: Tokens) -> Floats:
         age = (tokens.queries - tokens.activated).astype(float)

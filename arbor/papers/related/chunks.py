@@ -9,7 +9,7 @@ import numpy as np
 from arbor.errors import check_settings
 from arbor.retention.allocators.segments import Segmented, TokenSequence
 from arbor.retention.base import Ints
-from arbor.retention.ordering import order
+from arbor.retention.ordering import filled, order
 from arbor.retention.policy import Policy
 from arbor.retention.scorers.window import Window
 
@@ -37,10 +37,7 @@ class Chunks(Segmented):
         segment, size = sequence.stretches(self.size)
         mean = np.bincount(segment, sequence.scores) / size
         preferred = order(-mean, -np.arange(len(size)))
-        before = np.cumsum(size[preferred]) - size[preferred]
-        quotas = np.zeros(len(size), np.int64)
-        quotas[preferred] = np.clip(sequence.room - before, 0, size[preferred])
-        return segment, quotas
+        return segment, filled(size, sequence.room, preferred)
 
 
 POLICY = Policy(

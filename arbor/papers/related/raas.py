@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Floats, Tokens
@@ -19,9 +20,7 @@ class RaaS:
     reads does not age; no pages.
     """
 
-    @property
-    def observes(self) -> bool:
-        return True
+    observes: ClassVar[bool] = True
 
     def scores(self, tokens: Tokens) -> Floats:
         return (tokens.activated - tokens.queries).astype(float)

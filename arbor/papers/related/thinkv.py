@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from arbor.errors import check_settings
 from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
 from arbor.retention.observation import Observation
-from arbor.retention.ordering import order
+from arbor.retention.ordering import filled, order, ranks_within
 from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.retention.selection import checked_scores, filled_floors, select_all_but
 from arbor.retention.token_kv import KVSequence, TokenKV, attention_of
@@ -214,9 +214,8 @@ class ThinKV:
         need = int(segments.held.sum()) - room
 
         def step_down(limit: Ints) -> None:
-            spare = np.maximum(segments.held - gone - np.maximum(limit, fixed), 0)[preferred]
-            before = np.cumsum(spare) - spare
-            gone[preferred] += np.clip(need - int(gone.sum()) - before, 0, spare)
+            spare = np.maximum(segments.held - gone - np.maximum(limit, fixed), 0)
+            gone[:] += filled(spare, need - int(gone.sum()), preferred)
 
         step_down(limits[every, taken])
         entitled = gone.copy()
@@ -244,10 +243,8 @@ class ThinKV:
             return at
         segment = segments.of[at]
         if self.choose == "score":
-            lowest = order(segment, scores[at], tokens.position[at])
-            sizes = np.bincount(segment, minlength=len(segments))
-            rank = np.arange(len(at)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-            leave: Ints = at[lowest[rank < gone[segment[lowest]]]]
+            rank = ranks_within(segment, scores[at], tokens.position[at])
+            leave: Ints = at[rank < gone[segment]]
             return leave
         losing, begins = np.unique(segment, return_index=True)
         members = np.split(at, begins[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Floats, Tokens
@@ -19,9 +20,7 @@ class TOVA:
     `Protect.recent` protects the last token.
     """
 
-    @property
-    def observes(self) -> bool:
-        return True
+    observes: ClassVar[bool] = True
 
     def scores(self, tokens: Tokens) -> Floats:
         return tokens.latest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Floats
@@ -26,9 +26,7 @@ class VATP(HeadKVScorer):
     product per head.
     """
 
-    @property
-    def observes(self) -> bool:
-        return True
+    observes: ClassVar[bool] = True
 
     def of_heads(self, sequence: KVSequence, layer: int) -> Tensor:
         return sequence.values(layer).abs().sum(-1).T

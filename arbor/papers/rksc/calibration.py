@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -210,17 +210,12 @@ class Recorder:
         return verdict
 
 
-def collect_verifications(
-    solver: Solver,
-    problems: Iterable[Problem],
-    report: Callable[[int], None] = lambda index: None,
-) -> list[Verification]:
+def collect_verifications(solver: Solver, problems: Iterable[Problem]) -> list[Verification]:
     """Solve problems with full verification and record every verification.
 
     Args:
         solver: its verifier is a `Recorder`.
         problems: of the calibration split.
-        report: called after each problem.
     """
     recorder = solver.verifier
     assert isinstance(recorder, Recorder), "the solver's verifier records nothing"
@@ -228,7 +223,6 @@ def collect_verifications(
     for index, problem in enumerate(problems):
         recorder.problem = index
         solver.solve(problem)
-        report(index)
     return list(recorder.found)
 
 

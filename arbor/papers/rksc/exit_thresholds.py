@@ -87,11 +87,6 @@ def load_thresholds(path: Path, task: str, method: Method = "risk") -> ExitThres
         raise _unreadable(path, error) from error
 
 
-def cached_file(model: str, revision: str | None) -> Path:
-    """The file for a model of the Hub, which may not exist."""
-    return model_file("exit", model, revision)
-
-
 def calibrated_thresholds(
     model: str, revision: str | None, task: str, method: Method
 ) -> ExitThresholds | None:
@@ -104,7 +99,7 @@ def calibrated_thresholds(
         method: that chose the thresholds.
     """
     folder = Path(model)
-    path = folder / FILE if folder.is_dir() else cached_file(model, revision)
+    path = folder / FILE if folder.is_dir() else model_file("exit", model, revision)
     return load_thresholds(path, task, method) if path.is_file() else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,11 +23,9 @@ class HeavyHitters:
         normalise: divide by the queries that could see the token; a sum favours older tokens.
     """
 
-    normalise: bool = False
+    observes: ClassVar[bool] = True
 
-    @property
-    def observes(self) -> bool:
-        return True
+    normalise: bool = False
 
     def scores(self, tokens: Tokens) -> Floats:
         return tokens.mass / np.maximum(tokens.queries, 1) if self.normalise else tokens.mass

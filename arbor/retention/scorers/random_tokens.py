@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Floats, Tokens
-
-_PIECE = 1 << 13  # tokens
 
 
 @dataclass(frozen=True)
@@ -20,21 +19,14 @@ class RandomTokens:
     SplitMix64 of the key, combined with that of the seed.
     """
 
-    seed: int = 0
+    observes: ClassVar[bool] = False
 
-    @property
-    def observes(self) -> bool:
-        return False
+    seed: int = 0
 
     def scores(self, tokens: Tokens) -> Floats:
         salt = _mixed(np.array([self.seed % (1 << 64)], np.uint64))
-        scores = np.empty(len(tokens.key))
-        # in pieces that fit a processor's cache
-        for begin in range(0, len(scores), _PIECE):
-            piece = slice(begin, begin + _PIECE)
-            scores[piece] = _mixed(tokens.key[piece] ^ salt) >> np.uint64(11)
-        scores *= 2.0**-53
-        return scores
+        scores = (_mixed(tokens.key ^ salt) >> np.uint64(11)).astype(np.float64)
+        return scores * 2.0**-53
 
 
 def _mixed(number: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from arbor.retention.base import Floats, Tokens
 
@@ -17,9 +18,7 @@ class Recency:
     Differs: keys stay at the position they were computed for, where the original closes the gap.
     """
 
-    @property
-    def observes(self) -> bool:
-        return False
+    observes: ClassVar[bool] = False
 
     def scores(self, tokens: Tokens) -> Floats:
         return tokens.position.astype(float)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from arbor.retention.base import Floats, Tokens
 
@@ -17,9 +18,7 @@ class Window:
     queries' attention to themselves counts.
     """
 
-    @property
-    def observes(self) -> bool:
-        return True
+    observes: ClassVar[bool] = True
 
     def scores(self, tokens: Tokens) -> Floats:
         return tokens.lately
