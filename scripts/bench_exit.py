@@ -32,8 +32,8 @@ from arbor.kernels.linear.layers import pack_linears
 from arbor.measure.timing import interleaved
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
+from arbor.papers.rksc.exit_thresholds import LayerExit, Measure
 from arbor.papers.rksc.exit_watch import ways_of
-from arbor.papers.rksc.layer_exit import LayerExit, Measure
 from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 

@@ -47,7 +47,7 @@ from arbor.retention.head_selection import (
     SharedCells,
     select_by_head,
 )
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers import HeavyHitters
 from arbor.retention.selection import Selection, select
 from arbor.retention.token_kv import NO_KV
 

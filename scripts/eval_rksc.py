@@ -69,8 +69,8 @@ from arbor.papers.rksc.calibration import (
     collect_verifications,
 )
 from arbor.papers.rksc.cgee import CGEE, RELEASE_ABSOLUTE, RELEASE_RELATIVE
+from arbor.papers.rksc.exit_thresholds import LayerExit
 from arbor.papers.rksc.exit_watch import ways_of
-from arbor.papers.rksc.layer_exit import LayerExit
 from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing, similarity
 from arbor.registry import resolve
 from arbor.tasks.base import Problem

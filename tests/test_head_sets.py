@@ -26,19 +26,19 @@ from arbor.memory.head_table import HeadMoves
 from arbor.memory.pool import KVPool
 from arbor.memory.stores import LowerRoom
 from arbor.papers.ams.ams import AMS, Strata
-from arbor.papers.related.chunks import Chunks
 from arbor.papers.related.expected_attention import ExpectedAttention
 from arbor.papers.related.rkv import RKV
+from arbor.papers.related.snapkv_budgets import Chunks
 from arbor.papers.related.triattention import TriAttention
 from arbor.papers.related.window_attention import WindowAttention
+from arbor.retention.allocators.by_block import Uniform
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.segments import Segmented
-from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import CreditingAllocator
 from arbor.retention.head_budgets import Vacated
 from arbor.retention.head_selection import HeadScorer, ranked_means
 from arbor.retention.policy import Policy, Protect, Trigger
-from arbor.retention.scorers.random_tokens import RandomTokens
+from arbor.retention.scorers import RandomTokens
 from arbor.retention.token_kv import KVScorer, KVSequence
 from arbor.tree import Node, ThoughtTree
 

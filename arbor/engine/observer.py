@@ -14,7 +14,7 @@ from arbor.engine.head_sets import HeadStatistics
 from arbor.engine.query_window import QueryWindow, last_of_each
 from arbor.model.plan import ForwardPlan, visibility
 from arbor.model.runner import ForwardResult, ModelRunner
-from arbor.retention.observation import Observation
+from arbor.retention.token_kv import Observation
 from arbor.tree import ThoughtTree
 
 

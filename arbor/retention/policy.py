@@ -8,14 +8,9 @@ from typing import ClassVar, Literal, get_args
 
 from arbor.components import NO_SETTING, ONLY_IF_SET
 from arbor.errors import UsageError, check_settings
-from arbor.retention.allocators.belady import Belady
-from arbor.retention.allocators.ends import Ends
-from arbor.retention.allocators.full import Full
-from arbor.retention.allocators.lru import LRU
+from arbor.retention.allocators.by_block import LRU, Belady, Ends, Full, Reentry, Uniform
 from arbor.retention.allocators.per_tree import Among, divided
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.allocators.reentry import Reentry
-from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import (
     Allocator,
     CappedAllocator,
@@ -24,12 +19,8 @@ from arbor.retention.base import (
     TokenAllocator,
 )
 from arbor.retention.head_budgets import Adaptive, HeadBudgets, HeadShares, Pyramid
-from arbor.retention.observation import Observation
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.random_tokens import RandomTokens
-from arbor.retention.scorers.recency import Recency
-from arbor.retention.scorers.window import Window
-from arbor.retention.token_kv import HeadKVScorer, KVScorer
+from arbor.retention.scorers import HeavyHitters, RandomTokens, Recency, Window
+from arbor.retention.token_kv import HeadKVScorer, KVScorer, Observation
 
 
 @dataclass(frozen=True)

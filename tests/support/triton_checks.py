@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arbor.engine import sampling as sampler
-from arbor.kernels import invariant_reductions as reductions
+from arbor.kernels import invariant as reductions
 from arbor.kernels import invariant_triton as kernels
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.attention.invariant_cascade import InvariantCascade

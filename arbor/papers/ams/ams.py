@@ -12,7 +12,7 @@ from arbor.errors import check_settings
 from arbor.retention.allocators.segments import Segmented, TokenSequence, quotas_of
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
 from arbor.retention.policy import Policy, Trigger
-from arbor.retention.scorers.window import Window
+from arbor.retention.scorers import Window
 
 _FAINT = 1e-9  # epsilon of the normalisation, relative to the largest
 

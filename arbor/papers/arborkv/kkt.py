@@ -11,7 +11,7 @@ from arbor.retention.allocators.waterfill import relative, rounded, waterfill
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
 from arbor.retention.ordering import order
 from arbor.retention.policy import Policy
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers import HeavyHitters
 
 
 @dataclass(frozen=True)

@@ -204,12 +204,17 @@ def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
     Returns:
         a number in [-1, 1]; 0 where one of them does not vary.
     """
-    from scipy.stats import rankdata
-
-    a, b = rankdata(first), rankdata(second)
+    a, b = _mean_ranks(np.asarray(first, float)), _mean_ranks(np.asarray(second, float))
     a, b = a - a.mean(), b - b.mean()
     size = math.sqrt(float(a @ a) * float(b @ b))
     return float(np.clip(a @ b / size, -1.0, 1.0)) if size > 0 else 0.0
+
+
+def _mean_ranks(values: Floats) -> Floats:
+    """Ranks from 1, [N]; equal values share the mean of their ranks."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (np.cumsum(count) - (count - 1) / 2)[place]
+    return ranks
 
 
 def _sigmoid(x: Floats) -> Floats:

@@ -12,7 +12,7 @@ from arbor.errors import check_settings
 from arbor.retention.allocators.waterfill import rounded, waterfill
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers import HeavyHitters
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Blocks, Bools, Ints, Scorer
 from arbor.retention.ordering import ranks_within
 from arbor.retention.policy import Policy, Protect, Trigger
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers import HeavyHitters
 from arbor.retention.selection import checked_scores
 
 Evict = Literal["cumulative", "per_event", "size"]

@@ -13,8 +13,8 @@ from arbor.engine.engine import Engine
 from arbor.engine.query_window import QueryWindow
 from arbor.events import Event
 from arbor.papers.related.query_means import LayerMeans, QueryMeans
-from arbor.retention.observation import Observation
-from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers import Recency
+from arbor.retention.token_kv import Observation
 from arbor.solver import Solver
 from arbor.tasks.base import Problem
 

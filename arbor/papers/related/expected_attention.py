@@ -10,11 +10,11 @@ import numpy as np
 from arbor.errors import check_settings
 from arbor.papers.related.window_attention import above, flags
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy
 from arbor.retention.token_kv import (
     HeadKVScorer,
     KVSequence,
+    Observation,
     attention_of,
     plain_queries,
     products_of,

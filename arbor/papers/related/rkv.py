@@ -10,9 +10,8 @@ import numpy as np
 from arbor.errors import check_settings
 from arbor.papers.related.window_attention import above, flags, mean_attention
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy
-from arbor.retention.token_kv import HeadKVScorer, KVSequence, neighbours, unit_vectors
+from arbor.retention.token_kv import HeadKVScorer, KVSequence, Observation, neighbours, unit_vectors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from arbor.errors import check_settings
 from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
-from arbor.retention.observation import Observation
 from arbor.retention.ordering import filled, order, ranks_within
 from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.retention.selection import checked_scores, filled_floors, select_all_but
-from arbor.retention.token_kv import KVSequence, TokenKV, attention_of
+from arbor.retention.token_kv import KVSequence, Observation, TokenKV, attention_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,11 +13,11 @@ from arbor.components import ONLY_IF_SET
 from arbor.errors import check_settings
 from arbor.papers.related.query_means import QueryMeans
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.token_kv import (
     HeadKVScorer,
     KVSequence,
+    Observation,
     PairRotation,
     plain_queries,
     products_of,

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from arbor.errors import check_settings
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.token_kv import HeadKVScorer, KVSequence, attention_of, neighbours
+from arbor.retention.token_kv import HeadKVScorer, KVSequence, Observation, attention_of, neighbours
 
 if TYPE_CHECKING:
     from torch import Tensor

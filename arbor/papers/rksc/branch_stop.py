@@ -10,7 +10,8 @@ from arbor.components import setting_text, split_spec
 from arbor.engine.hooks import Branch, Stopped
 from arbor.errors import UsageError, check_settings, unknown_setting
 from arbor.events import BranchesStopped
-from arbor.papers.rksc.confidence_gap import DECIMALS, leading_two, relative_gap
+from arbor.papers.rksc.cgee import leading_two, relative_gap
+from arbor.papers.rksc.exit_thresholds import DECIMALS
 from arbor.tree import NodeState
 
 Text = tuple[int, ...]

@@ -14,8 +14,7 @@ from arbor.cli.command import Command, Number, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
-from arbor.papers.rksc.exit_thresholds import FILE, Chosen, save_thresholds
-from arbor.papers.rksc.layer_exit import Measure
+from arbor.papers.rksc.exit_thresholds import FILE, Chosen, Measure, save_thresholds
 from arbor.support.cache_dir import model_file
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbor.errors import UsageError
 from arbor.model.runner import ModelRunner
-from arbor.papers.rksc.layer_exit import DECIMALS, LayerExit
+from arbor.papers.rksc.exit_thresholds import DECIMALS, LayerExit
 from arbor.verifiers.base import Exits
 
 

@@ -30,8 +30,8 @@ from arbor.memory.pool import KVPool
 from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.papers.rksc.cgee import CGEE
+from arbor.papers.rksc.exit_thresholds import DECIMALS, LayerExit
 from arbor.papers.rksc.exit_watch import Exiting, entropy, lack_of_margin, ways_of
-from arbor.papers.rksc.layer_exit import DECIMALS, LayerExit
 from arbor.tree import Node
 from arbor.verifiers.exact import Exact
 

@@ -1,4 +1,4 @@
-"""Whole chunks of neighbouring tokens stay or leave: ChunkKV."""
+"""ChunkKV, AdaKV and PyramidKV: whole chunks stay, or KV heads have budgets, by SnapKV's score."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from arbor.errors import check_settings
+from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.segments import Segmented, TokenSequence
 from arbor.retention.base import Ints
 from arbor.retention.ordering import filled, order
 from arbor.retention.policy import Policy
-from arbor.retention.scorers.window import Window
+from arbor.retention.scorers import Window
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,27 @@ class Chunks(Segmented):
         return segment, filled(size, sequence.room, preferred)
 
 
-POLICY = Policy(
+CHUNKKV = Policy(
     Chunks(),
     Window(),
     summary="Keeps whole chunks of neighbouring tokens that the last queries attended to (ChunkKV).",
+)
+
+
+ADAKV = Policy(
+    Pooled(),
+    Window(),
+    granularity="head",
+    heads="adaptive",
+    summary="Keeps the tokens that the last queries attended to; the KV heads of a layer compete for "
+    "its room (AdaKV).",
+)
+
+PYRAMIDKV = Policy(
+    Pooled(),
+    Window(),
+    granularity="head",
+    heads="pyramid",
+    summary="Keeps the tokens that the last queries attended to, more of them in lower layers "
+    "(PyramidKV).",
 )
