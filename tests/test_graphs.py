@@ -18,8 +18,7 @@ from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.attention.fixed import ROWS, Bucket, pad_last, pad_shared
-from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
-from arbor.kernels.attention.flashinfer_fixed import launch_of
+from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade, launch_of
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.memory.pool import KVPool
 from arbor.model import graphs

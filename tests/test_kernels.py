@@ -328,6 +328,17 @@ def test_rows_without_keys_give_nothing(cascade: Backend) -> None:
     assert_agrees(case, cascade())
 
 
+@pytest.mark.parametrize("cascade", CASCADES)
+def test_a_row_that_overflowed_is_not_hidden(cascade: Backend) -> None:
+    levels = [make_level([(2, [1, 2, 3])], False), make_level([(1, [5]), (1, [6])], True)]
+    case = make_case(levels, make_shape())
+    case.q[1] = torch.nan
+    backend = cascade()
+    out, lse = backend.run(backend.plan(case.layout, case.shape), case.q, case.k_pool, case.v_pool)
+    assert torch.isfinite(out[0]).all() and torch.isfinite(lse[0]).all()
+    assert out[1].isnan().all()
+
+
 def test_reference_equals_the_textbook_formula() -> None:
     shape = make_shape(softcap=3.0, window=5)
     case = make_case([make_level([(6, list(range(10, 22)))], True)], shape)

@@ -172,19 +172,23 @@ class TorchCascade:
         """See `AttentionBackend.run`. A row without keys gives 0 and -inf."""
         shape, work = plan.shape, torch.promote_types(q.dtype, torch.float32)
         rows, heads = q.shape[:2]
+        least = torch.finfo(work).min  # finite, so that what reads nothing gives 0, and not nan
         out = q.new_zeros(rows, heads, shape.head_dim_vo, dtype=work)
         lse = q.new_full((rows, heads), -torch.inf, dtype=work)
         for task in plan.tasks_on(q.device):
             own = task.own_rows
             logits = _logits(task, q[own], k_pool, shape)
-            top = logits.amax(-1, keepdim=True).nan_to_num_(neginf=0.0)  # where nothing is read
+            top = logits.amax(-1, keepdim=True).clamp_min_(least)  # of rows that read nothing
             weights = logits.sub_(top).exp_()
             total = weights.sum(-1, keepdim=True)
             values = task.read(v_pool, shape.head_dim_vo, work)
-            part = _by_row(matmul_float32(weights, values).div_(total), task.rows).nan_to_num_(0.0)
+            part = _by_row(
+                matmul_float32(weights, values).div_(total.clamp_min(torch.finfo(work).tiny)),
+                task.rows,
+            )
             part_lse = _by_row(total.log_().add_(top), task.rows).squeeze(-1)
             merged = torch.logaddexp(lse[own], part_lse)
-            share = (part_lse - merged).exp_().nan_to_num_(0.0)
+            share = (part_lse - merged.clamp_min(least)).exp_()
             out[own].lerp_(part, share.unsqueeze(-1))
             lse[own] = merged
         if sinks is not None:
