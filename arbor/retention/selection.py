@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from arbor.retention.base import (
 )
 
 
-class Selection(Sequence[Ints]):
+class Selection:
     """The offsets each block keeps, int64 [count], sorted; computed block by block when read.
 
     Args:
@@ -55,13 +55,7 @@ class Selection(Sequence[Ints]):
     def __len__(self) -> int:
         return len(self._counts)
 
-    @overload
-    def __getitem__(self, index: int) -> Ints: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Ints]: ...
-    def __getitem__(self, index: int | slice) -> Ints | list[Ints]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Ints:
         index = range(len(self))[index]
         count = int(self._counts[index])
         if count in (0, self._blocks.length[index]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,9 +213,9 @@ class TokenKV:
     def __len__(self) -> int:
         return 0 if self.place is None else len(self.place)
 
-    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> TokenKV:
+    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> Self:
         """The column of some tokens."""
-        return self if self.place is None else TokenKV(self.sequences, self.place[at])
+        return self if self.place is None else replace(self, place=self.place[at])
 
     @property
     def places(self) -> NDArray[np.int64]:
@@ -234,7 +234,10 @@ class TokenKV:
             for layer in sequence.layers if len(sequence) else ():
                 total += scorer.of(sequence, layer).double().cpu().numpy()
             found.append(total / max(1, len(sequence.layers)))
-        every = np.concatenate(found)
+        return self._placed(np.concatenate(found))
+
+    def _placed(self, every: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The score of each token, given those of all places."""
         # the last number is of the tokens at place -1
         every = np.append(every, every.min() - 1 if len(every) else 0.0)
         scores: NDArray[np.float64] = every[self.places]
@@ -254,10 +257,9 @@ class PlacedKV(TokenKV):
 
     rows: NDArray[np.int64] = field(kw_only=True)
 
-    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> PlacedKV:
+    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> Self:
         """The column of some tokens."""
-        place = None if self.place is None else self.place[at]
-        return PlacedKV(self.sequences, place, rows=self.rows[at])
+        return replace(super().__getitem__(at), rows=self.rows[at])
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,10 +269,6 @@ class HeadKV(TokenKV):
     Attributes:
         place: int64 [C * T]; head c's tokens in all sequences follow those of head c - 1.
     """
-
-    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> HeadKV:
-        """The column of some tokens."""
-        return self if self.place is None else HeadKV(self.sequences, self.place[at])
 
     def scores(self, scorer: KVScorer) -> NDArray[np.float64]:
         """The score of each KV head's token, float64 [C * T]."""
@@ -285,10 +283,7 @@ class HeadKV(TokenKV):
             for sequence in self.sequences
             if len(sequence)
         ]
-        every = np.concatenate(found, axis=1).ravel() if found else np.zeros(0)
-        every = np.append(every, every.min() - 1 if len(every) else 0.0)
-        scores: NDArray[np.float64] = every[self.places]
-        return scores
+        return self._placed(np.concatenate(found, axis=1).ravel() if found else np.zeros(0))
 
 
 class TokensOnDevice(Protocol):
