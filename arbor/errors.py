@@ -140,6 +140,23 @@ def logits_not_finite() -> ModelError:
     )
 
 
+def check_settings(component: object, **ranges: tuple[bool, str]) -> None:
+    """Refuse settings of a component that are out of range.
+
+    Args:
+        component: whose attributes they are.
+        ranges: of each setting, whether its value is in range, and the range in words.
+
+    Raises:
+        UsageError: names the first that is not, with its value and the range.
+    """
+    for name, (holds, needed) in ranges.items():
+        if not holds:
+            given = getattr(component, name)
+            value = ",".join(map(str, given)) if isinstance(given, tuple) else given
+            raise UsageError("setting-range", f"{name}={value}: it must be {needed}.")
+
+
 def unknown_setting(where: str, name: str, known: Iterable[str], /, **data: Any) -> UsageError:
     """The error for an unknown setting.
 

@@ -25,7 +25,7 @@ from arbor.heads.selection import HeadScorer, HeadSelection, SharedCells, select
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import Policy
-from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers import Recency
 from arbor.retention.token_kv import NO_KV, HeadKV, KVSequence, PairRotation, TokenKV
 
 EXAMPLES = 200

@@ -7,13 +7,14 @@ multiple of the vector thus depend on their place in the batch, and with several
 thread has last elements of its own. `row_invariant` pads: every element is computed in the body.
 
 On CUDA every element is computed alike; there the order of summation in a row's mean depends on the
-number of rows, and `row_invariant` sums in a fixed order (`arbor.kernels.invariant_reductions`).
+number of rows: torch gives a row more threads where there are few. `row_invariant` sums in a fixed
+order. Layer norm and softmax give a row a thread block or a warp by its width, and need nothing.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -137,8 +138,6 @@ def by_padding(function: Handler, x: Tensor, *settings: Any, **named: Any) -> Te
 def _handlers(kind: str) -> dict[str, Handler]:
     """What replaces each operator of torch, by its name with the overload."""
     if kind == "cuda":
-        from arbor.kernels.invariant_reductions import REDUCTIONS
-
         return REDUCTIONS
     found: dict[str, Handler] = {}
     for name in FUNCTIONS:
@@ -230,3 +229,111 @@ def _by_key(name: str, handlers: dict[str, Handler]) -> Callable[[bool], Any]:
 
 
 _LIBRARIES: list[Any] = []  # kernels last as long as their library
+
+
+# Products that `_batched_product` holds at once.
+LARGEST_PRODUCT = 1 << 26
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """The sum over the last dimension in float32; a row's bits depend on the row alone."""
+    from arbor.kernels.invariant_triton import row_sum as by_triton
+
+    return by_triton(x)
+
+
+def applies(x: Tensor) -> bool:
+    """Whether torch's reduction of a tensor may depend on the number of its rows."""
+    return x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _reduced(
+    function: Callable[[Tensor], Tensor], x: Tensor, dim: int | Sequence[int] | None, keepdim: bool
+) -> Tensor:
+    """A function of rows over several dimensions at once, float32."""
+    wanted = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    places = sorted(each % x.dim() for each in wanted)
+    others = [each for each in range(x.dim()) if each not in places]
+    rows = x.permute(*others, *places).reshape(*(x.shape[each] for each in others), -1)
+    found = function(rows)
+    for each in places if keepdim else ():
+        found = found.unsqueeze(each)
+    return found
+
+
+def _mean_of_rows(rows: Tensor) -> Tensor:
+    return row_sum(rows) / rows.shape[-1]
+
+
+def _summed(name: str, of_rows: Callable[[Tensor], Tensor]) -> Handler:
+    """A sum or mean of torch by a function of rows."""
+
+    def replaced(
+        x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Any:
+        if not applies(x):
+            return _operator(name)(x, dim, keepdim, dtype=dtype)
+        return _reduced(of_rows, x, dim, keepdim).to(dtype or x.dtype)
+
+    return replaced
+
+
+def _varied(name: str, of_variance: Callable[[Tensor], Tensor]) -> Handler:
+    """A variance or deviation of torch by a function of the variances of rows."""
+
+    def replaced(
+        x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> Any:
+        if not applies(x):
+            return _operator(name)(x, dim, correction=correction, keepdim=keepdim)
+        lost = 1.0 if correction is None else float(correction)
+
+        def of_rows(rows: Tensor) -> Tensor:
+            centred = rows.float() - _mean_of_rows(rows).unsqueeze(-1)
+            return of_variance(row_sum(centred * centred) / (rows.shape[-1] - lost))
+
+        return _reduced(of_rows, x, dim, keepdim).to(x.dtype)
+
+    return replaced
+
+
+def _norm(
+    x: Tensor,
+    order: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    if not applies(x) or order != 2:
+        return torch.ops.aten.linalg_vector_norm(x, order, dim, keepdim, dtype=dtype)
+
+    def length(rows: Tensor) -> Tensor:
+        return row_sum(rows.float() ** 2).sqrt()
+
+    return _reduced(length, x, dim, keepdim).to(dtype or x.dtype)
+
+
+def _batched_product(left: Tensor, right: Tensor) -> Tensor:
+    """``bmm`` as row sums of products: small ones only, such as mixtures of residual streams."""
+    depth = left.shape[-1]
+    if not applies(left) or depth == 1:  # one product per element has one rounding
+        return torch.ops.aten.bmm(left, right)
+    batch, rows, columns = left.shape[0], left.shape[1], right.shape[2]
+    step = max(1, LARGEST_PRODUCT // (rows * columns * depth))
+    parts = []
+    for first in range(0, batch, step):
+        some, others = left[first : first + step], right[first : first + step]
+        products = some.float().unsqueeze(2) * others.float().transpose(1, 2).unsqueeze(1)
+        parts.append(row_sum(products))
+    return torch.cat(parts).to(left.dtype)
+
+
+REDUCTIONS: dict[str, Handler] = {
+    "sum.dim_IntList": _summed("sum.dim_IntList", row_sum),
+    "mean.dim": _summed("mean.dim", _mean_of_rows),
+    "var.correction": _varied("var.correction", lambda variance: variance),
+    "std.correction": _varied("std.correction", torch.sqrt),
+    "linalg_vector_norm": _norm,
+    "bmm": _batched_product,
+}

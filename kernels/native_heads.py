@@ -19,7 +19,8 @@ def head_moves(
     sizes: NDArray[np.int64],
     lose: NDArray[np.int64],
 ) -> tuple[Places, Places, Places, NDArray[np.bool_]] | None:
-    """`moves_of` what is `given_up` (arbor/heads/selection.py), the same places.
+    """What heads move that keep equally many tokens, as `HeadScorer.moves` of
+    arbor/heads/selection.py says it in numpy, the same places.
 
     Args:
         scores: float32 [C, T], finite, block after block.
@@ -34,8 +35,7 @@ def head_moves(
     library = native_library()
     if library is None or scores.dtype != np.float32 or not scores.size:
         return None
-    if scores.strides[1] != scores.itemsize or scores.strides[0] % scores.itemsize:
-        scores = np.ascontiguousarray(scores)
+    scores = _by_rows(scores)
     heads, count = scores.shape
     words = -(-count // 64)
     guard = _guard(protected, sizes, lose)
@@ -120,8 +120,7 @@ def shared_moves(
         return None
     if holder is not None and not _has_holders(holder):
         return None
-    if scores.strides[1] != scores.itemsize or scores.strides[0] % scores.itemsize:
-        scores = np.ascontiguousarray(scores)
+    scores = _by_rows(scores)
     if holder is not None:
         holder = np.ascontiguousarray(holder)
     heads, count = scores.shape
@@ -174,6 +173,13 @@ def shared_moves(
 def _has_holders(holder: NDArray[np.integer]) -> bool:
     """Whether the kernels read an array of KV heads."""
     return holder.dtype in (np.int16, np.int32) and bool(holder.size)
+
+
+def _by_rows(scores: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Scores whose rows are contiguous."""
+    row, column = scores.strides
+    fits = column == scores.itemsize and row % scores.itemsize == 0
+    return scores if fits else np.ascontiguousarray(scores)
 
 
 def _guard(

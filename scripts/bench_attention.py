@@ -238,7 +238,9 @@ def measure(
             ]
             times[name].append(statistics.median(samples))
     layout, backend = tree.layout(), TorchCascade()
-    plan_us = statistics.median(thread_us(lambda: backend.plan(layout, shape)) for _ in range(20))
+    plan_us = statistics.median(
+        thread_us(lambda: backend.plan(layout, shape).tasks) for _ in range(20)
+    )
     results: dict[str, dict[str, Any]] = {}
     for name, values in times.items():
         ratios = [a / b for a, b in zip(values, times["cascade"], strict=True)]

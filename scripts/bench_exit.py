@@ -32,8 +32,8 @@ from arbor.kernels.linear.layers import pack_linears
 from arbor.measure.timing import interleaved
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
-from arbor.papers.rksc.exit_watch import ask_early
-from arbor.papers.rksc.layer_exit import LayerExit, Measure
+from arbor.papers.rksc.exit_thresholds import LayerExit, Measure
+from arbor.papers.rksc.exit_watch import ways_of
 from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 
@@ -84,7 +84,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             )
     contestants: dict[str, Callable[[], object]] = {FULL: partial(engine.ask, nodes, questions)}
     for name, rule in rules.items():
-        contestants[name] = partial(ask_early, engine, nodes, questions, rule, verdicts)
+        ways = ways_of(rule, len(nodes), verdicts)
+        contestants[name] = partial(engine.ask, nodes, questions, ways)
     laps: dict[str, list[float]] = {name: [] for name in contestants}
     for lap in interleaved(contestants, 2, args.rounds, cpu=time.thread_time):
         laps[lap.name].append(lap.cpu_s)

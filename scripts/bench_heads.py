@@ -47,7 +47,7 @@ from arbor.memory.pool import KVPool, LayerKV
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Blocks, Tokens
 from arbor.retention.head_budgets import Adaptive, HeadBudgets, Pyramid
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers import HeavyHitters
 from arbor.retention.selection import Selection, select
 from arbor.retention.token_kv import NO_KV
 

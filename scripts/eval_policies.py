@@ -50,11 +50,9 @@ from arbor.papers.lazyeviction.lazy_eviction import LazyEviction
 from arbor.papers.related.thinkv import ThinKV
 from arbor.registry import names, resolve
 from arbor.retention.base import Scorer
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy, Protect, Trigger
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.random_tokens import RandomTokens
-from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers import HeavyHitters, RandomTokens, Recency
+from arbor.retention.token_kv import Observation
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains, chain_to
 

@@ -53,7 +53,7 @@ from random_llama import SIZES, NoText, fixed_length, prefix, random_llama
 from arbor import Solver
 from arbor.engine.engine import Engine
 from arbor.engine.operation import GivenBlock, Growth, Operation
-from arbor.events import preferred
+from arbor.events import Compared, preferred
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.linear.layers import pack_linears
 from arbor.measure.statistics import clopper_pearson
@@ -69,9 +69,9 @@ from arbor.papers.rksc.calibration import (
     collect_verifications,
 )
 from arbor.papers.rksc.cgee import CGEE, RELEASE_ABSOLUTE, RELEASE_RELATIVE
+from arbor.papers.rksc.exit_thresholds import LayerExit
 from arbor.papers.rksc.exit_watch import ways_of
-from arbor.papers.rksc.layer_exit import LayerExit
-from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing, similarity
+from arbor.papers.rksc.similar_prompts import SimilarPrompts, differing, similarity
 from arbor.registry import resolve
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains, Fact, chain_to
@@ -253,7 +253,7 @@ def pairs(task: Chains, n: int) -> Iterator[dict[str, tuple[Problem, Problem]]]:
 
 def compared(
     engine: Engine, similar: SimilarPrompts, prompts: Sequence[list[int]], slots: int
-) -> Comparison | None:
+) -> Compared | None:
     """Two prompts compared as a search would; a pool of another size holds nothing else."""
     one, other = (ThoughtTree(ids) for ids in prompts)
     engine.open(one, slots)
@@ -262,7 +262,7 @@ def compared(
     engine.open(other, slots)
     found = similar.compare(engine.memory, other)
     engine.close(other)
-    return found
+    return None if found is None else found[0]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from model_and_problems import add_model_and_problems, problems_of, settings_of,
 from arbor import Sampling, Solver
 from arbor.measure.statistics import clopper_pearson, paired
 from arbor.papers.rksc.cgee import CGEE
-from arbor.papers.rksc.layer_exit import LayerExit
+from arbor.papers.rksc.exit_thresholds import LayerExit
 
 ARMS: dict[str, dict[str, Any]] = {
     "greedy chain": {"controller": "chain", "sampling": Sampling(temperature=0)},

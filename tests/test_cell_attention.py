@@ -16,7 +16,6 @@ from arbor.kernels.attention.base import (
     CascadeLevel,
 )
 from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.int8 import decode, encode
@@ -108,7 +107,7 @@ def by_hand(
     return out, mass
 
 
-BACKENDS: list[type] = [ReferenceAttention, RowwiseAttention, TorchCascade, NativeCascade]
+BACKENDS: list[type] = [RowwiseAttention, TorchCascade, NativeCascade]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_each_head_reads_the_cells_that_hold_its_tokens(
 def test_rows_that_leave_between_layers_leave_their_mass(across_layers: bool) -> None:
     found = holders(np.random.default_rng(7), across_layers)
     pool = pool_of(torch.float32, found)
-    attention = CellAttention(lists_of(pool, across_layers), pool, ReferenceAttention())
+    attention = CellAttention(lists_of(pool, across_layers), pool, RowwiseAttention())
     q = torch.randn(3, HEADS * GROUP, DIM)
     wanted = torch.zeros(LAYERS * HEADS, SLOTS + 1)
     alive = torch.tensor([0, 1, 2])

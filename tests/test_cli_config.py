@@ -251,7 +251,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Solution]:
     if values := hook("msve"):
         values().save(folder / "msve.json")
     if "triattention" in registry.names("policy"):
-        made_up_queries().means.save(folder / "queries.npz")
+        made_up_queries()[0].save(folder / "queries.npz")
     row = {"question": "3 boxes of 3 pens: how many?", "answer": "#### 9"}
     assert dataset_split_of(row["question"]) == "calibration"
     (folder / "gsm8k.jsonl").write_text(json.dumps(row), encoding="utf-8")
@@ -295,11 +295,10 @@ def made_up_window() -> Any:
 
 def made_up_queries() -> Any:
     """Of the built-in model's sizes."""
-    from arbor.papers.related.calibrate_queries import CollectedQueries
     from arbor.papers.related.query_means import LayerMeans, QueryMeans
 
     layer = LayerMeans(np.ones((8, 64), np.float32), np.ones((8, 32), np.float32))
-    return CollectedQueries(QueryMeans((layer,) * 6, 900), 8, concentration=(0.7,) * 6)
+    return QueryMeans((layer,) * 6, 900), 8
 
 
 def made_up_losses() -> list[Any]:

@@ -18,12 +18,11 @@ from support.trees import GREEDY, LENGTH, PROMPT, Lab, relative_error
 
 from arbor.engine.token_source import ModelSampler
 from arbor.errors import UsageError
-from arbor.retention.allocators.lru import LRU
+from arbor.retention.allocators.by_block import LRU, Uniform
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers import Recency
 from arbor.tree import NodeState, ThoughtTree
 
 SLOTS = len(PROMPT) + 4 * LENGTH

@@ -17,7 +17,7 @@ from arbor.errors import BudgetInfeasible, OutOfMemory
 from arbor.events import Answered, Boundary, Evicted, Rehydrated
 from arbor.memory import KVMemory
 from arbor.model.runner import ModelRunner
-from arbor.retention.allocators.full import Full
+from arbor.retention.allocators.by_block import Full
 from arbor.retention.base import Blocks, Ints, Scorer
 from arbor.retention.policy import Policy
 from arbor.run.verification import Valuation

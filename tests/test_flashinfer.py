@@ -25,7 +25,7 @@ from arbor.kernels.attention.flashinfer_cascade import (
     FlashInferCascade,
     FlashInferUnusable,
 )
-from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.model import loading
 from arbor.model.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ def inputs(rows: int, shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
 def compare(backend: Any, layout: CascadeLayout, shape: AttentionShape) -> None:
     """One run, held to the reference."""
     given = inputs(layout.rows, shape)
-    reference = ReferenceAttention()
+    reference = RowwiseAttention()
 
     out, lse = backend.run(backend.plan(layout, shape), *given)
 
@@ -107,7 +107,7 @@ def test_planned_levels_give_the_reference_attention(
     layout = plan.layout(window)
     given = inputs(plan.rows, shape)
     logits = torch.randn(8) if sinks else None
-    reference = ReferenceAttention()
+    reference = RowwiseAttention()
 
     out, lse = backend.run(backend.plan(layout, shape), *given, logits)
 

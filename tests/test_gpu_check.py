@@ -27,7 +27,7 @@ from gpu_stages import (  # noqa: E402
 )
 
 from arbor.engine.engine import Engine  # noqa: E402
-from arbor.kernels.attention.reference import ReferenceAttention  # noqa: E402
+from arbor.kernels.attention.rowwise import RowwiseAttention  # noqa: E402
 from arbor.kernels.attention.torch_cascade import TorchCascade  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("case", attention.cases(small=True), ids=lambda case: case.name)
 def test_the_float64_result_is_the_reference(case: attention.Case) -> None:
     problem = attention.problem_of(case, 3, CPU)
-    backend = ReferenceAttention()
+    backend = RowwiseAttention()
     plan = backend.plan(problem.layout, problem.shape)
 
     out, lse = backend.run(

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.attention.fixed import ROWS, Bucket, pad_last, pad_shared
-from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
-from arbor.kernels.attention.flashinfer_fixed import launch_of
-from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade, launch_of
+from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.memory.pool import KVPool
 from arbor.model import graphs
 from arbor.model.graphs import DecodeGraphs, Recording
@@ -321,7 +320,7 @@ def test_a_padded_layout_gives_the_same_attention() -> None:
     shape = AttentionShape(4, 2, 8, 8, 0.3)
     torch.manual_seed(0)
     q, k, v = torch.randn(8, 4, 8), torch.randn(21, 2, 8), torch.randn(21, 2, 8)
-    reference = ReferenceAttention()
+    reference = RowwiseAttention()
     wanted = reference.run(reference.plan(layout, shape), q[:5], k, v)
     got = reference.run(reference.plan(padded, shape), q, k, v)
     for mine, theirs in zip(got, wanted, strict=True):

@@ -19,7 +19,6 @@ from test_kernels import TOLERANCE, Case, cases, make_case, make_level, make_sha
 from arbor.kernels import native
 from arbor.kernels.attention.base import AttentionBackend
 from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.int8 import GROUP, MOST_CODE, decode, encode, groups_of, store, stored_width
@@ -27,7 +26,6 @@ from arbor.kernels.native import SETS, native_library
 
 needs_native = pytest.mark.skipif(native_library() is None, reason="the library is not built")
 BACKENDS = [
-    pytest.param(ReferenceAttention, id="reference"),
     pytest.param(RowwiseAttention, id="rowwise"),
     pytest.param(TorchCascade, id="torch"),
     pytest.param(NativeCascade, id="native", marks=needs_native),
@@ -84,7 +82,7 @@ def stored_case(case: Case) -> tuple[Case, Case]:
 def assert_reads_what_is_stored(case: Case, backend: AttentionBackend) -> None:
     """`run` and `mass` equal the reference's over the decoded numbers."""
     stored, wide = stored_case(case)
-    reference = ReferenceAttention()
+    reference = RowwiseAttention()
     plan = reference.plan(wide.layout, wide.shape)
     expected, expected_lse = reference.run(plan, wide.q, wide.k_pool, wide.v_pool, wide.sinks)
     mine = backend.plan(stored.layout, stored.shape)

@@ -91,7 +91,7 @@ def test_deterministic_on_cuda_is_accepted_with_its_own_attention(
 
     assert resolve_backend("auto", CUDA, deterministic=True) == "auto"
     assert resolve_backend("invariant", CUDA, deterministic=True) == "invariant"
-    for other in ("torch", "flashinfer", "reference"):
+    for other in ("torch", "flashinfer"):
         with pytest.raises(UsageError, match="does not") as error:
             resolve_backend(other, CUDA, deterministic=True)
         assert error.value.code == "backend" and "--backend invariant" in error.value.hint

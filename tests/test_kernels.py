@@ -25,9 +25,8 @@ from arbor.kernels.attention.base import (
     matmul_float32,
 )
 from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.rowwise import RowwiseAttention
-from arbor.kernels.attention.torch_cascade import LOGIT_BYTES, TorchCascade
+from arbor.kernels.attention.torch_cascade import TASK_BYTES, TorchCascade
 from arbor.kernels.native import native_library
 
 POOL_SLOTS = 4096
@@ -221,7 +220,7 @@ def cases(draw: st.DrawFn) -> Case:
 def assert_agrees(case: Case, backend: AttentionBackend | None = None) -> None:
     """`run` and `mass` of the backend equal the reference's."""
     backend = TorchCascade() if backend is None else backend
-    reference = ReferenceAttention()
+    reference = RowwiseAttention()
     expected_plan = reference.plan(case.layout, case.shape)
     arguments = (case.q, case.k_pool, case.v_pool, case.sinks)
     expected, expected_lse = reference.run(expected_plan, *arguments)
@@ -279,7 +278,7 @@ def test_keys_of_a_large_bias_agree_with_float64_in_half_precision(
         (case.k_pool + offset).to(dtype),
         case.v_pool.to(dtype),
     )
-    reference = ReferenceAttention()
+    reference = RowwiseAttention()
     exact_plan = reference.plan(case.layout, shape)
     exact = reference.run(exact_plan, q.double(), k_pool.double(), v_pool.double())
     exact_mass = reference.mass(exact_plan, q.double(), k_pool.double(), exact[1])
@@ -320,13 +319,24 @@ def test_prefill_longer_than_a_chunk(
 def test_rows_without_keys_give_nothing(cascade: Backend) -> None:
     levels = [make_level([(1, [1, 2]), (2, [])], False), make_level([(1, [5]), (2, [])], True)]
     case = make_case(levels, make_shape())
-    for backend in (ReferenceAttention(), cascade()):
+    for backend in (RowwiseAttention(), cascade()):
         out, lse = backend.run(
             backend.plan(case.layout, case.shape), case.q, case.k_pool, case.v_pool
         )
         assert (out[1:] == 0).all() and (lse[1:] == -torch.inf).all()
         assert torch.isfinite(out[0]).all() and torch.isfinite(lse[0]).all()
     assert_agrees(case, cascade())
+
+
+@pytest.mark.parametrize("cascade", CASCADES)
+def test_a_row_that_overflowed_is_not_hidden(cascade: Backend) -> None:
+    levels = [make_level([(2, [1, 2, 3])], False), make_level([(1, [5]), (1, [6])], True)]
+    case = make_case(levels, make_shape())
+    case.q[1] = torch.nan
+    backend = cascade()
+    out, lse = backend.run(backend.plan(case.layout, case.shape), case.q, case.k_pool, case.v_pool)
+    assert torch.isfinite(out[0]).all() and torch.isfinite(lse[0]).all()
+    assert out[1].isnan().all()
 
 
 def test_reference_equals_the_textbook_formula() -> None:
@@ -337,7 +347,7 @@ def test_reference_equals_the_textbook_formula() -> None:
     logits = 3.0 * torch.tanh(logits / 3.0)
     distance = torch.arange(6, 12)[:, None] - torch.arange(12)
     logits = logits.masked_fill((distance < 0) | (distance >= 5), -torch.inf)
-    out, lse = (x := ReferenceAttention()).run(
+    out, lse = (x := RowwiseAttention()).run(
         x.plan(case.layout, shape), case.q, case.k_pool, case.v_pool
     )
     torch.testing.assert_close(out, torch.einsum("hqk,khd->qhd", logits.softmax(-1), values))
@@ -446,10 +456,10 @@ def test_long_prompts_make_few_logits_at_once(
     slots = 1 + max(int(level.kv_indices.max()) for level in levels)
     outputs = rows * 32 * 128 * torch.float32.itemsize
     keys = slots * 8 * 128 * torch.float32.itemsize
-    assert largest.bytes <= max(LOGIT_BYTES, outputs, keys)
+    assert largest.bytes <= max(TASK_BYTES, outputs, keys)
 
 
-@pytest.mark.parametrize("logit_bytes", [1, 2_000, 20_000, LOGIT_BYTES])
+@pytest.mark.parametrize("task_bytes", [1, 2_000, 20_000, TASK_BYTES])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -465,15 +475,12 @@ def test_long_prompts_make_few_logits_at_once(
 )
 @pytest.mark.parametrize("context", only([1], [0, 1, 40]))
 def test_pieces_agree_with_float64(
-    context: int, changes: dict[str, object], logit_bytes: int
+    context: int, changes: dict[str, object], task_bytes: int
 ) -> None:
     """Pieces of one row, of a few rows that do not divide the prompt, and of everything."""
     prompt = list(range(7, 44 + context))
     requests = [(37, prompt), (1, prompt[:20]), (5, prompt[5:0:-1]), *[(1, [300, 301])] * 9]
     case = make_case([make_level(requests, True)], make_shape(**changes), sinks=True)
-    backend = TorchCascade(fused=False, logit_bytes=logit_bytes)
+    backend = TorchCascade(task_bytes)
 
     assert_agrees(case, backend)
-
-    plan = backend.plan(case.layout, case.shape)
-    assert len(list(plan.tasks[0].pieces(1, 1))) == 37

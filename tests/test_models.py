@@ -24,7 +24,7 @@ from arbor.errors import ModelError
 from arbor.events import Rehydrated
 from arbor.kernels.attention.base import AttentionBackend
 from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library
 from arbor.model.runner import ModelRunner, check_layer_types
@@ -48,8 +48,8 @@ EVERY = [
     *(
         pytest.param(
             name,
-            ReferenceAttention,
-            id=f"{name}-reference",
+            RowwiseAttention,
+            id=f"{name}-rowwise",
             marks=() if name in ("gemma2", "gpt_oss") else pytest.mark.slow,
         )
         for name in ARCHITECTURES

@@ -21,7 +21,6 @@ from arbor import Solver
 from arbor.errors import UsageError
 from arbor.events import Event
 from arbor.kernels.attention.base import AttentionShape
-from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.memory import KVMemory
 from arbor.memory.packed_store import PackedStore
@@ -142,7 +141,7 @@ def test_attention_over_all_tiers_is_attention_over_the_packed_numbers_at_once(
     own, places = address[-1:], np.arange(count)
     context = Piece(0, address[:-1], places[:-1].astype(np.int32))
     segment = Segment((context,) if count > 1 else (), [0], places[-1:], own, own)
-    streamed = StreamedAttention(SegmentTable.of([segment]), memory.staging, ReferenceAttention())
+    streamed = StreamedAttention(SegmentTable.of([segment]), memory.staging, RowwiseAttention())
     q = torch.randn(1, 4, 16, generator=generator)
     pools = memory.pool.k[layer], memory.pool.v[layer]
     out, lse = streamed.run(layer, SHAPE, q, pools, None)

@@ -19,7 +19,7 @@ from arbor import components, registry
 from arbor.components import build, spec_of
 from arbor.errors import UsageError
 from arbor.registry import BUILTIN, KINDS, names, resolve
-from arbor.retention.allocators.lru import LRU
+from arbor.retention.allocators.by_block import LRU
 from arbor.retention.policy import Policy, Protect
 
 # names of controllers that stand for settings of a class

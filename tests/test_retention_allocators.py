@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 from support.offers import SEEDS, AtMost, blocks_of, choices, offer, room_for
 from support.policies import of_papers
 
-from arbor.retention.allocators.belady import Belady
-from arbor.retention.allocators.ends import Ends
-from arbor.retention.allocators.lru import LRU
+from arbor.retention.allocators.by_block import LRU, Belady, Ends, Reentry, Uniform
 from arbor.retention.allocators.per_tree import Among, PerTree, divided
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.allocators.reentry import Reentry
 from arbor.retention.allocators.segments import quotas_of
-from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.allocators.waterfill import rounded, waterfill
 from arbor.retention.base import (
     NEVER,
@@ -33,8 +29,7 @@ from arbor.retention.base import (
 )
 from arbor.retention.ordering import order
 from arbor.retention.policy import Policy
-from arbor.retention.scorers.recency import Recency
-from arbor.retention.scorers.window import Window
+from arbor.retention.scorers import Recency, Window
 from arbor.retention.selection import select
 
 SHARES = st.floats(0, 1)

@@ -12,10 +12,7 @@ from support.offers import SEEDS, offer
 from support.policies import of_papers
 
 from arbor.retention.base import Scorer, Tokens
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.random_tokens import RandomTokens
-from arbor.retention.scorers.recency import Recency
-from arbor.retention.scorers.window import Window
+from arbor.retention.scorers import HeavyHitters, RandomTokens, Recency, Window
 
 SCORERS: tuple[Scorer, ...] = (
     Recency(),

@@ -43,7 +43,6 @@ from arbor.errors import UsageError
 from arbor.events import Event
 from arbor.kernels.attention.base import AttentionBackend, AttentionShape
 from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.reference import ReferenceAttention
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library
@@ -65,7 +64,7 @@ CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 16, scaling=0.25)
 STAGING = 3
 PUZZLE = "4 5 6 10"
-BACKENDS = [ReferenceAttention, TorchCascade, RowwiseAttention] + (
+BACKENDS = [RowwiseAttention, TorchCascade] + (
     [NativeCascade] if native_library() is not None else []
 )
 

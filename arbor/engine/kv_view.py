@@ -16,8 +16,14 @@ from arbor.engine.observer import Observer, QueryWindow
 from arbor.errors import ModelError
 from arbor.kernels.int8 import decode, is_stored, read_slots
 from arbor.model.runner import ModelRunner
-from arbor.retention.observation import Observation
-from arbor.retention.token_kv import HeadKV, HeadTokens, KVSequence, PairRotation, TokenKV
+from arbor.retention.token_kv import (
+    HeadKV,
+    HeadTokens,
+    KVSequence,
+    Observation,
+    PairRotation,
+    TokenKV,
+)
 from arbor.tree import NO_SLOT, Node, ThoughtTree
 
 PIECE = 1 << 24  # logits made at once

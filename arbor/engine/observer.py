@@ -14,7 +14,7 @@ from arbor.engine.forest_state import ForestState
 from arbor.heads.sets import HeadStatistics
 from arbor.model.plan import ForwardPlan, visibility
 from arbor.model.runner import ForwardResult, ModelRunner
-from arbor.retention.observation import Observation
+from arbor.retention.token_kv import Observation
 from arbor.tree import ThoughtTree
 
 

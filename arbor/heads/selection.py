@@ -25,15 +25,18 @@ from arbor.retention.head_budgets import (
     HeadBudgets,
     Vacated,
     moved_out,
+    vacated,
 )
-from arbor.retention.selection import Selection, checked_scores, select
+from arbor.retention.selection import Selection, checked_scores, rows_by_size, select
 
 # the view of some tokens in which each KV head's come one after the other, [C * T]
 ByHead = Callable[[Tokens], Tokens]
-# of the heads, sources and targets of the moves, and the slots that leave, see `moves_of`
-Moved = tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer], Bools]
-# `moves_of` what is `given_up`, by a kernel; None: it cannot
-Mover = Callable[[Floats, Bools, Ints, Ints], Moved | None]
+# given scores, protected tokens, sizes of blocks and how many each loses: the heads, sources and
+# targets of the moves, and the slots that leave, by a kernel; None: it cannot
+Mover = Callable[
+    [Floats, Bools, Ints, Ints],
+    tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer], Bools] | None,
+]
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,18 @@ class HeadScorer:
             self._known = tokens, scores.reshape(-1 if count else 1, count)
         return self._known[1]
 
-    def moves(self, scores: Floats, protected: Bools, sizes: Ints, lose: Ints) -> Moved:
-        """What heads move where each keeps equally many; arguments as in `given_up`."""
-        offer = scores, protected, sizes, lose
-        moved = None if self.mover is None else self.mover(*offer)
-        return moves_of(given_up(*offer)) if moved is None else moved
+    def moves(self, scores: Floats, protected: Bools, sizes: Ints, keep: Ints) -> Vacated:
+        """What heads move where each keeps its best `keep` tokens; arguments as in `Cells`."""
+        moved = None
+        if self.mover is not None:
+            moved = self.mover(scores, protected, sizes, sizes - keep)
+        if moved is not None:
+            head, source, target, leaving = moved
+            return Vacated(head, source, head, target, leaving)
+        heads = len(scores)
+        cells = Cells(scores, None, np.arange(heads), protected, sizes, keep)
+        counts = np.broadcast_to(keep, (heads, len(keep)))
+        return vacated(cells.stays(counts, competes=False), heads)
 
     def of_some(self, blocks: Blocks, parted: Ints) -> tuple[Tokens, Floats]:
         """The tokens of some blocks and their scores by head; of scores known already a part.
@@ -209,12 +219,8 @@ def select_by_head(
         )
         moved = moved_out(shared.budgets, cells, shared.mover)
         return counts, HeadSelection(blocks, counts, tokens, moved)
-    head, source, target, leaving = scorer.moves(
-        scores, tokens.protected, resident, resident - counts[parted]
-    )
-    return counts, HeadSelection(
-        blocks, counts, tokens, Vacated(head, source, head, target, leaving)
-    )
+    moved = scorer.moves(scores, tokens.protected, resident, counts[parted])
+    return counts, HeadSelection(blocks, counts, tokens, moved)
 
 
 def _of_all(blocks: Blocks, chosen: Selection) -> Bools:
@@ -260,70 +266,11 @@ def _by_segment(
         moved = Vacated(none, none, none, none, leaving)
     else:
         scores = np.take(scorer.of_heads(tokens), at, 1)
-        head, source, target, some = scorer.moves(scores, stays[at], sizes[parted], lose[parted])
+        keep = (sizes - lose)[parted]
+        cell, source, into, target, some = scorer.moves(scores, stays[at], sizes[parted], keep)
         leaving[at] = some
-        moved = Vacated(head, at[source], head, at[target], leaving)
+        moved = Vacated(cell, at[source], into, at[target], leaving)
     return HeadSelection(blocks, counts, tokens, moved, whole=True, credit=credit)
-
-
-def given_up(scores: Floats, protected: Bools, sizes: Ints, lose: Ints) -> Bools:
-    """What each head gives up of each block: its lowest scores; of equals the earlier ones.
-
-    Args:
-        scores: [C, T], finite, block after block.
-        protected: bool [T], given up only where a block loses more than the others.
-        sizes: int64 [P], tokens of each block; summing to T.
-        lose: int64 [P], how many each gives up, >= 1.
-
-    Returns:
-        bool [C, T].
-    """
-    scores = _guarded(scores, protected, sizes, lose)
-    if len(sizes) == 1:
-        return _lowest(scores, lose)
-    result = np.zeros(scores.shape, np.bool_)
-    for rows, at, inside in _tables(sizes):
-        table = _table(scores, at, inside)
-        gone = _lowest(table, lose[rows])
-        result[:, at[inside]] = gone[:, inside]
-    return result
-
-
-def _guarded(scores: Floats, protected: Bools, sizes: Ints, lose: Ints) -> Floats:
-    """Scores in which protected tokens come last, or first where only they are left."""
-    if not protected.any():
-        return scores
-    ends = np.cumsum(sizes)
-    guarded = np.add.reduceat(protected, ends - sizes, dtype=np.int64)
-    tight = np.repeat(guarded > sizes - lose, sizes)
-    scores = scores.copy()
-    scores[:, protected & ~tight] = np.inf
-    scores[:, tight & ~protected] = -np.inf
-    return scores
-
-
-def _lowest(scores: Floats, lose: Ints) -> Bools:
-    """The lowest of the last axis, as many as each row loses; of equals the earlier ones.
-
-    Args:
-        scores: [C, ..., n].
-        lose: int64 [...], 1 <= lose <= n.
-    """
-    wanted = np.broadcast_to(lose, scores.shape[:-1])
-    if (lose == 1).all():
-        limit = scores.min(-1, keepdims=True)
-    else:
-        places = np.unique(lose - 1)
-        parts = np.sort(scores, -1) if len(places) > 4 else np.partition(scores, places, -1)
-        limit = np.take_along_axis(parts, wanted[..., None] - 1, -1)
-    gone: Bools = scores <= limit
-    over = np.count_nonzero(gone, -1) - wanted
-    many = np.nonzero(over)
-    if len(many[0]):
-        level = scores[many] == limit[many]
-        after = np.cumsum(level[:, ::-1], -1)[:, ::-1]  # of these, from here on
-        gone[many] &= ~(level & (after <= over[many][:, None]))
-    return gone
 
 
 def ranked_means(scores: Floats, means: Floats, sizes: Ints, pools: int | None = None) -> Floats:
@@ -357,7 +304,7 @@ def ranked_means(scores: Floats, means: Floats, sizes: Ints, pools: int | None =
     pools = pools or len(scores)
     each = len(scores) // pools
     result = np.empty(len(means))
-    for _, at, inside in _tables(sizes):
+    for _, at, inside in rows_by_size(sizes, np.cumsum(sizes) - sizes):
         table = _table(scores, at, inside)
         if each > 1:
             table = table.reshape(pools, each, *at.shape).transpose(0, 2, 3, 1)
@@ -372,20 +319,6 @@ def ranked_means(scores: Floats, means: Floats, sizes: Ints, pools: int | None =
     return result
 
 
-def _tables(sizes: Ints) -> list[tuple[Ints, NDArray[np.int64], Bools]]:
-    """Blocks of about the same size as the rows of matrices: the blocks [R], where the tokens of
-    each are [R, w], and which entries are some [R, w], the first ones of each row."""
-    begins = np.cumsum(sizes) - sizes
-    bucket = np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64)
-    found = []
-    for each in np.unique(bucket[sizes > 0]).tolist():
-        rows = np.flatnonzero((bucket == each) & (sizes > 0))
-        place = np.arange(int(sizes[rows].max()))
-        inside = place < sizes[rows, None]
-        found.append((rows, np.where(inside, begins[rows, None] + place, 0), inside))
-    return found
-
-
 def _table(scores: Floats, at: Ints, inside: Bools) -> Floats:
     """The scores of blocks by row, [C, R, w]; infinite where there is no token."""
     # an index would put the heads last in memory, and sorting then takes several times as long
@@ -393,37 +326,3 @@ def _table(scores: Floats, at: Ints, inside: Bools) -> Floats:
     if not inside.all():
         table[:, ~inside] = np.inf
     return table
-
-
-def moves_of(gone: Bools) -> tuple[Ints, Ints, Ints, Bools]:
-    """The slots that leave, and what heads move out of them.
-
-    Each head gives up d tokens of a block, and d slots leave: the k-th is the first of the heads'
-    k-th ones. So no head has more to move than it gives up, and always to a later slot.
-
-    Args:
-        gone: bool [C, T], block after block; of each block as many in every head.
-
-    Returns:
-        the heads, sources and targets of the moves, int64 [m], by head; the slots that leave, bool
-        [T].
-
-    Example:
-        The first head gives up slot 1, the second slot 2: slot 1 leaves, and the second head moves
-        what it has there to slot 2.
-
-        >>> head, source, target, leaving = moves_of(np.array([[0, 1, 0], [0, 0, 1]], bool))
-        >>> head.tolist(), source.tolist(), target.tolist(), leaving.tolist()
-        ([1], [1], [2], [False, True, False])
-    """
-    heads, count = gone.shape
-    leaving = np.zeros(count, np.bool_)
-    # places in the flat array, which are found many times faster than pairs
-    dropped = np.flatnonzero(gone).reshape(heads, -1)
-    dropped -= np.arange(0, heads * count, max(1, count))[:, None]
-    leaving[dropped.min(0)] = True
-    source = np.flatnonzero(leaving & ~gone)
-    target = np.flatnonzero(gone & ~leaving)
-    head = source // max(1, count)
-    begins = head * count
-    return head, source - begins, target - begins, leaving

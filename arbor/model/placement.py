@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FLASHINFER = "flashinfer"  # both the backend and its package
 INVARIANT = "invariant"
 NATIVE = "native"
-INT8_BACKENDS = ("native", "torch", "rowwise", "reference")  # those that read 8-bit KV
+INT8_BACKENDS = ("native", "torch", "rowwise")  # those that read 8-bit KV
 
 
 def resolve_device(device: str) -> torch.device:

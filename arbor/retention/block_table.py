@@ -122,58 +122,14 @@ class BlockTable:
         self._size = 0
         self._ints = _UNKNOWN_INTS[:, :0]
         self._floats = _UNKNOWN_FLOATS[:, :0]
-        self._open = np.array([], np.bool_)
-        self._pruned = np.array([], np.bool_)
+        self._flags = np.zeros((2, 0), np.bool_)
+        self._show()
         self._touched: dict[int, Node] = {}  # by row
         self._forgotten = False
         self._levels = _Levels(self.depth, self.parent)
 
     def __len__(self) -> int:
         return self._size
-
-    @property
-    def parent(self) -> Ints:
-        return self._ints[0, : self._size]
-
-    @property
-    def depth(self) -> Ints:
-        return self._ints[1, : self._size]
-
-    @property
-    def start(self) -> Ints:
-        return self._ints[2, : self._size]
-
-    @property
-    def length(self) -> Ints:
-        return self._ints[3, : self._size]
-
-    @property
-    def resident(self) -> Ints:
-        return self._ints[4, : self._size]
-
-    @property
-    def last_used(self) -> Ints:
-        return self._ints[5, : self._size]
-
-    @property
-    def tail(self) -> Ints:
-        return self._ints[6, : self._size]
-
-    @property
-    def value(self) -> Floats:
-        return self._floats[0, : self._size]
-
-    @property
-    def confidence(self) -> Floats:
-        return self._floats[1, : self._size]
-
-    @property
-    def open(self) -> Bools:
-        return self._open[: self._size]
-
-    @property
-    def pruned(self) -> Bools:
-        return self._pruned[: self._size]
 
     def touch(self, node: Node) -> None:
         """Have a block read at the next `refresh`: it is new or has changed."""
@@ -186,7 +142,7 @@ class BlockTable:
         known = [row for row in rows if row < self._size]
         self._ints[:, known] = _UNKNOWN_INTS
         self._floats[:, known] = _UNKNOWN_FLOATS
-        self._open[known] = self._pruned[known] = False
+        self._flags[:, known] = False
         self._forgotten = True
 
     def use(self, nodes: Iterable[Node], clock: int) -> None:
@@ -292,8 +248,8 @@ class BlockTable:
         """Add new blocks and their ancestors; return whether there were any."""
         new = dict(sorted(self._touched.items()))
         grown = False
-        self._reserve(size)
         self._size = max(size, self._size)
+        self._reserve(size)
         for node in new.values():
             each: Node | None = node
             while each is not None and self._ints[0, each.row] == _ABSENT:
@@ -324,14 +280,22 @@ class BlockTable:
             self._ints[6, ids] = np.bincount(row[last], minlength=len(nodes))
         self._floats[0, ids] = [node.value if node.valued else np.nan for node in nodes]
         self._floats[1, ids] = [node.confidence for node in nodes]
-        self._open[ids] = [node.state is NodeState.OPEN for node in nodes]
-        self._pruned[ids] = [node.state is NodeState.PRUNED for node in nodes]
+        self.open[ids] = [node.state is NodeState.OPEN for node in nodes]
+        self.pruned[ids] = [node.state is NodeState.PRUNED for node in nodes]
 
     def _reserve(self, size: int) -> None:
         self._ints = grown(self._ints, size, _UNKNOWN_INTS)
         self._floats = grown(self._floats, size, _UNKNOWN_FLOATS)
-        self._open = grown(self._open, size)
-        self._pruned = grown(self._pruned, size)
+        self._flags = grown(self._flags, size)
+        self._show()
+
+    def _show(self) -> None:
+        """Make the columns views of the first entries."""
+        ints = self._ints[:, : self._size]
+        self.parent, self.depth, self.start, self.length, self.resident = ints[:5]
+        self.last_used, self.tail = ints[5:]
+        self.value, self.confidence = self._floats[:, : self._size]
+        self.open, self.pruned = self._flags[:, : self._size]
 
 
 class _Levels:

@@ -250,7 +250,7 @@ def vacated(stays: Bools, pools: int) -> Vacated:
 
     Of g heads that share their cells, g tokens a slot leave: the k-th slot to leave is the first
     one in which any pool's token number (k - 1) g + 1 leaves. So no pool has more to move than
-    cells become free, and always to a later slot; with g = 1 it is `moves_of`.
+    cells become free, and always to a later slot.
 
     Args:
         stays: bool [C, T], tokens that stay, block after block; see `Cells.stays`.

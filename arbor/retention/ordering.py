@@ -63,6 +63,34 @@ def ranks(key: NDArray[Any]) -> tuple[Ints, int]:
     return result, int(steps[-1]) + 1
 
 
+def ranks_within(group: Ints, *keys: NDArray[Any]) -> Ints:
+    """The place of each in its group, int64 [N], from 0; sorted as `order` does.
+
+    Args:
+        group: int64 [N], numbers from 0.
+        keys: each [N].
+    """
+    preferred = order(group, *keys)
+    sizes = np.bincount(group)
+    places = np.empty(len(group), np.int64)
+    places[preferred] = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return places
+
+
+def filled(spare: Ints, room: int, preferred: Ints) -> Ints:
+    """How much of a room each takes, int64 [N]: one after the other all that it can.
+
+    Args:
+        spare: int64 [N], the most each takes, >= 0.
+        room: in all.
+        preferred: int64 [N], the order.
+    """
+    most = spare[preferred]
+    taken = np.empty_like(spare)
+    taken[preferred] = np.clip(room - (np.cumsum(most) - most), 0, most)
+    return taken
+
+
 def whole_blocks(blocks: Blocks, room: int, preferred: Ints) -> Ints:
     """Fill blocks one after the other, above their floors, until the room is used up.
 
@@ -74,13 +102,9 @@ def whole_blocks(blocks: Blocks, room: int, preferred: Ints) -> Ints:
     Returns:
         int64 [M]: whole blocks, then at most one in part, then blocks at their floors.
     """
-    spare = (blocks.resident - blocks.floor)[preferred]
     left = room - int(blocks.floor.sum())
     assert left >= 0, f"the floors take {room - left} of {room} slots"
-    before = np.cumsum(spare) - spare
-    counts = blocks.floor.copy()
-    counts[preferred] += np.clip(left - before, 0, spare)
-    return counts
+    return blocks.floor + filled(blocks.resident - blocks.floor, left, preferred)
 
 
 def _digits(key: NDArray[Any]) -> tuple[Ints, int]:

@@ -7,15 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
 from arbor.components import NO_SETTING, ONLY_IF_SET
-from arbor.errors import UsageError
-from arbor.retention.allocators.belady import Belady
-from arbor.retention.allocators.ends import Ends
-from arbor.retention.allocators.full import Full
-from arbor.retention.allocators.lru import LRU
+from arbor.errors import UsageError, check_settings
+from arbor.retention.allocators.by_block import LRU, Belady, Ends, Full, Reentry, Uniform
 from arbor.retention.allocators.per_tree import Among, divided
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.allocators.reentry import Reentry
-from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import (
     Allocator,
     CappedAllocator,
@@ -24,12 +19,8 @@ from arbor.retention.base import (
     TokenAllocator,
 )
 from arbor.retention.head_budgets import Adaptive, HeadBudgets, HeadShares, Pyramid
-from arbor.retention.observation import Observation
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.random_tokens import RandomTokens
-from arbor.retention.scorers.recency import Recency
-from arbor.retention.scorers.window import Window
-from arbor.retention.token_kv import HeadKVScorer, KVScorer
+from arbor.retention.scorers import HeavyHitters, RandomTokens, Recency, Window
+from arbor.retention.token_kv import HeadKVScorer, KVScorer, Observation
 
 
 @dataclass(frozen=True)
@@ -54,12 +45,12 @@ class Trigger:
     spare: int = field(default=0, metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UsageError("setting-range", f"every={self.every}: it must be at least 1.")
-        if not 0 < self.above <= 1:
-            raise UsageError("setting-range", f"above={self.above}: it must be above 0, at most 1.")
-        if self.spare < 0:
-            raise UsageError("setting-range", f"spare={self.spare}: it must be 0 or more.")
+        check_settings(
+            self,
+            every=(self.every >= 1, "at least 1"),
+            above=(0 < self.above <= 1, "above 0, at most 1"),
+            spare=(self.spare >= 0, "0 or more"),
+        )
 
     def room(self, step: int, slots: int) -> int | None:
         """Tokens that may stay after a step; None: the policy is not asked.
@@ -101,11 +92,8 @@ class Protect:
     prompt: bool = field(default=False, metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
-        for name in ("sinks", "recent", "tail", "floor", "threshold"):
-            if not getattr(self, name) >= 0:  # also refuses nan
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be 0 or more."
-                )
+        numbers = ("sinks", "recent", "tail", "floor", "threshold")
+        check_settings(self, **{name: (getattr(self, name) >= 0, "0 or more") for name in numbers})
 
     def easing(self) -> Iterator[Protect]:
         """This, then less and less, down to nothing.
@@ -173,18 +161,14 @@ class Policy:
     registered_as: str = field(default="", kw_only=True, metadata=NO_SETTING)
 
     def __post_init__(self) -> None:
-        if self.granularity not in get_args(Granularity):
-            raise UsageError(
-                "setting-range",
-                f"granularity={self.granularity}: it must be token or head.",
-            )
-        if self.heads not in get_args(HeadShares):
-            raise UsageError(
-                "setting-range",
-                f"heads={self.heads}: it must be equal, adaptive or pyramid.",
-            )
-        if self.idle not in get_args(Idle):
-            raise UsageError("setting-range", f"idle={self.idle}: it must be scored or newest.")
+        check_settings(
+            self,
+            granularity=(self.granularity in get_args(Granularity), "token or head"),
+            heads=(self.heads in get_args(HeadShares), "equal, adaptive or pyramid"),
+            idle=(self.idle in get_args(Idle), "scored or newest"),
+            safeguard=(0 <= self.safeguard <= 1, "0 to 1"),
+            beta=(1 <= self.beta <= 1e6, "1 or more"),
+        )
         if self.idle == "newest" and (not self.spares_paths or self.destroys or self.capped):
             raise UsageError(
                 "idle",
@@ -192,10 +176,6 @@ class Policy:
                 "room runs out.",
                 "Take spares_paths=true, and a policy without a capacity and times of its own.",
             )
-        if not 0 <= self.safeguard <= 1:  # also refuses nan
-            raise UsageError("setting-range", f"safeguard={self.safeguard}: it must be 0 to 1.")
-        if not 1 <= self.beta <= 1e6:
-            raise UsageError("setting-range", f"beta={self.beta}: it must be 1 or more.")
         if self.heads != "equal" and not self.by_head:
             raise UsageError(
                 "granularity",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from arbor.retention.base import (
 )
 
 
-class Selection(Sequence[Ints]):
+class Selection:
     """The offsets each block keeps, int64 [count], sorted; computed block by block when read.
 
     Args:
@@ -55,13 +55,7 @@ class Selection(Sequence[Ints]):
     def __len__(self) -> int:
         return len(self._counts)
 
-    @overload
-    def __getitem__(self, index: int) -> Ints: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Ints]: ...
-    def __getitem__(self, index: int | slice) -> Ints | list[Ints]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Ints:
         index = range(len(self))[index]
         count = int(self._counts[index])
         if count in (0, self._blocks.length[index]):
@@ -374,14 +368,7 @@ def _nth_lowest(scores: Floats, sizes: Ints, nth: Ints) -> Floats:
     if len(some):
         result[some] = np.minimum.reduceat(scores, begins[some])
     result[nth == 0] = -np.inf
-    left = np.flatnonzero(nth > 1)
-    # blocks of about the same size are sorted together, as the rows of a matrix
-    width = np.int64(1) << np.ceil(np.log2(sizes[left])).astype(np.int64)
-    for columns in np.unique(width).tolist():
-        rows = left[width == columns]
-        place = np.arange(int(sizes[rows].max()))
-        inside = place < sizes[rows, None]
-        at = np.where(inside, begins[rows, None] + place, 0)
+    for rows, at, inside in rows_by_size(np.where(nth > 1, sizes, 0), begins):
         table = np.where(inside, scores[at], np.inf)
         places = np.unique(nth[rows] - 1)
         if len(places) > 4:
@@ -390,6 +377,25 @@ def _nth_lowest(scores: Floats, sizes: Ints, nth: Ints) -> Floats:
             table.partition(places, axis=1)
         result[rows] = table[np.arange(len(rows)), nth[rows] - 1]
     return result
+
+
+def rows_by_size(sizes: Ints, begins: Ints) -> Iterator[tuple[Ints, Ints, Bools]]:
+    """Blocks of about the same size as the rows of matrices, without those of size 0.
+
+    Args:
+        sizes: int64 [P].
+        begins: int64 [P], where the tokens of each begin.
+
+    Yields:
+        the blocks [R], where the tokens of each are [R, w], and which entries are some [R, w], the
+        first ones of each row.
+    """
+    bucket = np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64)
+    for each in np.unique(bucket[sizes > 0]).tolist():
+        rows = np.flatnonzero((bucket == each) & (sizes > 0))
+        place = np.arange(int(sizes[rows].max()))
+        inside = place < sizes[rows, None]
+        yield rows, np.where(inside, begins[rows, None] + place, 0), inside
 
 
 def _sums(flags: Bools, sizes: Ints) -> Ints:

@@ -4,17 +4,88 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.retention.observation import Observation
+from arbor.errors import UsageError
 from arbor.tree import Node
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+LAYER_STEP = 4  # one layer of so many is observed, unless a policy asks for others
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is collected for a policy; by default nothing.
+
+    Attributes:
+        attention: attention that tokens receive (`Tokens.mass`, `latest` and so on).
+        keys: keys and values are read when the policy is asked (`Tokens.kv`); they lie in the
+            pool, so nothing is collected.
+        window: last queries of each running path that are kept; 0: none.
+        rotation: position encodings of queries and keys can be undone (`KVSequence.rotation`);
+            models whose encoding is not a known rotation are refused.
+        layers: these layers; None: one of `every`.
+        heads: these KV heads and the queries that read them; None: all.
+        every: without `layers`, the last layer of each so many, or the last layer of a model with
+            fewer.
+    """
+
+    attention: bool = False
+    keys: bool = False
+    window: int = 0
+    rotation: bool = False
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    every: int = LAYER_STEP
+
+    @property
+    def anything(self) -> bool:
+        """Whether forwards are observed."""
+        return self.attention or self.window > 0
+
+    def layers_of(self, count: int) -> tuple[int, ...]:
+        """The layers observed in a model of `count` layers, increasing.
+
+        Example:
+            >>> Observation().layers_of(9), Observation().layers_of(3)
+            ((3, 7), (2,))
+        """
+        if self.layers is not None:
+            return tuple(sorted({layer for layer in self.layers if layer < count}))
+        return tuple(range(self.every - 1, count, self.every)) or (count - 1,)
+
+    def joined(self, other: Observation) -> Observation:
+        """What two parts of a policy want together; of one that wants nothing, the other's.
+
+        Raises:
+            UsageError: they want different layers, heads or windows.
+        """
+        if not (other.keys or other.anything):
+            return self
+        if not (self.keys or self.anything):
+            return other
+        for name in ("layers", "heads", "every", "window"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs and not (name == "window" and 0 in (mine, theirs)):
+                raise UsageError(
+                    "setting-range",
+                    f"the scorer observes {name} {mine} and the allocator {theirs}: they must "
+                    "be the same.",
+                    "Set both alike, or take another scorer.",
+                )
+        return replace(
+            self,
+            attention=self.attention or other.attention,
+            keys=self.keys or other.keys,
+            window=max(self.window, other.window),
+            rotation=self.rotation or other.rotation,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,9 +214,9 @@ class TokenKV:
     def __len__(self) -> int:
         return 0 if self.place is None else len(self.place)
 
-    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> TokenKV:
+    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> Self:
         """The column of some tokens."""
-        return self if self.place is None else TokenKV(self.sequences, self.place[at])
+        return self if self.place is None else replace(self, place=self.place[at])
 
     @property
     def places(self) -> NDArray[np.int64]:
@@ -164,7 +235,10 @@ class TokenKV:
             for layer in sequence.layers if len(sequence) else ():
                 total += scorer.of(sequence, layer).double().cpu().numpy()
             found.append(total / max(1, len(sequence.layers)))
-        every = np.concatenate(found)
+        return self._placed(np.concatenate(found))
+
+    def _placed(self, every: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The score of each token, given those of all places."""
         # the last number is of the tokens at place -1
         every = np.append(every, every.min() - 1 if len(every) else 0.0)
         scores: NDArray[np.float64] = every[self.places]
@@ -187,10 +261,9 @@ class PlacedKV(TokenKV):
 
     rows: NDArray[np.int64] = field(kw_only=True)
 
-    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> PlacedKV:
+    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> Self:
         """The column of some tokens."""
-        place = None if self.place is None else self.place[at]
-        return PlacedKV(self.sequences, place, rows=self.rows[at])
+        return replace(super().__getitem__(at), rows=self.rows[at])
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,10 +273,6 @@ class HeadKV(TokenKV):
     Attributes:
         place: int64 [C * T]; head c's tokens in all sequences follow those of head c - 1.
     """
-
-    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> HeadKV:
-        """The column of some tokens."""
-        return self if self.place is None else HeadKV(self.sequences, self.place[at])
 
     def scores(self, scorer: KVScorer) -> NDArray[np.float64]:
         """The score of each KV head's token, float64 [C * T]."""
@@ -218,10 +287,7 @@ class HeadKV(TokenKV):
             for sequence in self.sequences
             if len(sequence)
         ]
-        every = np.concatenate(found, axis=1).ravel() if found else np.zeros(0)
-        every = np.append(every, every.min() - 1 if len(every) else 0.0)
-        scores: NDArray[np.float64] = every[self.places]
-        return scores
+        return self._placed(np.concatenate(found, axis=1).ravel() if found else np.zeros(0))
 
 
 class TokensOnDevice(Protocol):
@@ -241,9 +307,7 @@ class KVScorer(ABC):
     offered.
     """
 
-    @property
-    def observes(self) -> bool:
-        return False
+    observes: ClassVar[bool] = False
 
     @property
     def observation(self) -> Observation:

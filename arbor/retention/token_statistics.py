@@ -44,6 +44,9 @@ class AttentionColumns(NamedTuple):
     credit: Floats
 
 
+_COUNTS = ("queries", "activated", "recurrence")
+
+
 class TokenStatistics:
     """Attention statistics of all tokens of a forest, block after block in growable arrays.
 
@@ -58,13 +61,10 @@ class TokenStatistics:
         self.threshold = threshold
         # where the used part of the token arrays ends; the first entry stands for unknown tokens
         self._end = 1
-        self._mass = np.zeros(self._end)
-        self._latest = np.zeros(self._end)
-        self._queries = np.zeros(self._end, np.int64)
-        self._activated = np.zeros(self._end, np.int64)
-        self._recurrence = np.zeros(self._end, np.int64)
-        self._lately = np.zeros(self._end)
-        self._credit = np.zeros(self._end)
+        self._columns: dict[str, NDArray[Any]] = {
+            name: np.zeros(self._end, np.int64 if name in _COUNTS else np.float64)
+            for name in AttentionColumns._fields
+        }
         # by row; the token of block i at position p lies at shift[i] + p, shift = base - start
         self._base = np.array([], np.int64)
         self._shift = np.array([], np.int64)
@@ -114,7 +114,7 @@ class TokenStatistics:
         start = base - int(self._shift[row])
         self._place(row, start, max(count, 2 * capacity))
         moved = int(self._base[row])
-        for values in self._columns:
+        for values in self._columns.values():
             values[moved : moved + capacity] = values[base : base + capacity]
 
     def observe(
@@ -140,30 +140,31 @@ class TokenStatistics:
         mass = mass.astype(np.float64)
         at = self._shift.take(owner)
         at += position
-        total = self._queries.take(at)
+        columns = self._columns
+        total = columns["queries"].take(at)
         written = total == 0
         total += queries
-        self._queries[at] = total
-        received = self._mass.take(at)
+        columns["queries"][at] = total
+        received = columns["mass"].take(at)
         received += mass
-        self._mass[at] = received
+        columns["mass"][at] = received
         single = bool((queries == 1).all())  # a decode step of one path
-        lately = self._lately.take(at)
+        lately = columns["lately"].take(at)
         lately *= FADING if single else np.power(FADING, queries)
         lately += mass
-        self._lately[at] = lately
+        columns["lately"][at] = lately
         latest = mass if single else mass / queries
-        self._latest[at] = latest
+        columns["latest"][at] = latest
         # products with masks, since selections cost many times the arithmetic
         active = latest >= self.threshold
-        activated = self._activated.take(at)
+        activated = columns["activated"].take(at)
         since = total - activated
-        longest = self._recurrence.take(at)
+        longest = columns["recurrence"].take(at)
         np.maximum(longest, since * (active & ~written), out=longest)
-        self._recurrence[at] = longest
+        columns["recurrence"][at] = longest
         since *= active | written
         activated += since
-        self._activated[at] = activated
+        columns["activated"][at] = activated
         # a row that sees a token of a block sees its earlier ones: the maximum counts the readers
         np.add.at(self._received, owner, mass)
         rows = np.zeros(len(self._readers), np.int64)
@@ -179,7 +180,7 @@ class TokenStatistics:
             credit: float64 [T].
         """
         at = self._places(rows, offsets)
-        self._credit[at[at > 0]] = credit[at > 0]
+        self._columns["credit"][at[at > 0]] = credit[at > 0]
 
     def block_attention(self, rows: NDArray[np.integer]) -> Floats:
         """Mean attention mass a block received per query that could see it: a of ArborKV's MSVE.
@@ -213,15 +214,7 @@ class TokenStatistics:
         """
         owner = np.broadcast_to(np.asarray(row, np.int64), offsets.shape)
         at = self._places(owner, np.asarray(offsets, np.int64))
-        return AttentionColumns(
-            self._mass[at],
-            self._latest[at],
-            self._queries[at],
-            self._activated[at],
-            self._recurrence[at],
-            self._lately[at],
-            self._credit[at],
-        )
+        return AttentionColumns(**{name: column[at] for name, column in self._columns.items()})
 
     def makers(
         self, rows: Ints, sizes: Ints, offsets: Ints
@@ -243,23 +236,10 @@ class TokenStatistics:
                 return np.repeat(self._base[rows], sizes) + offsets
             return self._places(np.repeat(rows, sizes), offsets)
 
-        return {
-            "mass": lambda _: self._mass.take(at()),
-            "latest": lambda _: self._latest.take(at()),
-            "queries": lambda _: self._queries.take(at()),
-            "activated": lambda _: self._activated.take(at()),
-            "recurrence": lambda _: self._recurrence.take(at()),
-            "lately": lambda _: self._lately.take(at()),
-            "credit": lambda _: self._credit.take(at()),
-        }
+        def column(name: str) -> Callable[[Any], NDArray[Any]]:
+            return lambda _: self._columns[name].take(at())
 
-    @property
-    def _columns(self) -> tuple[NDArray[Any], ...]:
-        """The arrays with one figure a token."""
-        return (
-            *(self._mass, self._latest, self._queries, self._activated),
-            *(self._recurrence, self._lately, self._credit),
-        )
+        return {name: column(name) for name in self._columns}
 
     def _places(self, owner: Ints, offsets: Ints) -> Ints:
         """Indices of tokens in the arrays, [T]; 0 for unknown ones."""
@@ -275,20 +255,15 @@ class TokenStatistics:
     def _reuse(self, row: int, start: int) -> None:
         """Give a block the stretch that the row's last one had."""
         base, room = int(self._base[row]), int(self._room[row])
-        for values in self._columns:
+        for values in self._columns.values():
             values[base : base + room] = 0
         self._shift[row] = base - start
         self._capacity[row] = room
 
     def _place(self, row: int, start: int, capacity: int) -> None:
         base, self._end = self._end, self._end + capacity
-        self._mass = grown(self._mass, self._end)
-        self._latest = grown(self._latest, self._end)
-        self._queries = grown(self._queries, self._end)
-        self._activated = grown(self._activated, self._end)
-        self._recurrence = grown(self._recurrence, self._end)
-        self._lately = grown(self._lately, self._end)
-        self._credit = grown(self._credit, self._end)
+        for name, values in self._columns.items():
+            self._columns[name] = grown(values, self._end)
         self._base[row] = base
         self._shift[row] = base - start
         self._capacity[row] = self._room[row] = capacity

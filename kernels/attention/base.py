@@ -95,13 +95,14 @@ class CascadeLayout:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """Attention over slots, without a tree. Implementations: reference, rowwise, torch, FlashInfer.
+    """Attention over slots, without a tree. Implementations: rowwise, torch,
+    native, FlashInfer.
 
     The pool's tensors are ``k_pool [slots, H_kv, D_k]`` and ``v_pool [slots, H_kv, D_v]``, possibly
     strided, contiguous in the last dimension. Slots that no list names may hold anything, NaN
     included. Queries and pools have one dtype: float32, float64, float16 or bfloat16. The pools of
-    8-bit KV are int8 instead, and as wide as `arbor.kernels.int8` says; reference, rowwise, torch
-    and native read them.
+    8-bit KV are int8 instead, and as wide as `arbor.kernels.int8` says; rowwise, torch and native
+    read them.
     """
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> Any:
@@ -205,6 +206,15 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     # the factor is common to a head: rounded to 16 bits, it would shift all of its values alike
     scaled = out * torch.sigmoid(lse - sinks).unsqueeze(-1)
     return scaled.to(out.dtype), torch.logaddexp(lse, sinks.expand_as(lse))
+
+
+def empty_mass(
+    shape: AttentionShape, k_pool: Tensor, heads: Tensor | None, by_head: bool
+) -> Tensor:
+    """Zeros as `AttentionBackend.mass` returns them, of all slots of a pool."""
+    count = shape.num_kv_heads if heads is None else len(heads)
+    size = (count, len(k_pool)) if by_head else (len(k_pool),)
+    return torch.zeros(size, dtype=torch.float32, device=k_pool.device)
 
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)

@@ -12,21 +12,11 @@ import torch
 from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel, apply_sinks
-from arbor.kernels.attention.fixed import Bucket
-from arbor.kernels.attention.flashinfer_fixed import (
-    MOST_WORKSPACE_BYTES,
-    FixedCascade,
-    IndexBuffer,
-    Launch,
-    key_capacity,
-    launch_of,
-)
+from arbor.kernels.attention.fixed import ROWS, Bucket, pad_last, pad_shared
 from arbor.kernels.attention.torch_cascade import TorchCascade
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-# The version whose sources this file follows; others get the plain arguments of `plan`.
-SERIES = "0.6."
 BLOCK_THREADS = 1024  # of a CUDA thread block, at most
 MEBIBYTE = 1 << 20
 LENGTHS_BYTES = 4 * 32768  # a buffer of every wrapper, whatever its size
@@ -78,7 +68,7 @@ class FlashInferCascade:
     backend is always ``fa2``: ``fa3`` takes no page-size-1 tables as fast and has let NaN of unused
     memory through.
 
-    Equal to `ReferenceAttention` up to rounding in `dtype`; logits are float32.
+    Equal to `RowwiseAttention` up to rounding in `dtype`; logits are float32.
 
     Args:
         device: a CUDA device.
@@ -106,8 +96,6 @@ class FlashInferCascade:
             raise FlashInferUnusable(
                 f"flashinfer cannot be imported ({_reason(error)}).", name=module
             ) from error
-        version = str(getattr(self._flashinfer, "__version__", ""))
-        self._short_lengths = version.startswith(SERIES)
         self.device = device
         self.dtype = dtype
         # Partial results of one run. Runs of a stream come one after the other, so all wrappers
@@ -135,7 +123,9 @@ class FlashInferCascade:
             _check_head_dims(shape)
         # heads may be read one by one too, as rows with one KV head (`CellAttention`)
         single = (replace(each, num_qo_heads=each.group, num_kv_heads=1) for each in distinct)
-        needed = (self._needed_bytes(shape) for shape in (*distinct, *single))
+        needed = (
+            workspace_bytes(shape, multiprocessors(self.device)) for shape in (*distinct, *single)
+        )
         self._reserve(max(needed, default=0))
         variants = {
             (s.head_dim_qk, s.head_dim_vo, s.window is None, s.softcap is None): s for s in distinct
@@ -185,7 +175,7 @@ class FlashInferCascade:
             ValueError: a head dimension FlashInfer has no kernel for.
         """
         _check_head_dims(shape)
-        self._reserve(self._needed_bytes(shape))
+        self._reserve(workspace_bytes(shape, multiprocessors(self.device)))
         wrappers = []
         # Everything FlashInfer keeps is an ordinary tensor: it writes to its buffers in later
         # plans, and a tensor made in inference mode could not be written to outside it.
@@ -225,10 +215,7 @@ class FlashInferCascade:
     # Buffers at fixed places
 
     def fixed(self, shape: AttentionShape, bucket: Bucket, slots: int) -> FixedCascade | None:
-        """See `FixedBackend.fixed`.
-
-        None also for a series of FlashInfer whose CUDA graph mode was not read.
-        """
+        """See `FixedBackend.fixed`."""
         _check_head_dims(shape)
         levels = bucket.levels if shape.window is None else 1
         requests = [bucket.rows] + [bucket.requests] * (levels - 1)
@@ -236,7 +223,7 @@ class FlashInferCascade:
             launch_of(shape, bucket.rows, count, multiprocessors(self.device)) for count in requests
         ]
         needed = max(launch.float_bytes for launch in launches)
-        if not self._short_lengths or needed > MOST_WORKSPACE_BYTES:
+        if needed > MOST_WORKSPACE_BYTES:
             return None
         with torch.inference_mode(False):
             workspace = self._fixed_workspace(needed)
@@ -307,9 +294,6 @@ class FlashInferCascade:
         own = ints.nbytes + LENGTHS_BYTES + sum(count.nbytes for count in counts.values())
         return PlannedWrapper(wrapper), own
 
-    def _needed_bytes(self, shape: AttentionShape) -> int:
-        return workspace_bytes(shape, multiprocessors(self.device))
-
     def _reserve(self, needed: int) -> None:
         """Make the shared workspace at least this large.
 
@@ -350,13 +334,7 @@ class FlashInferCascade:
         lengths = level.kv_indptr[1:] - level.kv_indptr[:-1]
         # FlashInfer takes the largest of these with Python's `max` over a tensor, one element at a
         # time; its fa2 kernels use neither, so the maximum alone is passed in place of the list.
-        extra: dict[str, Any] = {}
-        if self._short_lengths:
-            rows = level.qo_indptr[1:] - level.qo_indptr[:-1]
-            extra = {
-                "max_token_per_sequence": int(rows.max()),
-                "seq_lens": lengths.max().reshape(1),
-            }
+        rows = level.qo_indptr[1:] - level.qo_indptr[:-1]
         _wait(planned)
         planned.level = None  # a plan that fails leaves the wrapper undefined
         planned.wrapper.plan(
@@ -376,7 +354,8 @@ class FlashInferCascade:
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
             non_blocking=True,
-            **extra,
+            max_token_per_sequence=int(rows.max()),
+            seq_lens=lengths.max().reshape(1),
         )
         if planned.copied is None:
             planned.copied = torch.cuda.Event()
@@ -432,7 +411,7 @@ class FlashInferCascade:
     ) -> Tensor:
         """See `AttentionBackend.mass`; `TorchCascade`'s, as no shipped kernel returns sums."""
         if plan.by_hand is None:
-            plan.by_hand = self._torch.plan_mass(plan.layout, plan.shape)
+            plan.by_hand = self._torch.plan(plan.layout, plan.shape)
         return self._torch.mass(plan.by_hand, q, k_pool, lse, heads, by_head=by_head)
 
 
@@ -496,17 +475,9 @@ def _tiny_level(rows: list[int], ends: list[int], slots: list[int], causal: bool
 
 
 def _variant_name(shape: AttentionShape, dtype: torch.dtype) -> str:
-    dims = f"{shape.head_dim_qk}"
-    if shape.head_dim_vo != shape.head_dim_qk:
-        dims += f" and {shape.head_dim_vo}"
-    extras = [
-        words
-        for words, present in (
-            ("a window", shape.window is not None),
-            ("a soft cap", shape.softcap is not None),
-        )
-        if present
-    ]
+    dims = " and ".join(map(str, dict.fromkeys((shape.head_dim_qk, shape.head_dim_vo))))
+    extras = ["a window"] if shape.window is not None else []
+    extras += ["a soft cap"] if shape.softcap is not None else []
     with_extras = f" with {' and '.join(extras)}" if extras else ""
     return f"{str(dtype).removeprefix('torch.')} heads of {dims}{with_extras}"
 
@@ -515,3 +486,142 @@ def _reason(error: Exception) -> str:
     """The first line of an error's message, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+# Keys of a last level beyond one per slot: rows that share a short span each list it themselves.
+REPEATED_KEYS = 1 << 16
+MOST_WORKSPACE_BYTES = 256 << 20
+
+
+@dataclass(slots=True)
+class IndexBuffer:
+    """The key lists of one level of one shape, used by the wrappers of all buckets in turn.
+
+    Attributes:
+        slots: int32, on the device.
+        owner: the wrapper whose lists it holds.
+    """
+
+    slots: Tensor
+    owner: Any = None
+
+
+class FixedCascade:
+    """`FixedAttention` by FlashInfer in its CUDA graph mode.
+
+    In that mode a wrapper's number of requests and of rows is constant, it copies what is planned
+    into the buffers it was given, and grid, query tile and places in its workspaces follow from
+    these two numbers alone. Requests may have no rows and no keys.
+
+    Args:
+        planner: plans and runs.
+        shape, bucket: see `FixedBackend.fixed`.
+        wrappers: `PlannedWrapper`s, the last level first.
+        buffers: of their key lists.
+        plan: a `FlashInferPlan` of the wrappers.
+        own_bytes: device memory of the wrappers.
+    """
+
+    def __init__(
+        self,
+        planner: FlashInferCascade,
+        shape: AttentionShape,
+        bucket: Bucket,
+        wrappers: Sequence[PlannedWrapper],
+        buffers: Sequence[IndexBuffer],
+        plan: FlashInferPlan,
+        own_bytes: int,
+    ) -> None:
+        self._planner = planner
+        self._shape = shape
+        self._bucket = bucket
+        self._wrappers = tuple(wrappers)
+        self._buffers = tuple(buffers)
+        self._plan = plan
+        self._due: list[tuple[int, CascadeLevel, CascadeLevel]] = []
+        self.own_bytes = own_bytes
+
+    def prepare(self, layout: CascadeLayout, trash: int) -> list[Tensor] | None:
+        """See `FixedAttention.prepare`; levels that are planned already need nothing."""
+        assert len(layout.levels) == len(self._wrappers), "a layout of another bucket"
+        self._due = []
+        for index, level in enumerate(reversed(layout.levels)):
+            planned, buffer = self._wrappers[index], self._buffers[index]
+            if planned.level is level and buffer.owner is planned:
+                continue
+            if index == 0:
+                padded = pad_last(level, self._bucket, trash)
+            else:
+                padded = pad_shared(level, self._bucket)
+            if len(padded.kv_indices) > len(buffer.slots):
+                return None
+            self._due.append((index, level, padded))
+        return [padded.kv_indices for _, _, padded in self._due]
+
+    def plan(self, lists: Sequence[Tensor]) -> None:
+        """See `FixedAttention.plan`."""
+        for (index, level, padded), indices in zip(self._due, lists, strict=True):
+            planned, buffer = self._wrappers[index], self._buffers[index]
+            buffer.owner = None
+            with torch.inference_mode(False):
+                self._planner.plan_level(planned, padded, self._shape, indices)
+            planned.level, buffer.owner = level, planned
+        self._due = []
+
+    def run(
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `FixedAttention.run`."""
+        return self._planner.run(self._plan, q, k_pool, v_pool, sinks)
+
+
+def key_capacity(shape: AttentionShape, slots: int, *, last: bool) -> int:
+    """Keys that a level's buffer holds; a shared level names a slot at most once."""
+    if not last:
+        return slots
+    windows = 0 if shape.window is None else ROWS[-1] * min(shape.window, slots)
+    return max(slots + REPEATED_KEYS, windows)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What FlashInfer launches in its CUDA graph mode, for any plan of the same size.
+
+    Attributes:
+        tile: rows of a query tile (rows times the query heads of a group).
+        pieces: query tiles times chunks of keys, padded.
+        float_bytes: of the float workspace.
+        int_bytes: of the integer workspace, at most.
+    """
+
+    tile: int
+    pieces: int
+    float_bytes: int
+    int_bytes: int
+
+
+def launch_of(shape: AttentionShape, rows: int, requests: int, multiprocessors: int) -> Launch:
+    """The launch of a wrapper with fixed buffers.
+
+    The tile is for the longest request that so many rows and requests allow; splitting is always
+    on. (`PrefillSplitQOKVIndptr` and `PrefillPlanImpl` of FlashInfer 0.6.18.)
+
+    Args:
+        shape: of the layers.
+        rows: of the batch.
+        requests: at most `rows`.
+        multiprocessors: of the device.
+    """
+    longest = (rows - requests + 1) * shape.group
+    tile = 64 if longest > 16 else 16
+    if longest > 64 and shape.head_dim_vo < 256:
+        tile = 128
+    tiles = -(-rows * shape.group // tile) + requests - 1
+    pieces = max(2 * multiprocessors // shape.num_kv_heads, tiles)
+    states = shape.num_qo_heads * pieces * tile
+    return Launch(
+        tile=tile,
+        pieces=pieces,
+        float_bytes=states * (shape.head_dim_vo + 1) * torch.float32.itemsize,
+        int_bytes=13 * pieces + 4 * (requests + rows) + 256,
+    )

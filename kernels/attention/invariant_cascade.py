@@ -69,7 +69,7 @@ class InvariantPlan:
 class InvariantCascade:
     """The `AttentionBackend` of `deterministic` on CUDA: float32, float16 and bfloat16.
 
-    Equal to `ReferenceAttention` up to rounding; every row needs at least one key.
+    Equal to `RowwiseAttention` up to rounding; every row needs at least one key.
 
     Example:
         Needs a GPU; `RowwiseAttention` has an example of these calls for any machine::

@@ -11,17 +11,14 @@ from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout
 from arbor.kernels.attention.torch_cascade import CascadePlan, TorchCascade
-from arbor.kernels.int8 import is_stored
+from arbor.kernels.int8 import DTYPES, is_stored
 from arbor.kernels.native import (
     INT8,
-    NUMBERS,
     AttentionJob,
     LevelStruct,
     head_dim_fits,
     native_library,
 )
-
-DTYPES = {getattr(torch, name): number for name, number in NUMBERS.items()}
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from arbor.kernels.attention.base import (
     CascadeLayout,
     apply_sinks,
     attention_logits,
+    empty_mass,
     matmul_float32,
 )
 from arbor.kernels.int8 import is_stored, read_slots
@@ -33,12 +34,12 @@ class RowwisePlan:
 
 @dataclass(frozen=True)
 class RowwiseAttention:
-    """The backend of `deterministic=True`.
+    """The backend that all others must agree with, and that of `deterministic=True`.
 
     A row's keys are gathered from all its levels into one list, so the cascade's grouping, the
     number of rows and the places of the slots leave no trace in the result: equal keys and queries
-    give equal bits. Slower than the cascade: it reads shared spans once per row. Equal to
-    `ReferenceAttention` up to rounding; every row needs at least one key.
+    give equal bits. Slower than the cascade: it reads shared spans once per row. Computes in at
+    least float32.
 
     Example:
         The same two keys in other slots, in a batch of two rows or of one (float32, D = 2):
@@ -80,11 +81,12 @@ class RowwiseAttention:
         v_pool: Tensor,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `AttentionBackend.run`."""
+        """See `AttentionBackend.run`. A row without keys gives 0 and -inf."""
         shape = plan.shape
         heads, group = shape.num_kv_heads, shape.group
-        out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.head_dim_vo)
-        lse = q.new_empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
+        work = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.head_dim_vo, dtype=work)
+        lse = q.new_empty(q.shape[0], shape.num_qo_heads, dtype=work)
         with plain(q.device):
             for row, keys in enumerate(plan.keys):
                 k = _read(k_pool, keys, shape.head_dim_qk, q.dtype)
@@ -95,7 +97,9 @@ class RowwiseAttention:
                 weights = torch.exp(logits - total)
                 out[row] = matmul_float32(weights, v).reshape(shape.num_qo_heads, -1)
                 lse[row] = total.reshape(-1)
-        return apply_sinks(out, lse, sinks) if sinks is not None else (out, lse)
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
+        return out.to(q.dtype), lse.float()
 
     def mass(
         self,
@@ -109,9 +113,7 @@ class RowwiseAttention:
     ) -> Tensor:
         """See `AttentionBackend.mass`."""
         shape = plan.shape
-        sums = len(heads) if heads is not None else shape.num_kv_heads
-        size = (sums, k_pool.shape[0]) if by_head else (k_pool.shape[0],)
-        mass = torch.zeros(size, dtype=torch.float32, device=k_pool.device)
+        mass = empty_mass(shape, k_pool, heads, by_head)
         for row, keys in enumerate(plan.keys):
             keys = keys.to(k_pool.device)
             k = _read(k_pool, keys, shape.head_dim_qk, q.dtype)

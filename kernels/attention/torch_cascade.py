@@ -1,103 +1,141 @@
-"""Cascade attention in plain torch: shared spans are read once, contiguous slots never copied."""
+"""Cascade attention in plain torch, by matmuls: a shared span is read once for all of its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.kernels.attention.base import (
     AttentionShape,
     CascadeLayout,
+    CascadeLevel,
     apply_sinks,
     attention_logits,
+    empty_mass,
     matmul_float32,
 )
-from arbor.kernels.attention.decoded_cascade import DecodedCascade, DecodedPlan
 from arbor.kernels.attention.mass_work import MassKernel, MassWork, mass_work
-from arbor.kernels.attention.torch_tasks import (
-    JOINED_KEYS,
-    AttentionTask,
-    TaskPiece,
-    fusable,
-    level_tasks,
-)
-from arbor.kernels.int8 import is_stored
+from arbor.kernels.int8 import is_stored, read_slots
 
-# The fused CPU kernel (q, k, v, dropout, is_causal, mask, scale); private, but the only one that
-# returns the logsumexp. Keys of length 0 end the process, a fully masked row reports lse 0, and
-# `is_causal` aligns top-left; the plan avoids all three.
-_flash: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
+# Logits of a task, and its keys or values, as float32. At 32 heads and 8,192 keys, 64 rows.
+TASK_BYTES = 64 << 20
+# K and V elements of a single row's run of slots above which a copy costs more than products.
+GATHER_ELEMENTS = 32768
+# Causal rows of a task: keys after the last one's own are left out.
+CAUSAL_ROWS = 128
 
-# Logits that exist at once where they are materialised: without the fused kernel, and for mass. At
-# 32 heads and 8,192 keys, 64 rows. Keys or values of a batch, copied by its matmul, keep to it too.
-LOGIT_BYTES = 64 << 20
+Slots = NDArray[np.int64]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class AttentionTask:
+    """Rows and keys that meet in one product: B requests of m rows each, which read n keys.
+
+    Attributes:
+        first_row: rows ``first_row .. first_row + B * m`` of the forward, request after request.
+        rows: m.
+        slots: int64 [B, n] of the keys; a shorter list repeats its first slot, unread.
+        start: the first slot, where each request's slots are a run; None: they are gathered.
+        step: then, from one request's first slot to the next one's.
+        first: int64 [B, m], each row reads keys ``first .. end``; None: every row reads every key.
+        end: int64 [B, m], likewise.
+    """
+
+    first_row: int
+    rows: int
+    slots: Tensor
+    start: int | None = None
+    step: int = 0
+    first: Tensor | None = None
+    end: Tensor | None = None
+
+    @property
+    def own_rows(self) -> slice:
+        """Its rows of the batch."""
+        return slice(self.first_row, self.first_row + len(self.slots) * self.rows)
+
+    def on(self, device: torch.device) -> AttentionTask:
+        """The same with its numbers on a device."""
+        first, end = self.first, self.end
+        if first is not None and end is not None:
+            first, end = first.to(device), end.to(device)
+        return replace(self, slots=self.slots.to(device), first=first, end=end)
+
+    def read(self, pool: Tensor, dim: int, work: torch.dtype) -> Tensor:
+        """K or V as [B, H_kv, n, dim]: a view of the pool, a copy, or decoded to `work`."""
+        batch, keys = self.slots.shape
+        if self.start is not None and not is_stored(pool):
+            slot, head, one = pool.stride()
+            place = pool.storage_offset() + self.start * slot
+            size = (batch, pool.shape[1], keys, dim)
+            return pool.as_strided(size, (self.step * slot, head, slot, one), place)
+        read = read_slots(pool, self.slots.view(-1), dim)
+        if is_stored(pool):
+            read = read.to(work)
+        return read.view(batch, keys, -1, dim).transpose(1, 2)
+
+    def hidden(self) -> Tensor | None:
+        """True where a row must not read a key, bool [B, m, n]; None: nowhere."""
+        if self.first is None or self.end is None:
+            return None
+        key = torch.arange(self.slots.shape[1], device=self.slots.device)
+        return (key < self.first.unsqueeze(-1)) | (key >= self.end.unsqueeze(-1))
+
+
+@dataclass
 class CascadePlan:
-    """The calls of one forward for one shape.
-
-    Layers run one after the other, so they share masks and gather buffers, made at first use.
+    """The tasks of one forward for one shape.
 
     Attributes:
         shape: of the layers.
         layout: as given.
-        tasks: level after level; none before they are needed where mass alone is planned.
-        tiles: groups of tasks that cover every row once, in order; merged with each other at once.
-        rest: the other tasks; merged into their rows one after the other.
-        masks: the fused kernel's additive masks by (task, dtype, joined).
-        piece_masks: the matmuls' additive masks by task, where one piece is the whole task.
-        indices: slots of a task's keys, where they are gathered or mass is added to a batch; on the
-            pool's device.
-        lengths: the tasks' key counts of each request, on the pool's device.
-        buffers: gathered keys and values by (task, 0 or 1); a fresh block per layer would cost more
-            in page faults than the copy itself.
+        most_pairs, most_keys: of a task, see `level_tasks`.
         mass_work: of the mass kernel, once it has run.
-        decoded: the pieces in which 8-bit KV is decoded, once it has been read.
     """
 
     shape: AttentionShape
     layout: CascadeLayout
-    tasks: tuple[AttentionTask, ...] = ()
-    tiles: tuple[tuple[int, ...], ...] = ()
-    rest: tuple[int, ...] = ()
-    masks: dict[tuple[int, torch.dtype, bool], Tensor | None] = field(default_factory=dict)
-    piece_masks: dict[int, Tensor | None] = field(default_factory=dict)
-    indices: dict[int, Tensor] = field(default_factory=dict)
-    lengths: dict[int, Tensor] = field(default_factory=dict)
-    buffers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    most_pairs: int
+    most_keys: int
     mass_work: MassWork | None = None
-    decoded: DecodedPlan | None = None
 
-    @property
-    def rows(self) -> int:
-        """T."""
-        return self.layout.rows
+    @cached_property
+    def tasks(self) -> list[AttentionTask]:
+        """Tasks of all levels; each row meets each of its keys in exactly one."""
+        return [
+            task
+            for level in self.layout.levels
+            for task in level_tasks(level, self.shape, self.most_pairs, self.most_keys)
+        ]
+
+    def tasks_on(self, device: torch.device) -> list[AttentionTask]:
+        """The tasks with their numbers on a device, where they stay for the other layers."""
+        if self.tasks and self.tasks[0].slots.device != device:
+            self.tasks = [task.on(device) for task in self.tasks]
+        return self.tasks
 
 
 class TorchCascade:
-    """The `AttentionBackend` for CPUs (on any other torch device it runs by matmuls).
+    """The `AttentionBackend` for every torch device.
 
-    Rows are kept as [T * G, H_kv, d]: the query heads of a group become rows that read one KV head,
-    so K and V are never repeated, and this is also the order in which the fused kernel writes.
-
-    Equal to `ReferenceAttention` up to rounding: the softmax and all merging are in float32
-    (float64 for float64 inputs), products of float16 and bfloat16 are summed in float32.
-
-    8-bit KV is decoded in pieces of bounded size (`DecodedCascade`).
+    Equal to `RowwiseAttention` up to rounding: logits, the softmax and all merging are in float32
+    (float64 for float64 inputs), products of float16 and bfloat16 are summed in float32. 8-bit KV
+    is decoded a task at a time.
 
     Args:
-        fused: run the fused CPU kernel where it computes the shape; False = matmuls everywhere, as
-            on other devices.
-        logit_bytes: logits that matmuls make at once, at most; a single row may have more.
+        task_bytes: logits, keys or values of a task, at most, as float32; a row may have more
+            logits.
 
     Example:
         Two rows share slots 0 .. 2, and each has one key of its own (float32; 1 head, D = 2):
 
-        >>> from arbor.kernels.attention.base import CascadeLevel
         >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
         >>> shared = CascadeLevel(ints(0, 2), ints(0, 3), ints(0, 1, 2), causal=False)
         >>> own = CascadeLevel(ints(0, 1, 2), ints(0, 1, 2), ints(3, 4), causal=True)
@@ -113,22 +151,15 @@ class TorchCascade:
                 [4.]])
     """
 
-    def __init__(self, *, fused: bool = True, logit_bytes: int = LOGIT_BYTES) -> None:
-        self._may_fuse = fused
-        self._logit_bytes = logit_bytes
+    def __init__(self, task_bytes: int = TASK_BYTES) -> None:
+        self._numbers = task_bytes // torch.float32.itemsize
         self._mass_kernel = MassKernel()
-        self._decoding = DecodedCascade(self)
-        self._foreign: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> CascadePlan:
-        """Turns key lists into slices of the pool; see `AttentionTask`."""
-        plan = self.plan_mass(layout, shape)
-        _add_calls(plan)
-        return plan
-
-    def plan_mass(self, layout: CascadeLayout, shape: AttentionShape) -> CascadePlan:
-        """A plan for `mass` alone, whose calls are only made where no kernel computes it."""
-        return CascadePlan(shape, layout)
+        """See `AttentionBackend.plan`; tasks are made at first use."""
+        widest = shape.num_kv_heads * max(shape.head_dim_qk, shape.head_dim_vo)
+        most_keys = max(1, self._numbers // widest)
+        return CascadePlan(shape, layout, self._numbers // shape.num_qo_heads, most_keys)
 
     def run(
         self,
@@ -139,37 +170,30 @@ class TorchCascade:
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.run`. A row without keys gives 0 and -inf."""
-        if is_stored(k_pool):
-            return self._decoding.run(self._decoded(plan), q, k_pool, v_pool, sinks)
-        shape = plan.shape
-        work = torch.promote_types(q.dtype, torch.float32)
-        group, kv_heads = shape.group, shape.num_kv_heads
-        folded = q.view(plan.rows, kv_heads, group, shape.head_dim_qk).transpose(1, 2).contiguous()
-        may_fuse = self._may_fuse and q.device.type == "cpu"
-        attend = self._fused if may_fuse and fusable(shape) else self._matmul
-        parts = (
-            _concatenate([attend(plan, i, folded, k_pool, v_pool) for i in tile])
-            for tile in plan.tiles
-        )
-        if plan.tiles and may_fuse:
-            out, lse = _merge_tiles(list(parts), work)
-        elif plan.tiles:
-            out, lse = next(parts)
-            for part in parts:  # one after the other: at most two exist at once
-                _merge_into(out, lse, *part)
-        else:
-            out = q.new_zeros(plan.rows * group, kv_heads, shape.head_dim_vo, dtype=work)
-            lse = q.new_full((plan.rows * group, kv_heads), -torch.inf, dtype=work)
-        for i in plan.rest:
-            task = plan.tasks[i]
-            rows = slice(task.first_row * group, task.end_row * group)
-            _merge_into(out[rows], lse[rows], *attend(plan, i, folded, k_pool, v_pool))
-        size = (plan.rows, shape.num_qo_heads, shape.head_dim_vo)
-        out = out.view(plan.rows, group, kv_heads, shape.head_dim_vo).transpose(1, 2).reshape(size)
-        lse = lse.view(plan.rows, group, kv_heads).transpose(1, 2).reshape(size[:2])
+        shape, work = plan.shape, torch.promote_types(q.dtype, torch.float32)
+        rows, heads = q.shape[:2]
+        least = torch.finfo(work).min  # finite, so that what reads nothing gives 0, and not nan
+        out = q.new_zeros(rows, heads, shape.head_dim_vo, dtype=work)
+        lse = q.new_full((rows, heads), -torch.inf, dtype=work)
+        for task in plan.tasks_on(q.device):
+            own = task.own_rows
+            logits = _logits(task, q[own], k_pool, shape)
+            top = logits.amax(-1, keepdim=True).clamp_min_(least)  # of rows that read nothing
+            weights = logits.sub_(top).exp_()
+            total = weights.sum(-1, keepdim=True)
+            values = task.read(v_pool, shape.head_dim_vo, work)
+            part = _by_row(
+                matmul_float32(weights, values).div_(total.clamp_min(torch.finfo(work).tiny)),
+                task.rows,
+            )
+            part_lse = _by_row(total.log_().add_(top), task.rows).squeeze(-1)
+            merged = torch.logaddexp(lse[own], part_lse)
+            share = (part_lse - merged.clamp_min(least)).exp_()
+            out[own].lerp_(part, share.unsqueeze(-1))
+            lse[own] = merged
         if sinks is not None:
             out, lse = apply_sinks(out, lse, sinks)
-        return _as(out, q.dtype), _as(lse, torch.float32)
+        return out.to(q.dtype), lse.float()
 
     def mass(
         self,
@@ -181,331 +205,158 @@ class TorchCascade:
         *,
         by_head: bool = False,
     ) -> Tensor:
-        """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V.
+        """See `AttentionBackend.mass`. Reads K once more, as `run` does, and no V.
 
-        On CUDA by a Triton kernel, if triton is installed; by matmuls elsewhere, by head, in
-        float32 and float64, and where torch is asked for deterministic algorithms.
+        On CUDA by a Triton kernel, if triton is installed; by matmuls elsewhere, by head, of 8-bit
+        KV, in float32 and float64, and where torch is asked for deterministic algorithms.
         """
-        if is_stored(k_pool):
-            return self._decoding.mass(self._decoded(plan), q, k_pool, lse, heads, by_head=by_head)
-        if not by_head and self._mass_kernel.runs(q):
+        if not by_head and not is_stored(k_pool) and self._mass_kernel.runs(q):
             if plan.mass_work is None:
                 plan.mass_work = mass_work(plan.layout, plan.shape, q.device)
             summed = self._mass_kernel(plan.mass_work, q, k_pool, lse, heads)
             if summed is not None:
                 return summed
-        if not plan.tasks:
-            _add_calls(plan)
-        shape = plan.shape
-        group, kv_heads = shape.group, shape.num_kv_heads
-        work = torch.promote_types(q.dtype, torch.float32)
-        folded = q.view(plan.rows, kv_heads, group, shape.head_dim_qk).transpose(1, 2).contiguous()
-        row_lse = lse.view(plan.rows, kv_heads, group).transpose(1, 2).contiguous().to(work)
-        counted = kv_heads if heads is None else len(heads)
-        size = (counted, k_pool.shape[0]) if by_head else (k_pool.shape[0],)
-        mass = torch.zeros(size, dtype=work, device=q.device)
-        most = self._most(counted, group, shape.head_dim_qk, work)
-        for number, task in enumerate(plan.tasks):
-            queries = _queries(task, folded)
-            keys = self._slots(plan, number, 0, k_pool)
-            part_lse = row_lse[task.first_row : task.end_row]
-            part_lse = part_lse.view(task.batch, task.rows * group, kv_heads).transpose(1, 2)
-            if heads is not None:
-                queries, keys, part_lse = queries[:, heads], keys[:, heads], part_lse[:, heads]
-            for piece in task.pieces(*most):
-                piece_lse = _rows_of(task, piece, group, part_lse)
-                logits = self._logits(plan, number, piece, queries, keys)
-                weights = logits.sub_(piece_lse.unsqueeze(-1)).exp_()  # [B, H_kv, m * G, n]
-                received = weights.sum(2) if by_head else weights.sum((1, 2))
-                if task.index is None and task.batch == 1:
-                    first = task.start + piece.first_key
-                    mass[..., first : first + received.shape[-1]].add_(received[0])
-                else:
-                    slots = self._key_slots(plan, number, piece, q.device)
-                    mass.index_add_(-1, slots, received.movedim(0, -2).flatten(-2))
-        return mass.float()
-
-    def _decoded(self, plan: CascadePlan) -> DecodedPlan:
-        if plan.decoded is None:
-            plan.decoded = self._decoding.plan(plan.layout, plan.shape)
-        return plan.decoded
-
-    def _fused(
-        self, plan: CascadePlan, number: int, folded: Tensor, k_pool: Tensor, v_pool: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """One call of the fused kernel: [B * m * G, H_kv, D_v] and [B * m * G, H_kv]."""
-        shape, task = plan.shape, plan.tasks[number]
-        rows, kv_heads = task.batch * task.rows * shape.group, shape.num_kv_heads
-        keys = self._slots(plan, number, 0, k_pool)
-        values = self._slots(plan, number, 1, v_pool)
-        if task.square:
-            # Rows of a group would shift the diagonal: the group is the batch, over the same K, V.
-            queries = folded[task.first_row : task.end_row].permute(1, 2, 0, 3)
-            keys = keys.expand(shape.group, -1, -1, -1)
-            values = values.expand(shape.group, -1, -1, -1)
-            part, lse = _flash(queries, keys, values, 0.0, True, scale=shape.scaling)
-            return (
-                part.permute(2, 0, 1, 3).reshape(rows, kv_heads, shape.head_dim_vo),
-                lse.permute(2, 0, 1).reshape(rows, kv_heads),
-            )
-        joined = task.joined and all(x.stride(2) == kv_heads * x.stride(1) for x in (keys, values))
-        mask = self._mask(plan, number, folded, joined)
-        queries = _queries(task, folded)
-        if joined:
-            queries, keys, values = _join(queries), _join(keys), _join(values)
-        part, lse = _flash(queries, keys, values, 0.0, False, attn_mask=mask, scale=shape.scaling)
-        return (
-            part.transpose(1, 2).reshape(rows, kv_heads, shape.head_dim_vo),
-            lse.transpose(1, 2).reshape(rows, kv_heads),
-        )
-
-    def _matmul(
-        self, plan: CascadePlan, number: int, folded: Tensor, k_pool: Tensor, v_pool: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The same by two matmuls: for softcaps, unequal head dimensions and other devices."""
-        shape, task = plan.shape, plan.tasks[number]
-        queries = _queries(task, folded)
-        keys = self._slots(plan, number, 0, k_pool)
-        values = self._slots(plan, number, 1, v_pool)
-        work = torch.promote_types(folded.dtype, torch.float32)
-        parts = []
-        most_dims = max(shape.head_dim_qk, shape.head_dim_vo)
-        most = self._most(shape.num_kv_heads, shape.group, most_dims, work)
-        for piece in task.pieces(*most):
-            logits = self._logits(plan, number, piece, queries, keys)
-            top = logits.amax(-1, keepdim=True)
-            weights = logits.sub_(top).exp_()
-            total = weights.sum(-1, keepdim=True)
-            part = matmul_float32(weights, _keys_of(task, piece, values)).div_(total)
-            rows = part.shape[0] * part.shape[2]
-            parts.append(
-                (
-                    part.transpose(1, 2).reshape(rows, shape.num_kv_heads, shape.head_dim_vo),
-                    total.log_().add_(top).squeeze(-1).transpose(1, 2).reshape(rows, -1),
-                )
-            )
-        return _concatenate(parts)
-
-    def _most(self, kv_heads: int, group: int, dims: int, work: torch.dtype) -> tuple[int, int]:
-        """Pairs of a row and a key whose logits fit the limit, and keys whose copies do."""
-        limit = self._logit_bytes // (kv_heads * work.itemsize)
-        return limit // group, limit // dims
-
-    def _logits(
-        self, plan: CascadePlan, number: int, piece: TaskPiece, queries: Tensor, keys: Tensor
-    ) -> Tensor:
-        """Logits [B, H_kv, m * G, n] of a piece in at least float32; -inf for hidden keys.
-
-        Args:
-            plan, number: the task.
-            piece: of the task.
-            queries: of the whole task, [B, H_kv, m * G, D_k].
-            keys: of the whole task, [B, H_kv, n, D_k].
-        """
-        task, shape = plan.tasks[number], plan.shape
-        logits = attention_logits(
-            _rows_of(task, piece, shape.group, queries), _keys_of(task, piece, keys), shape
-        )
-        mask = self._piece_mask(plan, number, piece, queries.device)
-        return logits if mask is None else logits.add_(mask)
-
-    def _piece_mask(
-        self, plan: CascadePlan, number: int, piece: TaskPiece, device: torch.device
-    ) -> Tensor | None:
-        """Additive mask [B or 1, 1, m * G, n] of a piece, made on the device, or None.
-
-        Kept for the other layers where the piece is the whole task.
-        """
-        task = plan.tasks[number]
-        whole = piece == task.whole
-        if whole and number in plan.piece_masks:
-            return plan.piece_masks[number]
-        if task.lengths is not None and number not in plan.lengths:
-            plan.lengths[number] = task.lengths.to(device)
-        hidden = task.hidden(piece, device, plan.lengths.get(number))
-        mask = None
-        if hidden is not None:
-            hidden = hidden.repeat_interleave(plan.shape.group, dim=1)
-            mask = torch.where(hidden, -torch.inf, 0.0).unsqueeze(1)
-        if whole:
-            plan.piece_masks[number] = mask
-        return mask
-
-    def _key_slots(
-        self, plan: CascadePlan, number: int, piece: TaskPiece, device: torch.device
-    ) -> Tensor:
-        """int64 [B * n] slots of the keys of a piece, on the device."""
-        task = plan.tasks[number]
-        if number not in plan.indices:
-            plan.indices[number] = task.slots(device)
-        slots = plan.indices[number]
-        if piece == task.whole:
-            return slots
-        slots = slots.view(task.batch, task.keys)[piece.first_request : piece.end_request]
-        return slots[:, piece.first_key : piece.end_key].reshape(-1)
-
-    def _slots(self, plan: CascadePlan, number: int, which: int, pool: Tensor) -> Tensor:
-        """K or V of a task as [B, H_kv, n, D]: a view of the pool, or gathered slots."""
-        task = plan.tasks[number]
-        heads, dim = plan.shape.num_kv_heads, pool.shape[2]
-        if task.index is None:
-            slot, head, inner = pool.stride()
-            return pool.as_strided(
-                (task.batch, heads, task.keys, dim),
-                (task.step * slot, head, slot, inner),
-                pool.storage_offset() + task.start * slot,
-            )
-        buffer = plan.buffers.get((number, which))
-        if buffer is None or buffer.dtype != pool.dtype:
-            plan.indices[number] = task.index.to(pool.device)
-            buffer = pool.new_empty(len(task.index), heads, dim)
-            plan.buffers[number, which] = buffer
-        torch.index_select(pool, 0, plan.indices[number], out=buffer)
-        return buffer.view(task.batch, task.keys, heads, dim).transpose(1, 2)
-
-    def _mask(
-        self, plan: CascadePlan, number: int, like: Tensor, joined: bool = False
-    ) -> Tensor | None:
-        """The fused kernel's additive mask of a task in the dtype of `like`, on the CPU, or None.
-
-        [B or 1, 1, m * G, n]; joined [B or 1, 1, m * G * H_kv, n * H_kv], the head varying fastest
-        in both.
-        """
-        name = (number, like.dtype, joined)
-        if name not in plan.masks:
-            task, shape = plan.tasks[number], plan.shape
-            hidden = task.hidden(task.whole, torch.device("cpu"), task.lengths)
-            if hidden is not None:
-                hidden = hidden.repeat_interleave(shape.group, dim=1)
-            if joined:
-                if hidden is None:
-                    plan.masks[name] = self._foreign_heads(shape, task.keys, like)
-                    return plan.masks[name]
-                heads = shape.num_kv_heads
-                foreign = self._foreign_heads(shape, task.keys, like)[0] < 0
-                hidden = hidden.repeat_interleave(heads, 1).repeat_interleave(heads, 2) | foreign
-            mask = None
-            if hidden is not None:
-                mask = torch.zeros(hidden.shape, dtype=like.dtype)
-                mask = mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
-            plan.masks[name] = mask
-        return plan.masks[name]
-
-    def _foreign_heads(self, shape: AttentionShape, keys: int, like: Tensor) -> Tensor:
-        """Additive mask [1, 1, G * H_kv, n * H_kv] of a row: query heads see their KV head."""
-        name = (shape.group, shape.num_kv_heads, like.dtype)
-        if name not in self._foreign:
-            foreign = ~torch.eye(shape.num_kv_heads, dtype=torch.bool).repeat(
-                shape.group, JOINED_KEYS
-            )
-            mask = torch.zeros(foreign.shape, dtype=like.dtype).masked_fill_(foreign, -torch.inf)
-            self._foreign[name] = mask.view(1, 1, *mask.shape)
-        return self._foreign[name][..., : keys * shape.num_kv_heads]
+        mass = empty_mass(plan.shape, k_pool, heads, by_head)
+        for task in plan.tasks_on(q.device):
+            own = task.own_rows
+            logits = _logits(task, q[own], k_pool, plan.shape)
+            sums = _grouped(lse[own].unsqueeze(-1), task.rows, plan.shape.num_kv_heads)
+            weights = logits.sub_(sums).exp_().sum(2)  # [B, H_kv, n]
+            chosen = weights if heads is None else weights[:, heads]
+            received = chosen.transpose(0, 1).flatten(1).float()
+            mass.index_add_(-1, task.slots.view(-1), received if by_head else received.sum(0))
+        return mass
 
 
-def _add_calls(plan: CascadePlan) -> None:
-    tasks: list[AttentionTask] = []
-    tiles: list[tuple[int, ...]] = []
-    rest: list[int] = []
-    for level in plan.layout.levels:
-        found = level_tasks(level, plan.shape)
-        level_tiles, level_rest = _tiles(found, len(tasks), plan.rows)
-        tasks += found
-        tiles += level_tiles
-        rest += level_rest
-    plan.tasks, plan.tiles, plan.rest = tuple(tasks), tuple(tiles), tuple(rest)
+def level_tasks(
+    level: CascadeLevel, shape: AttentionShape, most_pairs: int, most_keys: int
+) -> Iterator[AttentionTask]:
+    """A level's requests as tasks, in order of their rows; requests without keys have none.
 
-
-def _tiles(
-    tasks: Sequence[AttentionTask], number: int, rows: int
-) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The tasks of a level by number: groups that cover rows 0 .. rows once, in order; the others.
+    Neighbouring requests with as many rows are joined, unless their slots are a long run.
 
     Args:
-        tasks: in order of their first rows.
-        number: of the first task.
-        rows: T.
+        level: requests and their key lists.
+        shape: of the layers; decides about windows, and what a copy costs.
+        most_pairs: pairs of a row and a key in a task of several rows.
+        most_keys: keys of a task.
+
+    Example:
+        Two requests of one row are joined; six causal rows after two keys are cut, at 24 pairs:
+
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> slots = torch.cat([ints(9, 10, 50), torch.arange(20, 28).int()])
+        >>> level = CascadeLevel(ints(0, 1, 2, 8), ints(0, 2, 3, 11), slots, causal=True)
+        >>> tasks = level_tasks(level, AttentionShape(1, 1, 64, 64, 0.125), 24, 100)
+        >>> [(task.first_row, task.rows, task.slots.tolist()) for task in tasks][:2]
+        [(0, 1, [[9, 10], [50, 50]]), (2, 3, [[20, 21, 22, 23, 24]])]
     """
-    tiles: list[tuple[int, ...]] = []
-    rest: list[int] = []
-    chain: list[int] = []
-    end_row = 0
-    for index, task in enumerate(tasks, number):
-        if chain and task.first_row != end_row:
-            rest += chain
-            chain = []
-        if chain or task.first_row == 0:
-            chain.append(index)
-        else:
-            rest.append(index)
-        end_row = task.end_row
-        if chain and end_row == rows:
-            tiles.append(tuple(chain))
-            chain = []
-    return tiles, rest + chain
+    rows, ends = level.qo_indptr.tolist(), level.kv_indptr.tolist()
+    slots: Slots = level.kv_indices.numpy().astype(np.int64)
+    short = GATHER_ELEMENTS // (shape.num_kv_heads * (shape.head_dim_qk + shape.head_dim_vo))
+    some: list[Slots] = []  # keys of neighbours with `each` rows, up to row `at`
+    at = each = longest = 0
+    for (row, end_row), (begin, end) in zip(pairwise(rows), pairwise(ends), strict=True):
+        count, keys = end_row - row, slots[begin:end]
+        if count == 1 and level.causal and shape.window is not None:
+            keys = keys[-shape.window :]
+        joins = len(keys) > 0 and (count == 1 or not level.causal)
+        joins &= len(keys) <= short or (len(keys) <= most_keys and not _is_run(keys))
+        longest = max(longest, len(keys))
+        most = (len(some) + 1) * longest
+        fits = (row, count) == (at, each) and most * count <= most_pairs and most <= most_keys
+        if some and not (joins and fits):
+            yield _joined(at - len(some) * each, each, some)
+            some, longest = [], len(keys)
+        if joins:
+            some.append(keys)
+            at, each = end_row, count
+        elif len(keys):
+            window = shape.window if level.causal else None
+            yield from _cut(row, count, keys, level.causal, window, most_pairs, most_keys)
+    if some:
+        yield _joined(at - len(some) * each, each, some)
 
 
-def _queries(task: AttentionTask, folded: Tensor) -> Tensor:
-    """The task's rows of [T, G, H_kv, D] as [B, H_kv, m * G, D], a view."""
-    _, group, heads, dim = folded.shape
-    rows = task.rows * group
-    return folded.as_strided(
-        (task.batch, heads, rows, dim),
-        (rows * heads * dim, dim, heads * dim, 1),
-        folded.storage_offset() + task.first_row * group * heads * dim,
+def _joined(first_row: int, rows: int, lists: list[Slots]) -> AttentionTask:
+    """Neighbouring requests of so many rows each, all of which read the request's list."""
+    lengths = np.array([len(keys) for keys in lists])
+    longest = int(lengths.max())
+    if (lengths == longest).all():
+        slots = np.stack(lists)
+        start, step = int(slots[0, 0]), int(slots[-1, 0] - slots[0, 0]) // max(1, len(lists) - 1)
+        runs = start + step * np.arange(len(lists))[:, None] + np.arange(longest)
+        spaced = step >= 0 and bool((slots == runs).all())
+        return AttentionTask(
+            first_row, rows, torch.from_numpy(slots), start if spaced else None, step
+        )
+    slots = np.stack([np.concatenate([k, np.full(longest - len(k), k[0])]) for k in lists])
+    end = torch.from_numpy(lengths)[:, None].expand(-1, rows)
+    return AttentionTask(
+        first_row, rows, torch.from_numpy(slots), first=torch.zeros_like(end), end=end
     )
 
 
-def _rows_of(task: AttentionTask, piece: TaskPiece, group: int, x: Tensor) -> Tensor:
-    """A piece's rows of [B, H_kv, m * G, ...], a view."""
-    if piece.end_request - piece.first_request != task.batch:
-        x = x[piece.first_request : piece.end_request]
-    if piece.end_row - piece.first_row != task.rows:
-        x = x[:, :, piece.first_row * group : piece.end_row * group]
-    return x
+def _cut(
+    first_row: int,
+    count: int,
+    keys: Slots,
+    causal: bool,
+    window: int | None,
+    most_pairs: int,
+    most_keys: int,
+) -> Iterator[AttentionTask]:
+    """One request, some of its rows and of the keys that any of them reads at a time."""
+    ends = np.full(count, len(keys)) - (np.arange(count)[::-1] if causal else 0)
+    firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    together = max(1, most_pairs // min(len(keys), most_keys))
+    if causal:
+        together = min(together, CAUSAL_ROWS)
+    for row in range(0, count, together):
+        first, end = firsts[row : row + together], ends[row : row + together]
+        for begin in range(int(first[0]), int(end[-1]), most_keys):
+            slots = keys[begin : min(begin + most_keys, int(end[-1]))]
+            task = AttentionTask(
+                first_row + row,
+                len(first),
+                torch.from_numpy(slots).unsqueeze(0),
+                int(slots[0]) if _is_run(slots) else None,
+            )
+            if (first > begin).any() or (end < begin + len(slots)).any():
+                bounds = (torch.from_numpy(each - begin).unsqueeze(0) for each in (first, end))
+                task = replace(task, first=next(bounds), end=next(bounds))
+            yield task
 
 
-def _keys_of(task: AttentionTask, piece: TaskPiece, x: Tensor) -> Tensor:
-    """A piece's keys of [B, H_kv, n, D], a view."""
-    if piece.end_request - piece.first_request != task.batch:
-        x = x[piece.first_request : piece.end_request]
-    if piece.end_key - piece.first_key != task.keys:
-        x = x[:, :, piece.first_key : piece.end_key]
-    return x
+def _is_run(slots: Slots) -> bool:
+    return bool((slots[1:] - slots[:-1] == 1).all())
 
 
-def _join(x: Tensor) -> Tensor:
-    """[B, H_kv, n, D] -> [B, 1, n * H_kv, D], a view where tokens lie without gaps."""
-    return x.transpose(1, 2).flatten(1, 2).unsqueeze(1)
+def _logits(task: AttentionTask, q: Tensor, k_pool: Tensor, shape: AttentionShape) -> Tensor:
+    """Logits [B, H_kv, m * G, n] of a task in at least float32; -inf for hidden keys.
+
+    Args:
+        q: [B * m, H_q, D_k], of its rows.
+    """
+    keys = task.read(k_pool, shape.head_dim_qk, torch.promote_types(q.dtype, torch.float32))
+    queries = _grouped(q.to(keys.dtype), task.rows, shape.num_kv_heads)
+    logits = attention_logits(queries, keys, shape)
+    hidden = task.hidden()
+    if hidden is not None:
+        by_row = logits.view(*logits.shape[:2], task.rows, -1, logits.shape[-1])
+        by_row.masked_fill_(hidden[:, None, :, None], -torch.inf)
+    return logits
 
 
-def _concatenate(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Results of neighbouring rows as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+def _grouped(x: Tensor, rows: int, kv_heads: int) -> Tensor:
+    """[B * m, H_q, d] as [B, H_kv, m * G, d]: the query heads of a group are rows too."""
+    return (
+        x.reshape(-1, rows, kv_heads, x.shape[1] // kv_heads, x.shape[2])
+        .transpose(1, 2)
+        .flatten(2, 3)
+    )
 
 
-def _merge_tiles(parts: list[tuple[Tensor, Tensor]], work: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merges results over disjoint keys for the same rows: [R, H_kv, D_v], finite lse [R, H_kv]."""
-    if len(parts) == 1:
-        out, lse = parts[0]
-        return _as(out, work), _as(lse, work)
-    lses = _as(torch.stack([lse for _, lse in parts]), work)
-    shares = torch.log_softmax(lses, 0)
-    lse = lses[0] - shares[0]
-    outs = _as(torch.stack([out for out, _ in parts]), work)
-    return outs.mul_(shares.exp_().unsqueeze(-1)).sum(0), lse
-
-
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, without a call (a cold one between two matmuls) where nothing is to do."""
-    return x if x.dtype == dtype else x.to(dtype)
-
-
-def _merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges another result, of finite lse, into the rows' state in place, in its precision."""
-    part_lse = _as(part_lse, lse.dtype)
-    weight = torch.sigmoid(part_lse - lse)
-    out.lerp_(_as(part, out.dtype), weight.unsqueeze(-1))
-    torch.logaddexp(lse, part_lse, out=lse)
+def _by_row(x: Tensor, rows: int) -> Tensor:
+    """[B, H_kv, m * G, d] as [B * m, H_q, d]."""
+    return x.unflatten(2, (rows, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)

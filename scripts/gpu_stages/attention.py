@@ -284,7 +284,7 @@ def backends_of(part: str, device: torch.device) -> list[str]:
     if part != "rowwise":
         return [part]
     elsewhere = "native" if device.type == "cuda" else "invariant"  # CPU code, Triton kernels
-    others = {*registry.names("backend")} - {"reference", "rowwise", "torch", elsewhere}
+    others = {*registry.names("backend")} - {"rowwise", "torch", elsewhere}
     return [part, *sorted(others)]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
 from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.native import native_library
 
 FEW = 200
@@ -77,9 +77,9 @@ def drawn_case(number: int) -> Case:
 
 
 def by_one_product(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and mass as `ReferenceAttention` defines them, of all rows and heads at once."""
+    """out, lse and mass as `RowwiseAttention` defines them, of all rows and heads at once."""
     shape = case.shape
-    lists = ReferenceAttention().plan(case.layout, shape).slots
+    lists = RowwiseAttention().plan(case.layout, shape).keys
     slots = torch.unique(torch.cat(lists))
     reads = torch.zeros(len(lists), len(slots), dtype=torch.bool)
     for row, each in enumerate(lists):
@@ -123,7 +123,7 @@ def compare(numbers: range) -> int:
 @pytest.mark.parametrize("number", range(12))
 def test_one_product_is_the_reference(number: int) -> None:
     case = drawn_case(number)
-    reference = ReferenceAttention()
+    reference = RowwiseAttention()
     plan = reference.plan(case.layout, case.shape)
     out, lse = reference.run(plan, case.q, case.k_pool, case.v_pool, case.sinks)
     mass = reference.mass(plan, case.q, case.k_pool, lse)

@@ -13,7 +13,7 @@ from support.policies import POLICIES
 from arbor.retention.base import NEVER, Blocks, Ints, Scorer, Tokens
 from arbor.retention.ordering import order, whole_blocks
 from arbor.retention.policy import Policy
-from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers import Recency
 from arbor.testing import random_kv
 
 SEEDS = st.integers(0, 2**32 - 1)

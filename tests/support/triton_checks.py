@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arbor.engine import sampling as sampler
-from arbor.kernels import invariant_reductions as reductions
+from arbor.kernels import invariant as reductions
 from arbor.kernels import invariant_triton as kernels
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.attention.invariant_cascade import InvariantCascade
-from arbor.kernels.attention.reference import ReferenceAttention
+from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.fused.parts import ACTIVATIONS, NORM_FORMS, triton_rotary, triton_sampling
 from arbor.kernels.fused.parts import triton_parts as triton_fused
 from arbor.kernels.fused.rotary import ROTARY_FORMS, RotaryForm, rotate_by_torch
@@ -115,7 +115,7 @@ def attend_alone_and_together(dtype: torch.dtype, shape: AttentionShape) -> None
     v = torch.randn(SLOTS + 1, 2, shape.head_dim_vo).to(dtype)
     k[SLOTS] = v[SLOTS] = torch.nan  # no list names it
     sinks = torch.randn(6)
-    backend, reference = InvariantCascade(), ReferenceAttention()
+    backend, reference = InvariantCascade(), RowwiseAttention()
 
     plan = backend.plan(layout, shape)
     out, lse = backend.run(plan, q, k, v, sinks)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from arbor.components import ONLY_IF_SET
 from arbor.errors import UsageError
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy
-from arbor.retention.token_kv import HeadKVScorer, KVSequence, attention_of
+from arbor.retention.token_kv import HeadKVScorer, KVSequence, Observation, attention_of
 
 if TYPE_CHECKING:
     from torch import Tensor

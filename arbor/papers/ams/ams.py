@@ -8,11 +8,11 @@ from typing import Literal, get_args
 import numpy as np
 
 from arbor.components import ONLY_IF_SET
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.allocators.segments import Segmented, TokenSequence, quotas_of
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
 from arbor.retention.policy import Policy, Trigger
-from arbor.retention.scorers.window import Window
+from arbor.retention.scorers import Window
 
 _FAINT = 1e-9  # epsilon of the normalisation, relative to the largest
 
@@ -78,22 +78,19 @@ class AMS(Segmented):
     padded: int = field(default=32, metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
-        ranges = {
-            "delta": (0 < self.delta <= 1, "above 0, at most 1"),
-            "shortest": (1 <= self.shortest <= self.longest, "from 1 to longest"),
-            "least": (self.least >= 0, "0 or more"),
-            "decay": (0 <= self.decay < 1, "from 0, below 1"),
-            "blend": (0 <= self.blend <= 1, "from 0 to 1"),
-            "pool": (self.pool >= 1 and self.pool % 2 == 1, "odd, such as 5"),
-            "cut": (self.cut in get_args(Cut), "mass or length"),
-            "quotas": (self.quotas in get_args(Quotas), "mass or equal"),
-            "mass": (self.mass in get_args(Mass), "fixed or paper"),
-            "padded": (self.padded >= 0, "0 or more"),
-        }
-        for name, (holds, needed) in ranges.items():
-            if not holds:
-                value = getattr(self, name)
-                raise UsageError("setting-range", f"{name}={value}: it must be {needed}.")
+        check_settings(
+            self,
+            delta=(0 < self.delta <= 1, "above 0, at most 1"),
+            shortest=(1 <= self.shortest <= self.longest, "from 1 to longest"),
+            least=(self.least >= 0, "0 or more"),
+            decay=(0 <= self.decay < 1, "from 0, below 1"),
+            blend=(0 <= self.blend <= 1, "from 0 to 1"),
+            pool=(self.pool >= 1 and self.pool % 2 == 1, "odd, such as 5"),
+            cut=(self.cut in get_args(Cut), "mass or length"),
+            quotas=(self.quotas in get_args(Quotas), "mass or equal"),
+            mass=(self.mass in get_args(Mass), "fixed or paper"),
+            padded=(self.padded >= 0, "0 or more"),
+        )
 
     @property
     def observes(self) -> bool:
@@ -229,8 +226,7 @@ class Strata(Segmented):
     size: int = 32
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise UsageError("setting-range", f"size={self.size}: it must be at least 1.")
+        check_settings(self, size=(self.size >= 1, "at least 1"))
 
     def divide(self, sequence: TokenSequence) -> tuple[Ints, Ints]:
         segment, size = sequence.stretches(self.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,11 +68,7 @@ class Calibration:
     held_out: int
 
 
-def collect(
-    solver: Solver,
-    problems: Iterable[Problem],
-    report: Callable[[int, list[Example]], None] = lambda index, examples: None,
-) -> list[Example]:
+def collect(solver: Solver, problems: Iterable[Problem]) -> list[Example]:
     """Solve problems at full retention, then mask each closed block and check the answer.
 
     A block is masked after the next one; the rest of the path is then decoded again, greedily, with
@@ -82,7 +78,6 @@ def collect(
     Args:
         solver: a full budget, and a policy that observes attention.
         problems: with answer keys.
-        report: called after each problem.
 
     Differs from the paper: blocks are masked rather than zeroed (a zero key still takes attention),
     and the drop is in the answer of this path rather than an average over unstated repetitions.
@@ -90,12 +85,9 @@ def collect(
     examples: list[Example] = []
     for index, problem in enumerate(problems):
         solution = solver.solve(problem)
-        found: list[Example] = []
         if solution.correct:
             path = [solver.engine.tree[node_id] for node_id in solution.path]
-            found = _losses(solver, problem, path, index)
-        examples += found
-        report(index, found)
+            examples += _losses(solver, problem, path, index)
     return examples
 
 

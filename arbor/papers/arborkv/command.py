@@ -13,7 +13,8 @@ from arbor.cli.command import Command, Integer, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
-from arbor.papers.arborkv.msve import MSVE, msve_file
+from arbor.papers.arborkv.msve import MSVE
+from arbor.support.cache_dir import model_file
 
 
 @click.command(cls=Command)
@@ -59,7 +60,9 @@ def msve(
 
     given = Fitted.of(values)
     source = locate_model(given.model, given.revision)
-    out = out or default_file("msve.json", source.place, msve_file(source.place, given.revision))
+    out = out or default_file(
+        "msve.json", source.place, model_file("msve", source.place, given.revision)
+    )
     with given.solver(
         controller="chain",
         policy="arborkv",

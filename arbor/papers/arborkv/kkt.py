@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from arbor.papers.arborkv.ratio import PROTECT, check_decay, log_weights
+from arbor.papers.arborkv.ratio import PROTECT, BlockWeights
 from arbor.retention.allocators.waterfill import relative, rounded, waterfill
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
 from arbor.retention.ordering import order
 from arbor.retention.policy import Policy
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers import HeavyHitters
 
 
 @dataclass(frozen=True)
-class KKT:
+class KKT(BlockWeights):
     """Maximise sum(w ln k) within the room: k = clip(w / mu, floor, resident), ArborKV section 4.
-
-        w = s^gamma e^(-lambda_d d - lambda_Delta Delta)
 
     mu is solved exactly by sorted breakpoints, O(N log N); integers by largest remainder, ties by
     node id, and then by moving single tokens for as long as that gains: the optimum over whole
@@ -28,24 +25,10 @@ class KKT:
     to w (`Ratio` is the former). Its Pressure loop takes tokens one by one by an undefined priority
     and never ends once the block it picks is at its minimum; with a token's utility as the
     priority, and blocks at their minimum left out, it arrives at these counts.
-
-    Attributes:
-        gamma: weight of the score, > 0.
-        lambda_depth: decay per edge from the root; any sign.
-        lambda_distance: decay per edge from the nearest running leaf, >= 0.
     """
 
-    reads_values: ClassVar[bool] = True  # `Blocks.score`
-
-    gamma: float = 2.0
-    lambda_depth: float = 0.0
-    lambda_distance: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_decay(self.gamma, self.lambda_depth, self.lambda_distance)
-
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        level = log_weights(blocks, self.gamma, self.lambda_depth, self.lambda_distance)
+        level = self.log_weights(blocks)
         shares = waterfill(level, blocks.floor, blocks.resident, room)
         counts = rounded(shares, blocks.floor, blocks.resident, room)
         return _exchanged(counts, relative(level), blocks.floor, blocks.resident)

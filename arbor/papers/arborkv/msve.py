@@ -99,7 +99,11 @@ class MSVE:
             place: the directory, or the id on the Hub; empty for a ready model.
             revision: on the Hub.
         """
-        path = Path(place) / "msve.json" if Path(place).is_dir() else msve_file(place, revision)
+        path = (
+            Path(place) / "msve.json"
+            if Path(place).is_dir()
+            else model_file("msve", place, revision)
+        )
         return cls.load(path) if place and path.is_file() else cls()
 
     def save(self, path: Path, **provenance: Any) -> None:
@@ -209,8 +213,7 @@ def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
 def _mean_ranks(values: Floats) -> Floats:
     """Ranks from 1, [N]; equal values share the mean of their ranks."""
     _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(count)
-    ranks: Floats = (last - (count - 1) / 2)[place]
+    ranks: Floats = (np.cumsum(count) - (count - 1) / 2)[place]
     return ranks
 
 
@@ -219,13 +222,3 @@ def _sigmoid(x: Floats) -> Floats:
     half = np.tanh(x / 2)
     result: Floats = np.clip((1 + half) / 2, 1e-13, 1 - 1e-13)
     return result
-
-
-def msve_file(model: str, revision: str | None) -> Path:
-    """The file with the block values of a Hub model, which may not exist.
-
-    Args:
-        model: its id.
-        revision: branch, tag or commit; None = its main branch.
-    """
-    return model_file("msve", model, revision)

@@ -8,15 +8,47 @@ from typing import ClassVar
 
 import numpy as np
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.allocators.waterfill import rounded, waterfill
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers import HeavyHitters
 
 
 @dataclass(frozen=True)
-class Ratio:
+class BlockWeights:
+    """w = s^gamma e^(-lambda_d d - lambda_Delta Delta), by which both forms of ArborKV go.
+
+    Attributes:
+        gamma: weight of the score, > 0.
+        lambda_depth: decay per edge from the root; any sign.
+        lambda_distance: decay per edge from the nearest running leaf, >= 0.
+    """
+
+    reads_values: ClassVar[bool] = True  # `Blocks.score`
+
+    gamma: float = 2.0
+    lambda_depth: float = 0.0
+    lambda_distance: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_settings(
+            self,
+            gamma=(0 < self.gamma < math.inf, "above 0"),
+            lambda_depth=(math.isfinite(self.lambda_depth), "finite"),
+            lambda_distance=(0 <= self.lambda_distance < math.inf, "0 or above"),
+        )
+
+    def log_weights(self, blocks: Blocks) -> Floats:
+        """ln w, float64 [M]."""
+        score = np.log(np.maximum(blocks.score, 1e-300))
+        far = self.lambda_depth * blocks.depth
+        weight: Floats = self.gamma * score - far - self.lambda_distance * blocks.distance
+        return weight
+
+
+@dataclass(frozen=True)
+class Ratio(BlockWeights):
     """Tree-Aware Eviction (TAE), ArborKV Eqs. 2-3.
 
         r = clip(alpha eta^[off path] s^gamma e^(-lambda_d d) e^(-lambda_Delta Delta), ratio_min, 1)
@@ -30,33 +62,22 @@ class Ratio:
 
     Attributes:
         eta: factor of a block off the running paths, in (0, 1]; 1 = no sibling coordination.
-        gamma: weight of the score, > 0.
-        lambda_depth: decay per edge from the root; any sign.
-        lambda_distance: decay per edge from the nearest running leaf, >= 0.
         ratio_min: least ratio, in [0, 1].
     """
 
-    reads_values: ClassVar[bool] = True  # `Blocks.score`
-
     eta: float = 0.5
-    gamma: float = 2.0
-    lambda_depth: float = 0.0
-    lambda_distance: float = 0.5
     ratio_min: float = 0.0
 
     def __post_init__(self) -> None:
-        check_decay(self.gamma, self.lambda_depth, self.lambda_distance)
-        if not 0 < self.eta <= 1:
-            raise UsageError(
-                "setting-range", f"eta={self.eta}: it must be above 0 and at most 1, such as 0.5."
-            )
-        if not 0 <= self.ratio_min <= 1:
-            raise UsageError(
-                "setting-range", f"ratio_min={self.ratio_min}: it must be from 0 to 1."
-            )
+        super().__post_init__()
+        check_settings(
+            self,
+            eta=(0 < self.eta <= 1, "above 0 and at most 1, such as 0.5"),
+            ratio_min=(0 <= self.ratio_min <= 1, "from 0 to 1"),
+        )
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        level = log_weights(blocks, self.gamma, self.lambda_depth, self.lambda_distance)
+        level = self.log_weights(blocks)
         level = np.where(blocks.active, level, level + math.log(self.eta))
         level += np.log(np.maximum(blocks.length, 1))
         least = self._least(blocks, room)
@@ -74,31 +95,6 @@ class Ratio:
         if more <= max(left, 0.0):
             return wanted
         return floor + (wanted - floor) * (left / more)
-
-
-def log_weights(
-    blocks: Blocks, gamma: float, lambda_depth: float, lambda_distance: float
-) -> Floats:
-    """ln w = gamma ln s - lambda_d d - lambda_Delta Delta, float64 [M]."""
-    score = np.log(np.maximum(blocks.score, 1e-300))
-    weight: Floats = gamma * score - lambda_depth * blocks.depth - lambda_distance * blocks.distance
-    return weight
-
-
-def check_decay(gamma: float, lambda_depth: float, lambda_distance: float) -> None:
-    """Check the ranges of the three parameters.
-
-    Raises:
-        UsageError: a parameter out of range.
-    """
-    for name, value, low in (
-        ("gamma", gamma, 0.0),
-        ("lambda_depth", lambda_depth, -np.inf),
-        ("lambda_distance", lambda_distance, 0.0),
-    ):
-        if not (np.isfinite(value) and value >= low) or (name == "gamma" and value == 0):
-            wanted = {"gamma": "above 0", "lambda_distance": "0 or above"}.get(name, "finite")
-            raise UsageError("setting-range", f"{name}={value}: it must be {wanted}.")
 
 
 # ArborKV's L_tail and K_min, which its two forms protect as published

@@ -9,12 +9,12 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from arbor.components import ONLY_IF_SET
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Blocks, Bools, Ints, Scorer
-from arbor.retention.ordering import order
+from arbor.retention.ordering import ranks_within
 from arbor.retention.policy import Policy, Protect, Trigger
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers import HeavyHitters
 from arbor.retention.selection import checked_scores
 
 Evict = Literal["cumulative", "per_event", "size"]
@@ -60,15 +60,13 @@ class Hierarchy(Pooled):
     by_score: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in ("ratio", "packed"):
-            part = getattr(self, name)
-            if not 0 <= part <= 1:
-                raise UsageError("setting-range", f"{name}={part}: it must be in [0, 1].")
-        if self.size < 0 or self.first < 0:
-            name = "size" if self.size < 0 else "first"
-            raise UsageError(
-                "setting-range", f"{name}={getattr(self, name)}: it must be 0 or more."
-            )
+        check_settings(
+            self,
+            ratio=(0 <= self.ratio <= 1, "in [0, 1]"),
+            packed=(0 <= self.packed <= 1, "in [0, 1]"),
+            size=(self.size >= 0, "0 or more"),
+            first=(self.first >= 0, "0 or more"),
+        )
 
     def excess(self, blocks: Blocks) -> int:
         """Tokens that are destroyed now."""
@@ -106,34 +104,22 @@ class Hierarchy(Pooled):
         tokens = blocks.tokens
         at = np.flatnonzero(some)
         turn = blocks.turn[tokens.block[at]]
-        preferred = order(turn, checked_scores(scorer, tokens)[at], tokens.position[at])
-        sizes = np.bincount(turn, minlength=len(quotas))
-        rank = np.arange(len(at)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        worst: Ints = at[preferred[rank < np.repeat(quotas, sizes)]]
+        rank = ranks_within(turn, checked_scores(scorer, tokens)[at], tokens.position[at])
+        worst: Ints = at[rank < quotas[turn]]
         return worst
 
     def _eligible(self, blocks: Blocks) -> Bools:
         """Tokens on the device that may be destroyed, bool [T]: of trees that decode, as the window
         of others is not protected."""
         tokens = blocks.tokens
-        begins, decodes = self._begins(blocks), self._decodes(blocks)
-        free = (tokens.position >= begins[tokens.block]) & ~tokens.protected
-        eligible: Bools = free & decodes[blocks.turn][tokens.block]
-        return eligible
-
-    def _decodes(self, blocks: Blocks) -> Bools:
-        """Whether each tree has a running path, bool by turn."""
-        decodes = np.zeros(int(blocks.turn.max(initial=0)) + 1, np.bool_)
-        decodes[blocks.turn[blocks.active]] = True
-        return decodes
-
-    def _begins(self, blocks: Blocks) -> Ints:
-        """The first position of each block's path that may be eligible, int64 [M]."""
         prompt = np.zeros(int(blocks.turn.max(initial=0)) + 1, np.int64)
         roots = blocks.depth == 0
         prompt[blocks.turn[roots]] = blocks.length[roots]
-        begins: Ints = prompt[blocks.turn] + self.first
-        return begins
+        begins = prompt[blocks.turn] + self.first
+        decodes = np.isin(blocks.turn, blocks.turn[blocks.active])
+        free = (tokens.position >= begins[tokens.block]) & ~tokens.protected
+        eligible: Bools = free & decodes[tokens.block]
+        return eligible
 
     def _quotas(self, blocks: Blocks, eligible: Bools) -> Ints:
         """How many tokens of each tree are destroyed now, int64 by turn."""

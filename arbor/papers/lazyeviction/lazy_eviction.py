@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Floats, Tokens
 from arbor.retention.policy import Policy, Protect, Trigger
@@ -38,20 +38,17 @@ class LazyEviction:
         window: W of ``fixed``, in queries, >= 1.
     """
 
+    observes: ClassVar[bool] = True
+
     h2: Literal["fixed", "paper", "off"] = "fixed"
     window: int = 25
 
     def __post_init__(self) -> None:
-        if self.h2 not in ("fixed", "paper", "off"):
-            raise UsageError("setting-range", f"h2={self.h2}: it must be fixed, paper or off.")
-        if self.window < 1:
-            raise UsageError(
-                "setting-range", f"window={self.window}: it must be at least 1, such as 25."
-            )
-
-    @property
-    def observes(self) -> bool:
-        return True
+        check_settings(
+            self,
+            h2=(self.h2 in ("fixed", "paper", "off"), "fixed, paper or off"),
+            window=(self.window >= 1, "at least 1, such as 25"),
+        )
 
     def scores(self, tokens: Tokens) -> Floats:
         age = (tokens.queries - tokens.activated).astype(float)

@@ -13,8 +13,8 @@ from arbor.engine.engine import Engine
 from arbor.engine.observer import QueryWindow
 from arbor.events import Event
 from arbor.papers.related.query_means import LayerMeans, QueryMeans
-from arbor.retention.observation import Observation
-from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers import Recency
+from arbor.retention.token_kv import Observation
 from arbor.solver import Solver
 from arbor.tasks.base import Problem
 
@@ -36,23 +36,6 @@ class EveryQuery(Recency):
     def observation(self) -> Observation:
         """Queries of all layers, which can be moved to other positions."""
         return Observation(window=self.window, rotation=True, every=1)
-
-
-@dataclass(frozen=True, slots=True)
-class CollectedQueries:
-    """Means of the queries of solved problems.
-
-    Attributes:
-        means: of all layers.
-        problems: solved.
-        concentration: of each layer, sum |E q_f| / sum E |q_f| over its heads and the pairs that
-            turn: 1 where all queries have one direction, near 0 where they have all; 0 in a layer
-            that encodes no positions.
-    """
-
-    means: QueryMeans
-    problems: int
-    concentration: tuple[float, ...]
 
 
 class QuerySums:
@@ -112,19 +95,8 @@ class QuerySums:
         ]
         return QueryMeans(tuple(layers), self.queries)
 
-    def concentration(self) -> tuple[float, ...]:
-        """See `CollectedQueries`."""
-        found = []
-        for layer in sorted(self._sums):
-            query, lengths = self._sums[layer]
-            rotation = self._rotations[layer]
-            assert rotation is not None, "its queries were summed"
-            whole = float(lengths.sum())
-            found.append(float(torch.hypot(*rotation.pairs(query)).sum()) / whole if whole else 0.0)
-        return tuple(found)
 
-
-def collect_queries(solver: Solver, problems: Iterable[Problem]) -> CollectedQueries:
+def collect_queries(solver: Solver, problems: Iterable[Problem]) -> tuple[QueryMeans, int]:
     """Solve problems at full retention and average the queries of their paths.
 
     Source: the calibration of TriAttention (arXiv 2604.04921). Differs: its code runs one forward
@@ -134,6 +106,9 @@ def collect_queries(solver: Solver, problems: Iterable[Problem]) -> CollectedQue
         solver: a full budget, nothing shared between prompts, and a policy whose scorer is
             `EveryQuery`.
         problems: of a training split, at least one.
+
+    Returns:
+        the means of all layers, and how many problems were solved.
 
     Raises:
         ModelError: a layer's position encoding is not a known rotation.
@@ -150,4 +125,4 @@ def collect_queries(solver: Solver, problems: Iterable[Problem]) -> CollectedQue
             count += 1
     finally:
         solver.listeners = usual
-    return CollectedQueries(sums.means(), count, sums.concentration())
+    return sums.means(), count

@@ -68,24 +68,23 @@ def queries(
     ) as solver:
         problems = given.problems(solver)
         output.say(f"solving {len(problems)} {given.named}, with everything kept")
-        found = collect_queries(solver, problems)
-    heads, dim, _ = found.means.layers[0].sizes
+        means, count = collect_queries(solver, problems)
+    heads, dim, _ = means.layers[0].sizes
     figures: dict[str, Any] = {
         **given.record,
         "task": given.task,
         "seed": seed,
         "created": datetime.now(UTC).date().isoformat(),
-        "problems": found.problems,
-        "concentration": [round(each, 4) for each in found.concentration],
+        "problems": count,
     }
-    found.means.save(out, **figures)
+    means.save(out, **figures)
     if output.json:
-        sizes = {"layers": len(found.means.layers), "heads": heads, "head_dim": dim}
+        sizes = {"layers": len(means.layers), "heads": heads, "head_dim": dim}
         output.document(
             {
                 "schema": "arbor.calibration/1",
                 "out": str(out),
-                "queries": found.means.queries,
+                "queries": means.queries,
                 **sizes,
                 **figures,
             }
@@ -93,8 +92,6 @@ def queries(
     else:
         output.print(str(out))
         output.say(
-            f"means of {found.means.queries:,} queries of {found.problems} problems, in "
-            f"{len(found.concentration)} layers; length of the mean by mean length, by layer: "
-            + ", ".join(f"{each:.2f}" for each in found.concentration)
+            f"means of {means.queries:,} queries of {count} problems, in {len(means.layers)} layers"
         )
     return 0

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.papers.related.window_attention import above, flags
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy
 from arbor.retention.token_kv import (
     HeadKVScorer,
     KVSequence,
+    Observation,
     attention_of,
     plain_queries,
     products_of,
@@ -56,12 +56,12 @@ class ExpectedAttention(HeadKVScorer):
     epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("ahead", "window"):
-            if getattr(self, name) < 1:
-                value = getattr(self, name)
-                raise UsageError("setting-range", f"{name}={value}: it must be 1 or more.")
-        if not self.epsilon >= 0:
-            raise UsageError("setting-range", f"epsilon={self.epsilon}: it must be 0 or more.")
+        check_settings(
+            self,
+            ahead=(self.ahead >= 1, "1 or more"),
+            window=(self.window >= 1, "1 or more"),
+            epsilon=(self.epsilon >= 0, "0 or more"),
+        )
 
     @property
     def observation(self) -> Observation:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from arbor.errors import UsageError
-from arbor.papers.related.window_attention import above, check_pooled, flags, mean_attention
+from arbor.errors import check_settings
+from arbor.papers.related.window_attention import above, flags, mean_attention
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy
-from arbor.retention.token_kv import HeadKVScorer, KVSequence, neighbours, unit_vectors
+from arbor.retention.token_kv import HeadKVScorer, KVSequence, Observation, neighbours, unit_vectors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,11 +51,12 @@ class RKV(HeadKVScorer):
     alike: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mix <= 1:
-            raise UsageError("setting-range", f"mix={self.mix}: it must be from 0 to 1.")
-        if self.window < 1:
-            raise UsageError("setting-range", f"window={self.window}: it must be 1 or more.")
-        check_pooled(self.pooled)
+        check_settings(
+            self,
+            mix=(0 <= self.mix <= 1, "from 0 to 1"),
+            window=(self.window >= 1, "1 or more"),
+            pooled=(self.pooled >= 1 and self.pooled % 2 == 1, "odd, such as 7"),
+        )
 
     @property
     def observation(self) -> Observation:

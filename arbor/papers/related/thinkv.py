@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
-from arbor.retention.observation import Observation
-from arbor.retention.ordering import order
+from arbor.retention.ordering import filled, order, ranks_within
 from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.retention.selection import checked_scores, filled_floors, select_all_but
-from arbor.retention.token_kv import KVSequence, TokenKV, attention_of
+from arbor.retention.token_kv import KVSequence, Observation, TokenKV, attention_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,23 +103,19 @@ class ThinKV:
         parts, valleys = self.schedule, self.valleys
         falls = all(0 < after < before for before, after in pairwise(self.schedule))
         rises = len(valleys) == 2 and 0 <= valleys[0] < valleys[1] <= 1
-        ranges = {
-            "segment": (self.segment >= 1, "1 or more, such as 128"),
-            "schedule": (
+        check_settings(
+            self,
+            segment=(self.segment >= 1, "1 or more, such as 128"),
+            schedule=(
                 bool(parts) and parts[-1] > 0 and parts[0] <= 1 and falls,
                 "parts in (0, 1] that fall, such as 0.5,0.25,0.125",
             ),
-            "least": (self.least >= 0, "0 or more, such as 4"),
-            "valleys": (not valleys or rises, "two numbers in [0, 1] that rise, such as 0.6,0.8"),
-            "lookback": (self.lookback >= 1, "1 or more, such as 128"),
-            "layers": (all(layer >= 0 for layer in self.layers), "numbers from 0, such as 3,7"),
-            "choose": (self.choose in get_args(Choose), "cluster or score"),
-        }
-        for name, (holds, needed) in ranges.items():
-            if not holds:
-                given = getattr(self, name)
-                value = ",".join(map(str, given)) if isinstance(given, tuple) else given
-                raise UsageError("setting-range", f"{name}={value}: it must be {needed}.")
+            least=(self.least >= 0, "0 or more, such as 4"),
+            valleys=(not valleys or rises, "two numbers in [0, 1] that rise, such as 0.6,0.8"),
+            lookback=(self.lookback >= 1, "1 or more, such as 128"),
+            layers=(all(layer >= 0 for layer in self.layers), "numbers from 0, such as 3,7"),
+            choose=(self.choose in get_args(Choose), "cluster or score"),
+        )
 
     @property
     def observation(self) -> Observation:
@@ -218,9 +213,8 @@ class ThinKV:
         need = int(segments.held.sum()) - room
 
         def step_down(limit: Ints) -> None:
-            spare = np.maximum(segments.held - gone - np.maximum(limit, fixed), 0)[preferred]
-            before = np.cumsum(spare) - spare
-            gone[preferred] += np.clip(need - int(gone.sum()) - before, 0, spare)
+            spare = np.maximum(segments.held - gone - np.maximum(limit, fixed), 0)
+            gone[:] += filled(spare, need - int(gone.sum()), preferred)
 
         step_down(limits[every, taken])
         entitled = gone.copy()
@@ -248,10 +242,8 @@ class ThinKV:
             return at
         segment = segments.of[at]
         if self.choose == "score":
-            lowest = order(segment, scores[at], tokens.position[at])
-            sizes = np.bincount(segment, minlength=len(segments))
-            rank = np.arange(len(at)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-            leave: Ints = at[lowest[rank < gone[segment[lowest]]]]
+            rank = ranks_within(segment, scores[at], tokens.position[at])
+            leave: Ints = at[rank < gone[segment]]
             return leave
         losing, begins = np.unique(segment, return_index=True)
         members = np.split(at, begins[1:])

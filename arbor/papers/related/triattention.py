@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from arbor.components import ONLY_IF_SET
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.papers.related.query_means import QueryMeans
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.token_kv import (
     HeadKVScorer,
     KVSequence,
+    Observation,
     PairRotation,
     plain_queries,
     products_of,
@@ -59,10 +59,11 @@ class TriAttention(HeadKVScorer):
     queries: str = field(default="", metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
-        for name in ("farthest", "window"):
-            if getattr(self, name) < 1:
-                value = getattr(self, name)
-                raise UsageError("setting-range", f"{name}={value}: it must be 1 or more.")
+        check_settings(
+            self,
+            farthest=(self.farthest >= 1, "1 or more"),
+            window=(self.window >= 1, "1 or more"),
+        )
 
     @cached_property
     def means(self) -> QueryMeans | None:

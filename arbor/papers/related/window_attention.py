@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.allocators.pooled import Pooled
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.token_kv import HeadKVScorer, KVSequence, attention_of, neighbours
+from arbor.retention.token_kv import HeadKVScorer, KVSequence, Observation, attention_of, neighbours
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,9 +42,11 @@ class WindowAttention(HeadKVScorer):
     pooled: int = 7
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise UsageError("setting-range", f"window={self.window}: it must be 1 or more.")
-        check_pooled(self.pooled)
+        check_settings(
+            self,
+            window=(self.window >= 1, "1 or more"),
+            pooled=(self.pooled >= 1 and self.pooled % 2 == 1, "odd, such as 7"),
+        )
 
     @property
     def observation(self) -> Observation:
@@ -60,16 +61,6 @@ class WindowAttention(HeadKVScorer):
         # pooled over tokens outside the window, as SnapKV does
         scores = neighbours(given.masked_fill(recent, 0), self.pooled, 0.0).mean(-1)
         return above(scores, recent)
-
-
-def check_pooled(pooled: int) -> None:
-    """Refuse a width of pooling that is even.
-
-    Raises:
-        UsageError: it is, or is below 1.
-    """
-    if pooled < 1 or pooled % 2 == 0:
-        raise UsageError("setting-range", f"pooled={pooled}: it must be odd, such as 7.")
 
 
 def mean_attention(pieces: Iterable[Tensor], keys: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any, Literal, Self, get_args
 
 from arbor.components import setting_text, split_spec
 from arbor.engine.hooks import Branch, Stopped
-from arbor.errors import UsageError, unknown_setting
+from arbor.errors import UsageError, check_settings, unknown_setting
 from arbor.events import BranchesStopped
-from arbor.papers.rksc.confidence_gap import DECIMALS, leading_two, relative_gap
+from arbor.papers.rksc.cgee import leading_two, relative_gap
+from arbor.papers.rksc.exit_thresholds import DECIMALS
 from arbor.tree import NodeState
 
 Text = tuple[int, ...]
@@ -139,13 +140,12 @@ class BranchStop:
     def __post_init__(self) -> None:
         if self.ends not in get_args(Ends):
             raise UsageError("branch-stop", f"branch_stop={self.ends}: unknown.", _EXAMPLE)
-        for name in ("confidence", "gap"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be from 0 to 1."
-                )
-        if self.least < 1:
-            raise UsageError("setting-range", f"least={self.least}: it must be at least 1.")
+        check_settings(
+            self,
+            confidence=(0 <= self.confidence <= 1, "from 0 to 1"),
+            gap=(0 <= self.gap <= 1, "from 0 to 1"),
+            least=(self.least >= 1, "at least 1"),
+        )
 
     @classmethod
     def parse(cls, value: str | Self) -> Self:

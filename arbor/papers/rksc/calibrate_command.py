@@ -14,8 +14,8 @@ from arbor.cli.command import Command, Number, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
-from arbor.papers.rksc.exit_thresholds import FILE, Chosen, cached_file, save_thresholds
-from arbor.papers.rksc.layer_exit import Measure
+from arbor.papers.rksc.exit_thresholds import FILE, Chosen, Measure, save_thresholds
+from arbor.support.cache_dir import model_file
 
 if TYPE_CHECKING:
     from arbor.papers.rksc.calibration import Choice
@@ -100,7 +100,7 @@ def calibrate_exit(
 
     given = Fitted.of(values)
     source = locate_model(given.model, given.revision)
-    out = out or default_file(FILE, source.place, cached_file(source.place, given.revision))
+    out = out or default_file(FILE, source.place, model_file("exit", source.place, given.revision))
     chosen = cast(Measure, measure)
     with given.solver(
         controller=controller,

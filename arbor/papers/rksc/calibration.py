@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -15,11 +15,9 @@ import torch
 from arbor.errors import UsageError
 from arbor.events import preferred
 from arbor.measure.statistics import clopper_pearson
-from arbor.papers.rksc.cgee import confidences_of, leading_two
-from arbor.papers.rksc.confidence_gap import relative_gap
-from arbor.papers.rksc.exit_thresholds import ExitThresholds
+from arbor.papers.rksc.cgee import confidences_of, leading_two, relative_gap
+from arbor.papers.rksc.exit_thresholds import ExitThresholds, LayerExit, Measure
 from arbor.papers.rksc.exit_watch import Exiting, ways_of
-from arbor.papers.rksc.layer_exit import LayerExit, Measure
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 from arbor.verifiers.base import Asker, ChecksQuestions, Encoder, Inquires, Verdict
@@ -193,7 +191,7 @@ class Recorder:
             running.step()
         verdict = inquiry.verdict(asking.result())
         confidences = confidences_of(candidates)
-        leading = leading_two(candidates, confidences)
+        leading = leading_two([tuple(node.thoughts) for node in candidates], confidences)
         layers = zip(*(way.kept for way in ways), strict=True)
         self.found.append(
             Verification(
@@ -210,17 +208,12 @@ class Recorder:
         return verdict
 
 
-def collect_verifications(
-    solver: Solver,
-    problems: Iterable[Problem],
-    report: Callable[[int], None] = lambda index: None,
-) -> list[Verification]:
+def collect_verifications(solver: Solver, problems: Iterable[Problem]) -> list[Verification]:
     """Solve problems with full verification and record every verification.
 
     Args:
         solver: its verifier is a `Recorder`.
         problems: of the calibration split.
-        report: called after each problem.
     """
     recorder = solver.verifier
     assert isinstance(recorder, Recorder), "the solver's verifier records nothing"
@@ -228,7 +221,6 @@ def collect_verifications(
     for index, problem in enumerate(problems):
         recorder.problem = index
         solver.solve(problem)
-        report(index)
     return list(recorder.found)
 
 

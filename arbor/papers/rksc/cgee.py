@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from arbor.errors import UsageError
-from arbor.papers.rksc import confidence_gap
-from arbor.papers.rksc.confidence_gap import DECIMALS, relative_gap
-from arbor.papers.rksc.exit_thresholds import ExitThresholds, Method, calibrated_thresholds
-from arbor.papers.rksc.layer_exit import LayerExit
+from arbor.errors import UsageError, check_settings
+from arbor.papers.rksc.exit_thresholds import (
+    DECIMALS,
+    ExitThresholds,
+    LayerExit,
+    Method,
+    calibrated_thresholds,
+)
 from arbor.tasks.base import BlockLimits, Problem, Task
 from arbor.tree import Node
 from arbor.verifiers.base import (
@@ -111,10 +114,11 @@ class CGEE:
                 "them at once (inquire), and this one does not.",
                 "Use levels=skip, or a verifier such as self.",
             )
-        for name in ("confidence", "gap"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise UsageError("setting-range", f"{name}={value}: it must be from 0 to 1.")
+        check_settings(
+            self,
+            confidence=(self.confidence is None or 0 <= self.confidence <= 1, "from 0 to 1"),
+            gap=(self.gap is None or 0 <= self.gap <= 1, "from 0 to 1"),
+        )
 
     @property
     def needs_model(self) -> bool:
@@ -206,7 +210,7 @@ class CGEE:
     def decide(self, candidates: Sequence[Node]) -> Gate:
         """Whether the confidences of the candidates are decisive."""
         confidences = confidences_of(candidates)
-        leading = leading_two(candidates, confidences)
+        leading = leading_two([tuple(node.thoughts) for node in candidates], confidences)
         return Gate(len(leading) > 1 and self._is_decisive(*leading), confidences)
 
     def _is_decisive(self, first: float, second: float) -> bool:
@@ -247,9 +251,17 @@ def confidences_of(candidates: Sequence[Node]) -> tuple[float, ...]:
     return tuple(round(node.top1, DECIMALS) for node in candidates)
 
 
-def leading_two(candidates: Sequence[Node], confidences: Sequence[float]) -> tuple[float, ...]:
-    """The two largest p of different states; of one state one."""
-    return confidence_gap.leading_two([tuple(node.thoughts) for node in candidates], confidences)
+def leading_two(texts: Sequence[Hashable], confidences: Sequence[float]) -> tuple[float, ...]:
+    """The two largest confidences of different texts; of one text one."""
+    best: dict[Hashable, float] = {}
+    for text, confidence in zip(texts, confidences, strict=True):
+        best[text] = max(best.get(text, 0.0), confidence)
+    return tuple(sorted(best.values(), reverse=True)[:2])
+
+
+def relative_gap(first: float, second: float) -> float:
+    """(p1 - p2) / p1, to `DECIMALS` decimals: 0.9 - 0.72 over 0.9 is not 0.2 in binary."""
+    return round((first - second) / first, DECIMALS) if first else 0.0
 
 
 def _inherited(node: Node) -> float | None:

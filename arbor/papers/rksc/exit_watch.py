@@ -10,11 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.engine.engine import Engine
 from arbor.errors import UsageError
 from arbor.model.runner import ModelRunner
-from arbor.papers.rksc.layer_exit import DECIMALS, LayerExit
-from arbor.tree import Node
+from arbor.papers.rksc.exit_thresholds import DECIMALS, LayerExit
 from arbor.verifiers.base import Exits
 
 
@@ -130,49 +128,6 @@ def exits_of(ways: Sequence[Exiting], rows: Sequence[int], audited: Sequence[flo
         entropy=tuple(unknown if way is None else way.by_layer for way in mine),
         audited=tuple(audited),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """Answers to questions that may leave early.
-
-    Attributes:
-        logits: [n, V] float32, after the layer each question left at.
-        layers: layers each ran through.
-        full: [n, V] float32 after the last layer, under an audit.
-    """
-
-    logits: Tensor
-    layers: tuple[int, ...]
-    full: Tensor | None = None
-
-
-def ask_early(
-    engine: Engine,
-    nodes: Sequence[Node],
-    questions: Sequence[Sequence[int]],
-    rule: LayerExit,
-    verdicts: Sequence[Sequence[int]] = (),
-    *,
-    audit: bool = False,
-) -> Answers:
-    """`Engine.ask`, where a question leaves as soon as a rule allows; at least one question.
-
-    Args:
-        engine: with the paths.
-        nodes, questions: as for `Engine.ask`.
-        rule, verdicts, audit: see `ways_of`.
-
-    Raises:
-        BudgetInfeasible: one question does not fit after its path.
-        ModelError: rows cannot leave between the layers of this model.
-        UsageError: the rule compares verdicts, and a question has none.
-    """
-    ways = ways_of(rule, len(nodes), verdicts, audit=audit)
-    logits = engine.ask(nodes, questions, ways)
-    full = [way.full for way in ways if way.full is not None]
-    layers = tuple(way.layers for way in ways)
-    return Answers(logits, layers, torch.stack(full) if full else None)
 
 
 class ExitWatch:

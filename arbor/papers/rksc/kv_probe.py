@@ -94,39 +94,27 @@ def _pays(seconds: Seconds, tokens: int, rows: int) -> bool:
     return bool(together < alone)
 
 
-def kept_rule(runner: ModelRunner, model: str, backend: str) -> LevelRule | None:
-    """What was measured for this model on this machine; None: nothing, or the file is damaged.
-
-    Args:
-        runner: the model.
-        model: its name.
-        backend: what computes attention.
-    """
-    kept = read_measurement(_file, SCHEMA, identity_of(runner, model, backend))
-    try:
-        return None if kept is None else LevelRule.parse(kept)
-    except UsageError:
-        return None
-
-
-def keep_rule(rule: LevelRule, runner: ModelRunner, model: str, backend: str) -> None:
-    """Writes what was measured; a failure is ignored. Arguments as for `kept_rule`."""
-    write_measurement(_file, SCHEMA, identity_of(runner, model, backend), str(rule))
-
-
 def level_rule(setting: str, runner: ModelRunner, model: str, backend: str) -> LevelRule | None:
-    """Which shared spans rows read together; None: nothing was measured.
+    """Which shared spans rows read together.
 
     Args:
         setting: ``kept``: what was measured for this model on this machine; ``measure``: now.
         runner: the model.
         model: its name.
         backend: what computes attention.
+
+    Returns:
+        None: nothing was kept, or the file is damaged.
     """
+    identity = identity_of(runner, model, backend)
     if setting == "kept":
-        return kept_rule(runner, model, backend)
+        kept = read_measurement(_file, SCHEMA, identity)
+        try:
+            return None if kept is None else LevelRule.parse(kept)
+        except UsageError:
+            return None
     rule = measure(runner)
-    keep_rule(rule, runner, model, backend)
+    write_measurement(_file, SCHEMA, identity, str(rule))
     return rule
 
 

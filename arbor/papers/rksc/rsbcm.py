@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
 from arbor.retention.base import Blocks, Ints, Scorer
 from arbor.retention.ordering import order, whole_blocks
 from arbor.retention.policy import Policy
@@ -39,10 +39,7 @@ class RSBCM:
     unit: Unit = "blocks"
 
     def __post_init__(self) -> None:
-        if self.capacity < 1:
-            raise UsageError(
-                "setting-range", f"capacity={self.capacity}: it must be at least 1, such as 2000."
-            )
+        check_settings(self, capacity=(self.capacity >= 1, "at least 1, such as 2000"))
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
         return self._counts(blocks, room)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,35 +58,6 @@ def similarity(branch: Tensor, root: Tensor, *, alpha: float = ALPHA) -> float:
 PROBED = 0.25  # part of the layers that a comparison runs
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A prompt compared with an earlier one.
-
-    Attributes:
-        tokens: of the earlier prompt.
-        begin: first tokens that the two have in common.
-        own_end, other_end: where the tokens in which they differ end, in the prompt and in the
-            earlier one; what follows is the same.
-        similarity: of the tokens in which they differ.
-        threshold: the least similarity that is enough.
-        shared: whether that is enough.
-        layers: that were run.
-        rows: tokens that were run through them.
-        elapsed_s: seconds.
-    """
-
-    tokens: tuple[int, ...]
-    begin: int
-    own_end: int
-    other_end: int
-    similarity: float
-    threshold: float
-    shared: bool
-    layers: int
-    rows: int
-    elapsed_s: float
-
-
 class SimilarPrompts:
     """RKSC's semantic sharing (arXiv 2606.09937, section 2.2), for prompts of several problems.
 
@@ -126,26 +96,11 @@ class SimilarPrompts:
         found = self.compare(memory, tree)
         if found is None:
             return None
-        prompt = tree.root.tokens
-        own = list(prompt[found.begin : found.own_end])
-        emit(
-            Compared(
-                tokens=len(prompt),
-                other_tokens=len(found.tokens),
-                common=found.begin,
-                text=self._tokenizer.decode(own, skip_special_tokens=False),
-                ids=found.tokens[found.begin : found.other_end],
-                similarity=found.similarity,
-                threshold=found.threshold,
-                shared=found.shared,
-                layers=found.layers,
-                rows=found.rows,
-                elapsed_s=found.elapsed_s,
-            )
-        )
-        return OtherPrompt(found.tokens, found.begin) if found.shared else None
+        compared, other = found
+        emit(compared)
+        return other if compared.shared else None
 
-    def compare(self, memory: KVMemory, tree: ThoughtTree) -> Comparison | None:
+    def compare(self, memory: KVMemory, tree: ThoughtTree) -> tuple[Compared, OtherPrompt] | None:
         """Compare the prompt of a tree, of which nothing is on the device, with the kept one that
         has the most tokens in common with it; None where there is none, where it is equal, or where
         the probe has no room."""
@@ -169,11 +124,13 @@ class SimilarPrompts:
             memory, tree, kept, first, (prompt[first:own_end], kept.tokens[first:other_end])
         )
         found = similarity(own, other)
-        return Comparison(
-            tokens=tuple(kept.tokens.tolist()),
-            begin=begin,
-            own_end=own_end,
-            other_end=other_end,
+        tokens = tuple(kept.tokens.tolist())
+        event = Compared(
+            tokens=len(prompt),
+            other_tokens=len(tokens),
+            common=begin,
+            text=self._tokenizer.decode(prompt[begin:own_end].tolist(), skip_special_tokens=False),
+            ids=tokens[begin:other_end],
             similarity=found,
             threshold=self._threshold,
             shared=found >= self._threshold,
@@ -181,6 +138,7 @@ class SimilarPrompts:
             rows=rows,
             elapsed_s=time.perf_counter() - began,
         )
+        return event, OtherPrompt(tokens, begin)
 
     def _states(
         self,

@@ -11,7 +11,6 @@ import numpy as np
 from arbor.retention.base import (
     Allocator,
     Blocks,
-    Bools,
     CappedAllocator,
     CreditingAllocator,
     Floats,
@@ -19,7 +18,7 @@ from arbor.retention.base import (
     Scorer,
     TokenAllocator,
 )
-from arbor.retention.ordering import order
+from arbor.retention.ordering import filled, order
 from arbor.retention.selection import checked_counts, checked_leaving
 
 # how the room of an engine is divided among the searches in it
@@ -81,11 +80,7 @@ class PerTree:
         if self.among == "fair":
             return _equal(least, most, room)
         first = order(most) if self.among == "shortest-first" else np.arange(len(most))
-        spare = (most - least)[first]
-        before = np.cumsum(spare) - spare
-        rooms = least.copy()
-        rooms[first] += np.clip(room - int(least.sum()) - before, 0, spare)
-        return rooms
+        return least + filled(most - least, room - int(least.sum()), first)
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,8 @@ class PerTreeTokens(PerTree):
         for mine, part, share in self._parts(blocks, room):
             leaving, credit = checked_leaving(self.allocator, part, share, scorer)
             # tokens lie block after block, here and there
-            places = np.flatnonzero(np.repeat(_flags(mine, len(blocks)), blocks.resident))
+            owner = np.repeat(np.arange(len(blocks)), blocks.resident)
+            places = np.flatnonzero(np.isin(owner, mine))
             gone.append(places[leaving])
             if credit is not None:
                 credits[places] = credit
@@ -130,13 +126,6 @@ def divided(allocator: Allocator, among: Among) -> PerTree:
     if isinstance(allocator, TokenAllocator):
         return PerTreeTokens(allocator, among)
     return PerTree(allocator, among)
-
-
-def _flags(indices: Ints, size: int) -> Bools:
-    """Whether each index below `size` is one of these."""
-    flags = np.zeros(size, np.bool_)
-    flags[indices] = True
-    return flags
 
 
 def _equal(least: Ints, most: Ints, room: int) -> Ints:

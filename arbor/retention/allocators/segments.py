@@ -8,7 +8,7 @@ import numpy as np
 
 from arbor.retention.allocators.waterfill import rounded, waterfill
 from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
-from arbor.retention.ordering import lowest, order
+from arbor.retention.ordering import lowest, order, ranks_within
 from arbor.retention.selection import checked_scores, filled_floors, select_all_but
 
 _FAINT = 1e-12  # weight of a segment that received nothing, relative to the sum
@@ -66,10 +66,8 @@ class TokenSequence:
         Returns:
             int64, places in `blocks.tokens`.
         """
-        preferred = order(segment, -self.scores, -self.positions)
-        sizes = np.bincount(segment, minlength=len(quotas))
-        rank = np.arange(len(self)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        return self.at[preferred[rank >= quotas[segment[preferred]]]]
+        rank = ranks_within(segment, -self.scores, -self.positions)
+        return self.at[rank >= quotas[segment]]
 
 
 class Segmented(ABC):

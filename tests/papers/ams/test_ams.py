@@ -18,7 +18,7 @@ from arbor.errors import UsageError
 from arbor.papers.ams.ams import AMS, Strata
 from arbor.retention.base import Blocks, TokenAllocator
 from arbor.retention.policy import Protect
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers import HeavyHitters
 from arbor.retention.selection import select
 
 ALLOCATORS: tuple[TokenAllocator, ...] = (

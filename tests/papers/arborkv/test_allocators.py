@@ -17,7 +17,7 @@ from arbor.papers.arborkv.kkt import KKT
 from arbor.papers.arborkv.ratio import Ratio
 from arbor.retention.allocators.waterfill import waterfill
 from arbor.retention.base import Ints
-from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers import Recency
 
 SHARES = st.floats(0, 1)
 ANY = Recency()

@@ -19,7 +19,7 @@ from arbor.events import Evicted
 from arbor.papers.hierarchy.hierarchy import Evict, Hierarchy
 from arbor.retention.base import Blocks, Ints, Tokens
 from arbor.retention.policy import Policy, Protect, Trigger
-from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers import HeavyHitters
 from arbor.retention.selection import select
 
 EVERY = 8

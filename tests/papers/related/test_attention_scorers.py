@@ -8,8 +8,7 @@ from hypothesis import given
 from support.attention_history import History
 from support.offers import SEEDS
 
-from arbor.papers.related.raas import RaaS
-from arbor.papers.related.tova import TOVA
+from arbor.papers.related.received import TOVA, RaaS
 
 
 @given(seed=SEEDS)

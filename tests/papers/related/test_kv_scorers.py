@@ -15,18 +15,16 @@ from torch import Tensor
 
 from arbor.errors import UsageError
 from arbor.model.runner import ModelRunner
-from arbor.papers.related.chunks import Chunks
 from arbor.papers.related.expected_attention import ExpectedAttention
-from arbor.papers.related.keydiff import KeyDiff
+from arbor.papers.related.keys_values import VATP, KeyDiff
 from arbor.papers.related.rkv import RKV
+from arbor.papers.related.snapkv_budgets import Chunks
 from arbor.papers.related.triattention import TriAttention
-from arbor.papers.related.vatp import VATP
 from arbor.papers.related.window_attention import WindowAttention
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Tokens
-from arbor.retention.observation import Observation
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.token_kv import KVScorer, KVSequence, attention_of
+from arbor.retention.token_kv import KVScorer, KVSequence, Observation, attention_of
 from arbor.testing import random_kv
 from arbor.tree import Node
 

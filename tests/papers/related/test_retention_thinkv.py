@@ -27,7 +27,7 @@ from arbor.papers.related.thinkv import (
 )
 from arbor.retention.base import NEVER, Blocks, Floats, Tokens
 from arbor.retention.policy import Protect, Trigger
-from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers import Recency
 from arbor.retention.token_kv import KVSequence
 from arbor.testing import random_kv
 from arbor.tree import Node

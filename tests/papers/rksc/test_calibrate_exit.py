@@ -24,8 +24,7 @@ from arbor.papers.rksc.calibration import (
     collect_verifications,
 )
 from arbor.papers.rksc.cgee import CGEE
-from arbor.papers.rksc.exit_thresholds import ExitThresholds, save_thresholds
-from arbor.papers.rksc.layer_exit import LayerExit
+from arbor.papers.rksc.exit_thresholds import ExitThresholds, LayerExit, save_thresholds
 from arbor.run.setup import resolve_verifier
 from arbor.tasks.game24 import Game24
 from arbor.verifiers.exact import Exact

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,8 +30,9 @@ from arbor.memory.pool import KVPool
 from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.papers.rksc.cgee import CGEE
-from arbor.papers.rksc.exit_watch import Exiting, ask_early, entropy, lack_of_margin, ways_of
-from arbor.papers.rksc.layer_exit import DECIMALS, LayerExit
+from arbor.papers.rksc.exit_thresholds import DECIMALS, LayerExit
+from arbor.papers.rksc.exit_watch import Exiting, entropy, lack_of_margin, ways_of
+from arbor.tree import Node
 from arbor.verifiers.exact import Exact
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -43,6 +44,29 @@ AFTER = {n: LayerExit(first=n, threshold=9.0, settle=9.0, patience=1) for n in (
 NAMES = ("llama", "qwen3", "mistral_window", "gemma2", "gemma3_text", "granite", "cohere2", "gpt2")
 TOLERANCE = 2e-6
 SQUEEZED = 31
+
+
+class Answers(NamedTuple):
+    """Logits [n, V], the layers that each question ran through, and under an audit [n, V] of all
+    layers."""
+
+    logits: Tensor
+    layers: tuple[int, ...]
+    full: Tensor | None
+
+
+def ask_early(
+    lab: Lab,
+    nodes: Sequence[Node],
+    questions: Sequence[Sequence[int]],
+    rule: LayerExit,
+    verdicts: Sequence[Sequence[int]] = (),
+    audit: bool = False,
+) -> Answers:
+    ways = ways_of(rule, len(nodes), verdicts, audit=audit)
+    logits = lab.ask(nodes, questions, ways)
+    full = [way.full for way in ways if way.full is not None]
+    return Answers(logits, tuple(way.layers for way in ways), torch.stack(full) if full else None)
 
 
 # The rule

@@ -14,7 +14,7 @@ from arbor.model.level_rule import BUCKET, NEVER, LevelRule
 from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ModelRunner
 from arbor.papers.rksc import kv_probe
-from arbor.papers.rksc.kv_probe import ROWS, keep_rule, kept_rule, measured_rule
+from arbor.papers.rksc.kv_probe import ROWS, level_rule, measured_rule
 from arbor.support.cache_dir import cache_dir
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -62,10 +62,14 @@ def test_the_probe_finds_from_how_many_rows_on_a_level_pays(launch: float) -> No
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"schema": "arbor.kv-probe/2"}'])
-def test_a_damaged_file_is_ignored(runner: ModelRunner, damage: str) -> None:
-    keep_rule(LevelRule.parse("0,4"), runner, "m", "torch")
+def test_a_damaged_file_is_ignored(
+    runner: ModelRunner, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = map(LevelRule.parse, ("0,4", "2"))
+    monkeypatch.setattr(kv_probe, "measure", lambda runner: next(rules))
+    level_rule("measure", runner, "m", "torch")
     (file,) = (cache_dir() / "kv_probe").iterdir()
     file.write_text(damage)
-    assert kept_rule(runner, "m", "torch") is None
-    keep_rule(LevelRule.parse("2"), runner, "m", "torch")
+    assert level_rule("kept", runner, "m", "torch") is None
+    level_rule("measure", runner, "m", "torch")
     assert json.loads(file.read_text())["measured"] == "2"

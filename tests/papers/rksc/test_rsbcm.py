@@ -17,7 +17,7 @@ from arbor.errors import UsageError
 from arbor.papers.rksc.rsbcm import POLICY, RSBCM
 from arbor.retention.base import Blocks, Ints
 from arbor.retention.policy import Protect
-from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers import Recency
 
 SHARES = st.floats(0, 1)
 ANY = Recency()

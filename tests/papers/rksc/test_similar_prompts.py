@@ -21,7 +21,7 @@ from arbor.events import Boundary, Compared, Event, Opened, Shared
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.metrics import MetricsFold
 from arbor.model.runner import ModelRunner
-from arbor.papers.rksc.similar_prompts import Comparison, SimilarPrompts, differing, similarity
+from arbor.papers.rksc.similar_prompts import SimilarPrompts, differing, similarity
 from arbor.tasks.base import BlockLimits
 from arbor.trace import Replay, read_trace
 from arbor.tree import ThoughtTree
@@ -97,10 +97,11 @@ class Comparing(Lab):
             prompt_hook=SimilarPrompts(ModelRunner(model, TorchCascade()), Words(), threshold),
         )
 
-    def compare(self, tree: ThoughtTree) -> Comparison | None:
+    def compare(self, tree: ThoughtTree) -> Compared | None:
         hook = self._prompt_hook
         assert isinstance(hook, SimilarPrompts)
-        return hook.compare(self.memory, tree)
+        found = hook.compare(self.memory, tree)
+        return None if found is None else found[0]
 
 
 def lab_of(threshold: float = -1.0) -> Comparing:

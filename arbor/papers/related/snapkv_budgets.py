@@ -1,4 +1,4 @@
-"""Whole chunks of neighbouring tokens stay or leave: ChunkKV."""
+"""ChunkKV, AdaKV and PyramidKV: whole chunks stay, or KV heads have budgets, by SnapKV's score."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arbor.errors import UsageError
+from arbor.errors import check_settings
+from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.segments import Segmented, TokenSequence
 from arbor.retention.base import Ints
-from arbor.retention.ordering import order
+from arbor.retention.ordering import filled, order
 from arbor.retention.policy import Policy
-from arbor.retention.scorers.window import Window
+from arbor.retention.scorers import Window
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,36 @@ class Chunks(Segmented):
     size: int = 10
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise UsageError("setting-range", f"size={self.size}: it must be at least 1.")
+        check_settings(self, size=(self.size >= 1, "at least 1"))
 
     def divide(self, sequence: TokenSequence) -> tuple[Ints, Ints]:
         segment, size = sequence.stretches(self.size)
         mean = np.bincount(segment, sequence.scores) / size
         preferred = order(-mean, -np.arange(len(size)))
-        before = np.cumsum(size[preferred]) - size[preferred]
-        quotas = np.zeros(len(size), np.int64)
-        quotas[preferred] = np.clip(sequence.room - before, 0, size[preferred])
-        return segment, quotas
+        return segment, filled(size, sequence.room, preferred)
 
 
-POLICY = Policy(
+CHUNKKV = Policy(
     Chunks(),
     Window(),
     summary="Keeps whole chunks of neighbouring tokens that the last queries attended to (ChunkKV).",
+)
+
+
+ADAKV = Policy(
+    Pooled(),
+    Window(),
+    granularity="head",
+    heads="adaptive",
+    summary="Keeps the tokens that the last queries attended to; the KV heads of a layer compete for "
+    "its room (AdaKV).",
+)
+
+PYRAMIDKV = Policy(
+    Pooled(),
+    Window(),
+    granularity="head",
+    heads="pyramid",
+    summary="Keeps the tokens that the last queries attended to, more of them in lower layers "
+    "(PyramidKV).",
 )

@@ -1,1 +1,0 @@
-"""Scorers: which tokens a block keeps."""
