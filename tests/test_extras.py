@@ -11,10 +11,10 @@ import click
 import pytest
 from support.taken_out import TAKEN_OUT, WHY
 
-from arbor.cli import extras
+from arbor.cli import show as extras
 from arbor.cli.app import cli
-from arbor.cli.extras import EXTRAS, extra_states
 from arbor.cli.man import man_page
+from arbor.cli.show import EXTRAS, extra_states
 
 ROOT = Path(__file__).parents[1]
 FOR_DEVELOPERS = {"dev", "test"}
@@ -36,8 +36,8 @@ def test_doctor_knows_every_extra_and_its_packages(project: dict[str, Any]) -> N
     declared = project["optional-dependencies"]
 
     assert EXTRAS.keys() == declared.keys() - FOR_DEVELOPERS
-    for name, extra in EXTRAS.items():
-        assert set(extra.packages) == {distribution(each) for each in declared[name]}, name
+    for name, (_, packages) in EXTRAS.items():
+        assert set(packages) == {distribution(each) for each in declared[name]}, name
 
 
 @pytest.mark.skipif(bool(TAKEN_OUT), reason=WHY)

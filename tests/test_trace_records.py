@@ -23,9 +23,9 @@ from arbor.trace.records import (
     number_of,
     parse,
     seconds_of,
+    trace_schema,
 )
 from arbor.trace.repair import repair_trace
-from arbor.trace.schema import trace_schema
 from arbor.view import read_page_trace
 
 SCHEMA = trace_schema()

@@ -18,9 +18,8 @@ import click
 
 from arbor._version import __version__
 from arbor.cli.command import Group, Option, unknown_variables
-from arbor.cli.loading_line import LoadingLine
 from arbor.cli.options import COMPLETION, output_options
-from arbor.cli.output import ClosedStdout, Output, close_log, configure_log, encodable
+from arbor.cli.output import ClosedStdout, LoadingLine, Output, close_log, configure_log, encodable
 from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.feature import features
@@ -50,7 +49,7 @@ COMMANDS = {
     "trace": ("arbor.cli.trace:trace", "Inspect, check, compare, convert and repair traces."),
     "doctor": ("arbor.cli.show:doctor", "Show versions, devices and settings, for a bug report."),
     "completion": (
-        "arbor.cli.completion:completion",
+        "arbor.cli.man:completion",
         "Print a shell script for completion on TAB.",
     ),
     "man": ("arbor.cli.man:man", "Print the manual page."),
@@ -154,7 +153,7 @@ def _with_models(error: ArborError) -> ArborError:
     """The same error; for a model missing offline, with the cached models."""
     if error.code != "offline":
         return error
-    from arbor.cli.cache import with_models
+    from arbor.cli.show import with_models
 
     return with_models(error)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import click
+from click.shell_completion import get_completion_class
 
 from arbor._version import __version__
 from arbor.cli.command import EXIT_CODES, LAST_HEADINGS, Command
-from arbor.cli.options import output_options
+from arbor.cli.options import COMPLETION, output_options
 from arbor.cli.output import Output
 
 VERBATIM = "\b"  # click's mark of a paragraph whose lines stay as they are
@@ -94,3 +95,25 @@ def _plain(text: str) -> str:
     """Text that man takes as it is."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@click.command(cls=Command)
+@click.argument("shell", type=click.Choice(SHELLS))
+@output_options
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> int:
+    """Print a script that completes commands, options and names on TAB.
+
+    \b
+      arbor completion bash >> ~/.bashrc
+      arbor completion zsh >> ~/.zshrc
+      arbor completion fish > ~/.config/fish/completions/arbor.fish
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None, f"click completes for {shell}"
+    script = kind(ctx.find_root().command, {}, "arbor", COMPLETION).source()
+    ctx.ensure_object(Output).print(script.rstrip())
+    return 0

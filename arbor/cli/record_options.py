@@ -14,8 +14,7 @@ import click
 
 from arbor import components, registry
 from arbor.cli.command import F, Integer, Number, flag_of, option
-from arbor.cli.component_settings import KINDS, owner_of, settings_by_part
-from arbor.cli.configure import config_values, settings_of_parts
+from arbor.cli.configure import KINDS, config_values, owner_of, settings_by_part, settings_of_parts
 from arbor.engine.mode_names import default_policy
 from arbor.errors import UsageError
 from arbor.model.sampling_params import Sampling

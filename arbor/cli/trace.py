@@ -25,8 +25,8 @@ from arbor.support.setting import setting
 from arbor.support.texts import clipped, one_line
 from arbor.trace import Replay, Trace, read_trace
 from arbor.trace.diff import Difference, TraceDiff, diff_traces
+from arbor.trace.records import trace_schema
 from arbor.trace.repair import repair_trace
-from arbor.trace.schema import trace_schema
 from arbor.trace.write import to_record, without_words
 
 SHOWN_CHARACTERS = 60
@@ -381,7 +381,7 @@ def schema(output: Output) -> int:
 
     \b
       arbor trace schema
-      arbor trace schema > arbor.trace.schema.json
+      arbor trace schema > arbor.trace.records.json
       arbor trace schema | jq '."$defs".evict'
     """
     output.print(json.dumps(trace_schema(), indent=2, ensure_ascii=False))

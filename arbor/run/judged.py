@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arbor.aggregate.base import Aggregate, PathValues, ReadsPaths
-from arbor.aggregate.confidence import Confident
+from arbor.aggregate.base import Aggregate, Confident, PathValues, ReadsPaths
 from arbor.controllers.base import ReadsValues, Search
 from arbor.run.limits import Limits
 from arbor.tree import Node, NodeState, ThoughtTree

@@ -73,7 +73,7 @@ class Limits:
         first: end at the first finished path with an answer (``answer``), or at the first of those
             whose value is at least `ACCEPTED` (``verified``); None: no limit.
         confidence: end once the confidence of the best answer reaches this, see
-            `arbor.aggregate.confidence`; None: no limit.
+            `arbor.aggregate.base`; None: no limit.
     """
 
     max_depth: int
