@@ -19,15 +19,10 @@ from typing import Any
 
 import torch
 from experiment_table import ExperimentTable, add_options
-from random_llama import NoText, random_llama
+from random_llama import NoText, fused_runner, random_llama
 
 from arbor.engine.beam_hypotheses import BeamSettings
 from arbor.engine.engine import Engine
-from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.torch_cascade import TorchCascade
-from arbor.kernels.linear.layers import pack_linears
-from arbor.kernels.native import native_library
-from arbor.model.runner import ModelRunner
 from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 
@@ -39,10 +34,8 @@ def ways(given: argparse.Namespace) -> dict[str, Way]:
     generator = torch.Generator().manual_seed(1)
     reference: Any = random_llama(given.size, torch.float32)
     ids = torch.randint(5, reference.config.vocab_size, (1, given.prompt), generator=generator)
-    model: Any = random_llama(given.size, torch.float32)
-    pack_linears(model)
-    backend = TorchCascade() if native_library() is None else NativeCascade()
-    engine = Engine(ModelRunner(model, backend), NoText(), policy=POLICIES["reentry"])
+    runner = fused_runner(random_llama(given.size, torch.float32))
+    engine = Engine(runner, NoText(), policy=POLICIES["reentry"])
 
     def transformers(beams: int) -> list[list[int]]:
         out = reference.generate(
@@ -62,9 +55,7 @@ def ways(given: argparse.Namespace) -> dict[str, Way]:
         engine.open(tree, given.prompt + beams * given.tokens)
         found = engine.search_beams(settings, ())
         engine.close(tree)
-        engine.memory.free_kept_prompts(
-            engine.memory.slots
-        )  # the next prompt is not taken from this one
+        engine.memory.free_kept_prompts(engine.memory.slots)  # the next prompt is computed
         return [list(each.tokens) for each in found]
 
     return {"transformers": transformers, "arbor": arbor}

@@ -14,29 +14,21 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from experiment_table import ExperimentTable, add_options
-from torch import Tensor, nn
+from rounds import RATIO, in_turn, ratio_columns
+from torch import nn
 
 from arbor.kernels.linear.layers import Packing, pack_linears
 from arbor.kernels.native import native_library, native_state
-from arbor.measure.statistics import bootstrap
 
 CONTESTANTS: tuple[Packing, ...] = ("native", "onednn", "mkl", "dense")
 SIZES = ("768x768", "768x2048", "2048x768")
-
-
-def thread_s(call: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """CPU time of this thread for one call, in seconds."""
-    begin = time.thread_time()
-    call(x)
-    return time.thread_time() - begin
 
 
 def packed_layers(linear: nn.Linear) -> dict[str, nn.Module]:
@@ -57,36 +49,29 @@ def measure(
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs, bias=False).to(dtype)
     x = torch.randn(rows, inputs).to(dtype)
-    layers = packed_layers(linear)
-    times: dict[str, list[float]] = {kind: [] for kind in layers}
+    calls = {kind: partial(layer, x) for kind, layer in packed_layers(linear).items()}
     with torch.no_grad():
-        for number in range(rounds + 1):
-            for kind, layer in layers.items():
-                taken = thread_s(layer, x)
-                if number:  # the first round is not counted
-                    times[kind].append(taken)
-    found = []
-    for kind in list(layers)[1:]:
-        ratios = [one / other for one, other in zip(times[kind], times["native"], strict=True)]
-        low, high = bootstrap(ratios, "median")
-        operations = 2e-9 * rows * inputs * outputs
-        found.append(
-            {
-                "dtype": str(dtype).removeprefix("torch."),
-                "inputs": inputs,
-                "outputs": outputs,
-                "rows": rows,
-                "contestant": kind,
-                "native_gflops": round(operations / statistics.median(times["native"]), 1),
-                "gflops": round(operations / statistics.median(times[kind]), 1),
-                "ratio": round(statistics.median(ratios), 2),
-                "ratio_low": round(low, 2),
-                "ratio_high": round(high, 2),
-                "n": rounds,
-                "n_of": "rounds",
-            }
-        )
-    return found
+        seconds = in_turn(calls, rounds)
+    gflops = {
+        kind: round(2e-9 * rows * inputs * outputs / float(np.median(each)), 1)
+        for kind, each in seconds.items()
+    }
+    return [
+        {
+            "instructions": native_state(),
+            "dtype": str(dtype).removeprefix("torch."),
+            "inputs": inputs,
+            "outputs": outputs,
+            "rows": rows,
+            "contestant": kind,
+            "native_gflops": gflops["native"],
+            "gflops": gflops[kind],
+            **ratio_columns(seconds[kind] / seconds["native"], RATIO, 2),
+            "n": rounds,
+            "n_of": "rounds",
+        }
+        for kind in list(seconds)[1:]
+    ]
 
 
 def main() -> int:
@@ -110,13 +95,7 @@ def main() -> int:
             inputs, outputs = map(int, size.split("x"))
             for rows in given.rows:
                 for row in measure(inputs, outputs, rows, getattr(torch, dtype), given.rounds):
-                    table.add({"instructions": native_state(), **row})
-                    print(
-                        f"{dtype} {inputs} -> {outputs}, {rows} rows, {row['contestant']}: "
-                        f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f}) "
-                        f"times native, {row['gflops']} and {row['native_gflops']} GFLOPS",
-                        flush=True,
-                    )
+                    table.show(row)
     return 0
 
 

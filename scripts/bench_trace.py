@@ -1,8 +1,7 @@
-"""What a trace costs: its share of a search, its size, reading it back; and how long the command
-takes to start.
+"""What a trace costs: its share of a search, its size, and reading it back.
 
     python scripts/bench_trace.py
-    python scripts/bench_trace.py --problems 20 --nodes 200 1281 10001 --starts 20
+    python scripts/bench_trace.py --problems 20 --nodes 200 1281 10001
 
 One JSON document on stdout. Costs are CPU time of the thread, so that a busy machine does not
 count.
@@ -13,12 +12,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import random
-import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -170,43 +165,15 @@ def size(nodes: int) -> dict[str, Any]:
     return row
 
 
-def start(arguments: list[str], runs: int) -> dict[str, Any]:
-    """Wall and CPU seconds of a command that has nothing to compute."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    if not arguments:
-        environment |= {
-            "_ARBOR_COMPLETE": "bash_complete",
-            "COMP_WORDS": "arbor solve --controller ",
-        }
-        environment |= {"COMP_CWORD": "3"}
-    walls, cpus = [], []
-    for _ in range(runs + 1):
-        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        command = [sys.executable, "-m", "arbor", *arguments]
-        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
-        walls.append(time.perf_counter() - began)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpus.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return {
-        "what": f"arbor {' '.join(arguments) or '<TAB>'}",
-        "n": runs,
-        "median_cpu_s": round(statistics.median(cpus[1:]), 3),
-        "least_wall_s": round(min(walls[1:]), 3),
-        "median_wall_s": round(statistics.median(walls[1:]), 3),
-    }
-
-
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_model_and_problems(parser)
     parser.add_argument("--problems", type=int, default=10)
     parser.add_argument("--nodes", type=int, nargs="*", default=[200, 1281, 10_001])
-    parser.add_argument("--starts", type=int, default=15)
     parser.add_argument("--budget", default="full")
     asked = parser.parse_args()
-    rows = [start(each, asked.starts) for each in (["--version"], ["--help"], [])]
-    rows += [size(nodes) for nodes in asked.nodes]
+    rows = [size(nodes) for nodes in asked.nodes]
     for suffix in ("", ".gz") if asked.problems else ():
         rows.append(share_of_a_search(asked, suffix))
     print(json.dumps({"rows": rows}, indent=2))

@@ -21,23 +21,20 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from experiment_table import ExperimentTable, add_options
-from random_llama import SIZES, NoText, prefix, random_llama
+from random_llama import SIZES, NoText, fused_runner, prefix, random_llama
+from rounds import RATIO, ratio_columns
 
 from arbor.engine.engine import Engine
-from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.torch_cascade import TorchCascade
-from arbor.kernels.linear.layers import pack_linears
-from arbor.kernels.native import native_library, native_state
-from arbor.measure.statistics import bootstrap
+from arbor.kernels.native import native_state
 from arbor.measure.timing import turned
 from arbor.memory.prompt_files import PromptFiles
-from arbor.model.runner import ModelRunner
 from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 
@@ -56,10 +53,7 @@ class Bench:
     """
 
     def __init__(self, size: str, dtype: torch.dtype, prompt: int, folder: Path) -> None:
-        model = random_llama(size, dtype)
-        backend = TorchCascade() if native_library() is None else NativeCascade()
-        self._runner = ModelRunner(model, backend)
-        pack_linears(model)
+        self._runner = fused_runner(random_llama(size, dtype))
         self._tokens = prefix(prompt, SIZES[size]["vocab_size"])
         self._kept, self._empty = folder / "kept", folder / "empty"
         engine, tree = self._extended(self._files(self._kept))
@@ -122,19 +116,16 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1000, help="tokens")
     parser.add_argument("--rounds", type=int, default=15)
     add_options(parser)
-    parser.add_argument("--note", default="")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
+    table = ExperimentTable(given)
     for name in given.dtypes:
         with tempfile.TemporaryDirectory(prefix="arbor-warm-") as folder:
-            rows += measured(given, name, Path(folder))
-    table = ExperimentTable(given)
-    for row in rows:
-        table.add(row, given.note or f"native kernels: {native_state()}")
+            for row in measured(given, name, Path(folder)):
+                table.show(row, f"native kernels: {native_state()}")
 
 
-def measured(given: argparse.Namespace, dtype: str, folder: Path) -> list[dict[str, Any]]:
+def measured(given: argparse.Namespace, dtype: str, folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each method."""
     bench = Bench(given.size, getattr(torch, dtype), given.prompt, folder)
     taken: dict[str, list[tuple[float, float]]] = {method: [] for method in METHODS}
@@ -143,38 +134,26 @@ def measured(given: argparse.Namespace, dtype: str, folder: Path) -> list[dict[s
     for round_ in range(given.rounds):
         for method in turned(METHODS, round_):
             taken[method].append(bench.run(method))
-    rows = []
     for method in METHODS:
         cpu = [1e3 * each for each, _ in taken[method]]
         ratios = [
             own / base for (own, _), (base, _) in zip(taken[method], taken["compute"], strict=True)
         ]
         low, middle, high = np.percentile(cpu, (25, 50, 75)).tolist()
-        ratio_low, ratio_high = bootstrap(ratios, "median")
-        rows.append(
-            {
-                "model": f"{given.size} Llama, random",
-                "dtype": dtype,
-                "prompt_tokens": given.prompt,
-                "file_mib": round(bench.file_bytes / 2**20, 2),
-                "method": method,
-                "cpu_ms": round(middle, 2),
-                "cpu_q1_ms": round(low, 2),
-                "cpu_q3_ms": round(high, 2),
-                "wall_ms": round(1e3 * statistics.median(wall for _, wall in taken[method]), 2),
-                "ratio": round(statistics.median(ratios), 4),
-                "ratio_low": round(ratio_low, 4),
-                "ratio_high": round(ratio_high, 4),
-                "n": given.rounds,
-                "n_of": "rounds",
-            }
-        )
-        print(
-            f"{dtype:9} {method:8} {middle:9.2f} ms  ({low:.2f} to {high:.2f})  "
-            f"{rows[-1]['ratio']:.4f} of compute  ({ratio_low:.4f} to {ratio_high:.4f})  "
-            f"wall {rows[-1]['wall_ms']:.2f} ms"
-        )
-    return rows
+        yield {
+            "model": f"{given.size} Llama, random",
+            "dtype": dtype,
+            "prompt_tokens": given.prompt,
+            "file_mib": round(bench.file_bytes / 2**20, 2),
+            "method": method,
+            "cpu_ms": round(middle, 2),
+            "cpu_q1_ms": round(low, 2),
+            "cpu_q3_ms": round(high, 2),
+            "wall_ms": round(1e3 * statistics.median(wall for _, wall in taken[method]), 2),
+            **ratio_columns(ratios, RATIO, 4),
+            "n": given.rounds,
+            "n_of": "rounds",
+        }
 
 
 if __name__ == "__main__":

@@ -268,8 +268,7 @@ def main() -> None:
     about = {"model": Path(args.model).name, "task": args.task, "temperature": args.temperature}
     table = ExperimentTable(args)
     for row in report(chains):
-        print(json.dumps(row))
-        table.add(about | row)
+        table.show(about | row)
 
 
 def _whole(solver: Solver, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -278,15 +277,7 @@ def _whole(solver: Solver, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     if args.chains is not None and args.chains.exists():
         kept = [json.loads(line) for line in args.chains.read_text("utf-8").splitlines()]
     if not kept:
-        options = DatasetOptions(
-            dataset=args.dataset,
-            split=None,
-            input_key=None,
-            target_key=None,
-            encoding="utf-8",
-            limit=args.n,
-            sample_id=(),
-        )
+        options = DatasetOptions(dataset=args.dataset, limit=args.n)
         samples = read_samples(options, solver.task, stop_on_error=True)
         problems = [sample.problem for sample in samples if sample.problem is not None]
         kept = list(decoded(solver, problems, args.concurrency))

@@ -1,6 +1,6 @@
 """Which model solves which problems: the options of scripts that evaluate or measure searches.
 
-    python scripts/bench_host.py --model ./model.gguf --dataset gsm8k.jsonl --task gsm8k
+    python scripts/bench_ratio.py --model ./model.gguf --dataset gsm8k.jsonl --task gsm8k
     python scripts/eval_attention.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k
 
 Without them the built-in model solves a task's own problems. Of a data set, what a script calls
@@ -90,11 +90,7 @@ def problems_of(
     options = DatasetOptions(
         dataset=DATASETS.get(given.dataset, (given.dataset,))[0],
         split="calibration" if split == "train" else "evaluation",
-        input_key=None,
-        target_key=None,
-        encoding="utf-8",
         limit=str(n),
-        sample_id=(),
     )
     samples = read_samples(options, task, stop_on_error=True)
     return [each.problem for each in samples if each.problem is not None]

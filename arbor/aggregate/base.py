@@ -102,11 +102,13 @@ def check_steps(steps: str) -> None:
 
 
 def path_score(path: FinishedPath, steps: Steps) -> float:
-    """The score of a path: the last, the lowest, the mean or the product of its values.
+    """The score of a path; 0 for one without blocks."""
+    return reduced(path.values, steps)
 
-    0 for a path without blocks.
-    """
-    return _REDUCED[steps](path.values) if path.values else 0.0
+
+def reduced(values: Sequence[float], steps: Steps) -> float:
+    """The last, the lowest, the mean or the product of the values of a path; 0 without any."""
+    return _REDUCED[steps](values) if values else 0.0
 
 
 def by_answer(paths: Sequence[FinishedPath]) -> list[list[FinishedPath]]:

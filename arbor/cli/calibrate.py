@@ -84,7 +84,6 @@ class Fitted(ModelSource):
                     target_key=values["target_key"],
                     encoding=values["encoding"],
                     limit=str(values["n"]),
-                    sample_id=(),
                 )
         same = ("model", "revision", "trust_remote_code", "n")
         return cls(**{name: values[name] for name in same}, task=task, rows=rows)

@@ -16,7 +16,7 @@ from arbor.kernels.attention.base import AttentionShape, CascadeLevel
 
 Slots = npt.NDArray[np.int64]
 
-# Measured rules (scripts/bench_attention.py; EXPERIMENTS.md):
+# Measured rules (docs/experiments/native_attention.csv):
 
 # A broken key list is read run by run if its runs are this long on average, else gathered.
 RUN_TOKENS = 48

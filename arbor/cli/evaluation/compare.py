@@ -255,8 +255,6 @@ def plan_runs(
                     fresh=options.fresh,
                     concurrency=options.concurrency,
                     on_error=options.on_error,
-                    fail_under=None,
-                    compare=None,
                     trace=options.trace,
                     trace_detail=options.trace_detail,
                 )
