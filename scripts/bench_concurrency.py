@@ -27,7 +27,13 @@ from typing import Any
 
 import torch
 from experiment_table import ExperimentTable, add_options
-from model_and_problems import add_model_and_problems, problems_of, settings_of, verifier_of_chains
+from model_and_problems import (
+    add_model_and_problems,
+    problems_of,
+    settings_of,
+    tree_of,
+    verifier_of_chains,
+)
 from random_llama import NoText, fixed_length, fused_runner, prefix, random_llama
 
 from arbor import Solver
@@ -177,7 +183,7 @@ def trees(given: argparse.Namespace, deterministic: bool) -> dict[str, Any]:
         solver = Solver(**settings, deterministic=deterministic)
         every = problems_of(given, solver.task, given.problems)
         solutions = solver.solve_batch(every, concurrency=concurrency)
-        found.append([(shape(each), each.answer) for each in solutions])
+        found.append([(tree_of(each), each.answer) for each in solutions])
         solver.close()
     pairs = list(zip(*found, strict=True))
     return {
@@ -185,13 +191,6 @@ def trees(given: argparse.Namespace, deterministic: bool) -> dict[str, Any]:
         "answers_differ": sum(one[1] != other[1] for one, other in pairs),
         "n": len(pairs),
     }
-
-
-def shape(solution: Solution) -> list[tuple[int, str]]:
-    """The parent and the text of each block of a search, in the order of their ids."""
-    graph = solution.to_networkx()
-    parents = {child: parent for parent, child in graph.edges}
-    return [(parents.get(node, -1), data["text"]) for node, data in sorted(graph.nodes(data=True))]
 
 
 def main() -> None:

@@ -42,11 +42,7 @@ VERDICTS = (5, 6)  # token ids
 
 @dataclass(frozen=True)
 class FixedExit(LayerExit):
-    """Leaves after a fixed layer; looks as often as a rule would.
-
-    Args:
-        leaves_after: layers; 0: never.
-    """
+    """Leaves after a fixed layer; looks as often as a rule would."""
 
     leaves_after: int = 0
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from bench_decode import SHAPES, Arbor, generated, rounds_of
 from experiment_table import ExperimentTable, add_options
-from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of
+from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of, tree_of
 from random_llama import random_llama
 from rounds import ratio_columns
 from torch import Tensor
@@ -33,7 +33,6 @@ from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.int8 import MOST_CODE, decode, encode
 from arbor.kernels.linear.layers import pack_linears
 from arbor.measure.statistics import clopper_pearson, paired
-from arbor.run.solution import Solution
 
 Row = dict[str, Any]
 CONTROLLER, MOST_TOKENS, AT_ONCE = "tot", 300, 8
@@ -115,12 +114,6 @@ def answers(args: argparse.Namespace) -> Iterator[Row]:
     pairs = zip(arms["auto"], arms["int8"], strict=True)
     other = sum(tree_of(one) != tree_of(two) for one, two in pairs)
     yield row(both, "percent of trees that differ", other / n, clopper_pearson(other, n))
-
-
-def tree_of(solution: Solution) -> list[tuple[int | None, str]]:
-    """Every block's parent and text."""
-    blocks = solution.replay().blocks
-    return [(blocks[number].parent, blocks[number].text) for number in sorted(blocks)]
 
 
 def decode_speed(args: argparse.Namespace) -> Iterator[Row]:

@@ -93,9 +93,6 @@ def write_gguf(folder: Path, size: str, dtype: torch.dtype) -> Path:
 class Peer:
     """A process that decodes trees (`peers/serving.py`).
 
-    Args:
-        command: that starts it.
-
     Raises:
         RuntimeError: it ended instead of answering.
     """

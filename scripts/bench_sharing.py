@@ -57,14 +57,7 @@ NO_LEVELS = 1 << 60  # key reads that no shared span saves
 
 @dataclass(frozen=True)
 class Shape:
-    """One setting.
-
-    Attributes:
-        n: tokens of the prefix.
-        branches: over it.
-        suffix: tokens of each branch's own beginning.
-        decoded: greedy tokens of each branch.
-    """
+    """One setting."""
 
     n: int
     branches: int
@@ -83,13 +76,7 @@ class Shape:
 
 
 class Bench:
-    """Runs the arms on one model.
-
-    Args:
-        runner: the model.
-        vocabulary: of the random tokens.
-        most: slots of the pool.
-    """
+    """Runs the arms on one model."""
 
     def __init__(self, runner: ModelRunner, vocabulary: int, most: int) -> None:
         self.runner = runner

@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of
 
 from arbor import Sampling, Solver
-from arbor.cli.evaluation.eval_dataset import read_samples
-from arbor.cli.evaluation.eval_options import DatasetOptions
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event, Opened
 from arbor.measure.statistics import bootstrap_groups
@@ -238,10 +237,8 @@ def _shown(percent: float) -> float | str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="builtin:sapling")
-    parser.add_argument("--task", default="game24", help="solves and grades; NAME[,KEY=VALUE]")
-    parser.add_argument("--dataset", default="game24", help="problems: a file, hf:…, or a task")
-    parser.add_argument("--n", default="200", help="the first of them, or a range such as 201-400")
+    add_model_and_problems(parser)
+    parser.add_argument("--n", type=int, default=200, help="problems")
     parser.add_argument("--samples", type=int, default=1, help="chains of a problem")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--concurrency", type=int, default=8, help="problems decoding at a time")
@@ -253,8 +250,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     settings: dict[str, Any] = {
-        "model": args.model,
-        "task": args.task,
+        **settings_of(args),
         "controller": f"chain,samples={args.samples}",
         "aggregate": "majority",  # reads no value, so that nothing is judged while chains grow
         "verifier": "self",
@@ -265,7 +261,7 @@ def main() -> None:
     }
     with Solver(**settings) as solver:
         chains = list(_whole(solver, args))
-    about = {"model": Path(args.model).name, "task": args.task, "temperature": args.temperature}
+    about = {"model": Path(args.model).name, "task": task_of(args), "temperature": args.temperature}
     table = ExperimentTable(args)
     for row in report(chains):
         table.show(about | row)
@@ -277,9 +273,7 @@ def _whole(solver: Solver, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     if args.chains is not None and args.chains.exists():
         kept = [json.loads(line) for line in args.chains.read_text("utf-8").splitlines()]
     if not kept:
-        options = DatasetOptions(dataset=args.dataset, limit=args.n)
-        samples = read_samples(options, solver.task, stop_on_error=True)
-        problems = [sample.problem for sample in samples if sample.problem is not None]
+        problems = problems_of(args, solver.task, args.n)
         kept = list(decoded(solver, problems, args.concurrency))
         _keep(args.chains, kept)
     for number, chain in enumerate(kept, 1):

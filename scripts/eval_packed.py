@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from experiment_table import ExperimentTable, add_options
-from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of
+from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of, tree_of
 from rounds import solved_columns
 from torch import Tensor
 
@@ -163,7 +163,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         found = solved(args, bits, scheme)
         exact, n = exact or found, len(found)
         right = [bool(each.correct) for each in found]
-        other = sum(texts(one) != texts(two) for one, two in zip(found, exact, strict=True))
+        other = sum(tree_of(one) != tree_of(two) for one, two in zip(found, exact, strict=True))
         moved = [
             each.metrics.tokens_fetched / max(each.metrics.tokens_generated, 1) for each in found
         ]
@@ -178,14 +178,6 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "n": n,
             "n_of": "problems",
         }
-
-
-def texts(solution: Solution) -> list[tuple[int | None, str]]:
-    """Every block's parent and text; none of a search that failed."""
-    if solution.error is not None:
-        return []
-    blocks = solution.replay().blocks
-    return [(blocks[number].parent, blocks[number].text) for number in sorted(blocks)]
 
 
 def main() -> None:

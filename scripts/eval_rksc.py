@@ -351,13 +351,7 @@ def share(args: argparse.Namespace) -> Iterator[Row]:
 
 
 class Pipeline:
-    """The stages of the paper's pipeline, on one model.
-
-    Args:
-        size: of the random model.
-        n: tokens of the prefix.
-        decoded: tokens that each branch decodes, t.
-    """
+    """The stages of the paper's pipeline, on one model."""
 
     def __init__(self, size: str, n: int, decoded: int) -> None:
         model = random_llama(size, torch.float32)

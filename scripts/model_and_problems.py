@@ -16,6 +16,7 @@ from typing import Any
 from arbor import components
 from arbor.cli.evaluation.eval_dataset import read_samples
 from arbor.cli.evaluation.eval_options import DatasetOptions
+from arbor.run.solution import Solution
 from arbor.tasks.base import Problem, Task
 from arbor.tasks.worded import Worded
 
@@ -62,6 +63,14 @@ def task_of(given: argparse.Namespace) -> str:
 def settings_of(given: argparse.Namespace) -> dict[str, Any]:
     """The model and the task as settings of `Solver`."""
     return {"model": given.model, "task": task_of(given)}
+
+
+def tree_of(solution: Solution) -> list[tuple[int | None, str]]:
+    """Every block's parent and text; none of a search that failed."""
+    if solution.error is not None:
+        return []
+    blocks = solution.replay().blocks
+    return [(blocks[number].parent, blocks[number].text) for number in sorted(blocks)]
 
 
 def verifier_of_chains(task: str) -> str:

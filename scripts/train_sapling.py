@@ -137,10 +137,6 @@ def build_tokenizer(out: Path) -> None:
 def extend_tokenizer(file: Path, people: Sequence[str]) -> None:
     """Lets an older tokenizer read today's `PIECES`: every name, alone and with its verb, that is
     several tokens becomes one more token.
-
-    Args:
-        file: the ``tokenizer.json`` that is changed.
-        people: names of word problems.
     """
     from tokenizers import Tokenizer
 
@@ -847,10 +843,6 @@ class Muon(torch.optim.Optimizer):
 def export(model: Model, tokens: Path, out: Path) -> None:
     """Writes the model as Hugging Face files, each by rename, weights last; numbers are rounded to
     bfloat16.
-
-    Args:
-        tokens: directory with the tokenizer's files.
-        out: where to.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -935,9 +927,6 @@ def quick_dtype(device: torch.device) -> torch.dtype:
 
 def visible(enter: Tensor, leave: Tensor) -> Tensor:
     """Which tokens of its row each token sees: those before it on its path, and itself.
-
-    Args:
-        enter, leave: [R, T], see `Batch`.
 
     Returns:
         [R, T, T] bool.

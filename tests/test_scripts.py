@@ -40,8 +40,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "report": ("--check --tables",),
 }
 SLOW: dict[str, tuple[str, ...]] = {
-    "bench_linear": ("--rows 3 --sizes 64x48 --rounds 2 --csv FOLDER/out.csv",),
-    "bench_beams": ("--size 5m --beams 4 --prompt 20 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
     "bench_int8": (
         "answers --of weights --n 2 --csv FOLDER/out.csv",
         "decode --of kv --size 5m --shapes F1 --rounds 1 --csv FOLDER/other.csv",
@@ -98,10 +96,6 @@ SLOW: dict[str, tuple[str, ...]] = {
     "eval_search": ("--n 1 --json FOLDER/out.json",),
     "gpu_check": ("--device cpu --out FOLDER/rows.jsonl",),
     "picture": ("--check",),
-    "bench_workers": (
-        "--problems 2 --rounds 1 --at-a-time 1 --controller chain --csv FOLDER/out.csv",
-    ),
-    "bench_warm": ("--size 5m --prompt 70 --rounds 3 --csv FOLDER/out.csv",),
     "train_sapling": ("--minutes 0.02 --work FOLDER/work --out FOLDER/model --set hidden_size=64",),
 }
 
@@ -116,8 +110,6 @@ def runs(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 def check(name: str, arguments: str, folder: Path) -> None:
     if name == "bench_view" and chromium.program() is None:
         pytest.skip(chromium.MISSING)
-    if name == "bench_workers":
-        pytest.importorskip("ray", reason="the extra `ray` is not installed")
     given = shlex.split(arguments.replace("FOLDER", str(folder)))
     script = str(SCRIPTS / f"{name}.py")
     if name in WITH_PROCESSES:
@@ -158,5 +150,5 @@ def test_every_script_that_searches_takes_a_model_and_a_data_set() -> None:
     searching = {name for name, text in texts.items() if re.search(r'\bSolver\(|"serve"', text)}
     of_problems = {name for name in searching if "add_model_and_problems" in texts[name]}
 
-    own = {"bench_start", "evidence", "eval_judges", "eval_prompts"}  # or none that could be others
+    own = {"bench_start", "evidence", "eval_prompts"}  # or none that could be others
     assert searching <= of_problems | own, "add the options of model_and_problems.py"

@@ -12,14 +12,7 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; a signal while it is imported or ends ends the process with one line.
-
-    Args:
-        arguments: instead of the process's own.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command; a signal while it is imported or ends ends the process with one line."""
     if arguments is None:
         _signals.end_at_once()  # also while the interpreter shuts down
     with _signals.ending_at_once():

@@ -49,10 +49,9 @@ COMMANDS = {
     "trace": ("arbor.cli.trace:trace", "Inspect, check, compare, convert and repair traces."),
     "doctor": ("arbor.cli.show:doctor", "Show versions, devices and settings, for a bug report."),
     "completion": (
-        "arbor.cli.man:completion",
+        "arbor.cli.completion:completion",
         "Print a shell script for completion on TAB.",
     ),
-    "man": ("arbor.cli.man:man", "Print the manual page."),
 } | {name: command for each in features() for name, command in each.commands.items()}
 # options of other programs that spread one model over several devices
 SPREADING = ("--device-map", "--tensor-parallel-size", "--tensor-parallel", "--tp")
@@ -84,9 +83,6 @@ def cli(output: Output) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
-
-    Args:
-        arguments: instead of the process's own.
 
     Returns:
         The exit code.

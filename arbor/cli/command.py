@@ -44,12 +44,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Option(click.Option):
-    """An option with a heading in the help.
-
-    Attributes:
-        heading: its group in the long help.
-        common: whether the short help shows it.
-    """
+    """An option with a heading in the help."""
 
     def __init__(
         self,

@@ -161,9 +161,6 @@ def settings_of_parts(values: Mapping[str, Any]) -> list[str]:
     """The settings of a configuration's components, as ``--set`` takes them.
 
     The settings of a component that a flag replaced are left out.
-
-    Args:
-        values: a command's options by name.
     """
     ctx = click.get_current_context(silent=True)
     settings = {} if ctx is None else ctx.meta.get(CONFIG_SETTINGS, {})

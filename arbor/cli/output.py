@@ -136,11 +136,7 @@ class ClosedStdout(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Refuses a text.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuses a text."""
         raise UsageError(
             "output-unwritable",
             "stdout is closed (>&-), and the result would be lost.",
@@ -245,12 +241,7 @@ FIRST_S, LINE_S, FRAME_S = 2.0, 30.0, 0.1
 
 
 class LoadingLine:
-    """A listener of stages: redraws a line on a terminal, writes one now and then elsewhere.
-
-    Args:
-        output: of the command, whose form of progress is asked for each time.
-        clock: seconds.
-    """
+    """A listener of stages: redraws a line on a terminal, writes one now and then elsewhere."""
 
     def __init__(self, output: Output, clock: Callable[[], float] = time.monotonic) -> None:
         self._output, self._clock = output, clock

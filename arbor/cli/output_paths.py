@@ -16,10 +16,6 @@ STDOUT = Path("-")
 def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path | None]) -> None:
     """Refuses an output that is an input, or another output.
 
-    Args:
-        outputs: by flag; None for a flag not given.
-        inputs: files that are read; None for one not given.
-
     Raises:
         UsageError: names the flag that needs another file.
     """

@@ -14,12 +14,7 @@ from arbor.support.texts import clipped, likely_encoding, refuse_surrogates
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
-    """Where a problem comes from.
-
-    Attributes:
-        problem: as text; ``-``: from stdin.
-        file, encoding: of a file that holds it.
-    """
+    """Where a problem comes from."""
 
     HEADING = "Problem"
 
@@ -62,11 +57,6 @@ class ProblemOptions:
 
 def decoded(data: bytes, encoding: str, name: str) -> str:
     """The text, without a byte order mark.
-
-    Args:
-        data: what was read.
-        encoding: the value of ``--encoding``.
-        name: its source, for the error.
 
     Raises:
         UsageError: an unknown encoding, or one that cannot decode the data.

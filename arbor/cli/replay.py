@@ -14,7 +14,7 @@ from arbor.cli.build import known_policy
 from arbor.cli.command import Command, option
 from arbor.cli.options import TRACE_PATH, output_options
 from arbor.cli.output import Output
-from arbor.cli.record_options import names_of, option_for
+from arbor.cli.record_options import budgets_and_policies, option_for
 from arbor.model.checkpoint import ModelSource
 from arbor.support.garbage import no_collection
 
@@ -26,22 +26,9 @@ DEFAULT = ("lru", "arborkv", "reentry", "belady")
 
 @click.command(cls=Command)
 @click.argument("trace", type=TRACE_PATH)
-@option(
-    "--policy",
-    multiple=True,
-    metavar="NAME[,KEY=VALUE]",
-    heading="KV budget",
-    common=True,
-    shell_complete=names_of("policy"),
-    help="May be repeated; default: lru, arborkv, reentry and belady.",
-)
-@option(
-    "--budget",
-    multiple=True,
-    metavar="X",
-    heading="KV budget",
-    common=True,
-    help="Part of this run's own peak, or 512tok; may be repeated; default: 0.5, 0.25 and 0.125.",
+@budgets_and_policies(
+    "Part of this run's own peak, or 512tok; may be repeated; default: 0.5, 0.25 and 0.125.",
+    "May be repeated; default: lru, arborkv, reentry and belady.",
 )
 @option(
     "--rehydrate",

@@ -61,11 +61,7 @@ GUESSED = (
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions(TraceDetail):
-    """What a trace holds.
-
-    Attributes:
-        trace_text: whether the words of problem, thoughts and answer are in it.
-    """
+    """What a trace holds."""
 
     HEADING = "Output"
 
@@ -493,12 +489,6 @@ def step_seconds(info: ModelInfo) -> float:
 def estimate_line(blocks: int, boundary: BlockLimits, info: ModelInfo, device: str) -> str:
     """How large the search may become, and about how long a path takes; empty where that is a
     moment, or for a GPU, whose memory is not measured.
-
-    Args:
-        blocks: thoughts at most.
-        boundary: of the search.
-        info: of the model.
-        device: that is asked for; ``auto`` is taken for a CPU.
     """
     if device.startswith("cuda"):
         return ""

@@ -24,7 +24,7 @@ from arbor.support.atomic_write import write_atomically
 from arbor.support.setting import setting
 from arbor.support.texts import clipped, one_line
 from arbor.trace import Replay, Trace, read_trace
-from arbor.trace.diff import Difference, TraceDiff, diff_traces
+from arbor.trace.diff import TraceDiff, diff_traces
 from arbor.trace.records import trace_schema
 from arbor.trace.repair import repair_trace
 from arbor.trace.write import to_record, without_words
@@ -330,7 +330,8 @@ def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
         warn_if_damaged(output, read)
     found = diff_traces(*traces)
     if output.json:
-        output.document({"schema": "arbor.trace-diff/1", **_diff_record(found)})
+        facts = dataclasses.asdict(found) | {"same_events": found.parting is None}
+        output.document({"schema": "arbor.trace-diff/1", **facts})
     else:
         print_diff(output, found, (first, second))
     return EXIT_GATE if exit_code and not found.same_tree else 0
@@ -451,29 +452,6 @@ def refuse_damaged(read: Trace) -> Trace:
 
 def _readable(read: Trace) -> str:
     return f"{len(read.events):,} events are readable."
-
-
-def _diff_record(found: TraceDiff) -> dict[str, Any]:
-    def rows(differences: tuple[Difference, ...]) -> list[dict[str, Any]]:
-        return [{"name": d.name, "first": d.first, "second": d.second} for d in differences]
-
-    parting = found.parting
-    return {
-        "words": list(found.words),
-        "same_tree": found.same_tree,
-        "same_events": parting is None,
-        "settings": rows(found.settings),
-        "blocks": [list(key) for key in found.blocks],
-        "parting": None
-        if parting is None
-        else {
-            "at": parting.at,
-            "fields": list(parting.fields),
-            "first": parting.first,
-            "second": parting.second,
-        },
-        "metrics": rows(found.metrics),
-    }
 
 
 def print_diff(output: Output, found: TraceDiff, paths: tuple[Path, Path]) -> None:

@@ -24,9 +24,6 @@ class Redraw:
 
     A terminal that becomes narrower breaks the lines on it into more rows, and rich erases only as
     many as it wrote: the rows above them are erased here.
-
-    Args:
-        console: a terminal.
     """
 
     def __init__(self, console: Console) -> None:
@@ -81,13 +78,7 @@ PAUSES_S = {"boundary": 0.05, "evict": 0.07, "rehydrate": 0.2, "verify": 0.3, "a
 
 
 def progress_line(metrics: Metrics, held_tokens: int, most_blocks: int = 0) -> str:
-    """The state of a run as one line of a log.
-
-    Args:
-        metrics: so far.
-        held_tokens: on the device.
-        most_blocks: thoughts that the plan has at most; 0 for unknown.
-    """
+    """The state of a run as one line of a log."""
     left = time_left(metrics, most_blocks)
     return (
         f"{metrics.wall_s:.0f} s, {f'{left}, ' if left else ''}"
@@ -99,13 +90,7 @@ def progress_line(metrics: Metrics, held_tokens: int, most_blocks: int = 0) -> s
 
 
 class LogView:
-    """A listener that writes a line to a log, at most every `LINE_S` seconds.
-
-    Args:
-        console: destination.
-        clock: seconds.
-        most_blocks: thoughts that the plan has at most; 0 for unknown.
-    """
+    """A listener that writes a line to a log, at most every `LINE_S` seconds."""
 
     every_s = LINE_S
 
@@ -182,11 +167,6 @@ class ShowView(LiveView):
     """A `LiveView` slow enough to follow, with the last tokens that left and that came back.
 
     It waits after each event that changes the tree or the KV, unless the search is slower anyway.
-
-    Args:
-        console: a terminal.
-        clock: seconds.
-        sleep: waits for some seconds.
     """
 
     def __init__(

@@ -37,11 +37,7 @@ PLANNING: tuple[tuple[Any, str], ...] = (
 
 
 class Clock:
-    """Exclusive wall-clock time of nested parts.
-
-    Attributes:
-        seconds: by part.
-    """
+    """Exclusive wall-clock time of nested parts."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

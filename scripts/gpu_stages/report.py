@@ -89,17 +89,7 @@ def predicted(row: Row, number: str) -> str:
 def checks(rows: Sequence[Row]) -> str:
     """Checks by stage and backend: how many, how many passed, the worst errors."""
     lines = []
-    groups = dict.fromkeys(
-        (row["stage"], row["backend"])
-        for row in rows
-        if "backend" in row and "ok" in row and row["stage"] != "search"
-    )
-    for stage, backend in groups:
-        found = [
-            row
-            for row in rows
-            if (row["stage"], row.get("backend")) == (stage, backend) and "ok" in row
-        ]
+    for (stage, backend), found in checked(rows, "search").items():
         worst = [
             max((row[name] for row in found if row.get(name) is not None), default=None)
             for name in ("error", "lse_error", "mass_error")
@@ -110,6 +100,15 @@ def checks(rows: Sequence[Row]) -> str:
         "of attention mass",
     )
     return table(header, lines)
+
+
+def checked(rows: Sequence[Row], *others: str) -> dict[tuple[str, str], list[Row]]:
+    """The rows that check results, by stage and backend, without those of some stages."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if "backend" in row and "ok" in row and row["stage"] not in others:
+            groups.setdefault((row["stage"], row["backend"]), []).append(row)
+    return groups
 
 
 def failures(rows: Sequence[Row]) -> str:

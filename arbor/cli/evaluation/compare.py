@@ -43,14 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(SampleOptions):
-    """Options of ``arbor compare``, named as on the command line.
-
-    Attributes:
-        arm: as in `read_arms`; the first one is what the others are compared with.
-        tokens: most generated tokens of each search; every arm runs at each of them.
-        seeds: number of seeds, from the solver's on.
-        concurrency: samples in progress at a time.
-    """
+    """Options of ``arbor compare``, named as on the command line."""
 
     HEADING = "Comparison"
 
@@ -92,15 +85,7 @@ LEAST_ARMS = 2
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One run of a comparison.
-
-    Attributes:
-        arm: what is run.
-        tokens: most generated tokens of a search; None: no limit.
-        seed: of its searches.
-        folder: of the run, relative to the comparison's.
-        options: of the evaluation.
-    """
+    """One run of a comparison."""
 
     arm: Arm
     tokens: int | None

@@ -39,13 +39,6 @@ def write_comparison(
 ) -> dict[str, Any]:
     """Write results, table and page of the runs there are.
 
-    Args:
-        path: of the comparison's folder.
-        dataset: as on the command line.
-        budgets: of a search, by its number of tokens.
-        samples: selected.
-        runs: finished or interrupted.
-
     Returns:
         The results, as in ``compare.json``.
 
@@ -72,9 +65,6 @@ def write_comparison(
 
 def write_comparison_samples(path: Path) -> list[str]:
     """Write the pages of a comparison's searches, and its own page with links to them.
-
-    Args:
-        path: of the comparison's folder.
 
     Returns:
         A sentence for each trace that cannot be read.
