@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from experiment_table import ExperimentTable, add_options
 from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of
+from rounds import auc
 
 from arbor import Sampling, Solver
 from arbor.errors import UsageError
@@ -157,17 +158,6 @@ def shares(chains: Sequence[Mapping[str, Any]]) -> list[float]:
         votes[key] = votes.get(key, 0) + 1
         of_problem[chain["problem"]] = of_problem.get(chain["problem"], 0) + 1
     return [votes[c["problem"], c["answer"]] / of_problem[c["problem"]] for c in chains]
-
-
-def auc(values: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
-    """The probability that a right one has the higher value than a wrong one; ties count a half."""
-    first, second = values[right], values[~right]
-    if not len(first) or not len(second):
-        return math.nan
-    above = (first[:, None] > second[None, :]).mean() + (
-        first[:, None] == second[None, :]
-    ).mean() / 2
-    return float(above)
 
 
 def within(

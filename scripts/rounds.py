@@ -1,7 +1,8 @@
-"""Measurements in rounds: contestants in turn, ratios of their times, and shares solved."""
+"""Measurements: contestants in turn, ratios of their times, shares solved, and areas (AUC)."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,20 @@ def ratio_columns(ratios: Values, names: Sequence[str], digits: int = 3) -> dict
 
 
 RATIO = ("ratio", "ratio_low", "ratio_high")
+
+
+def auc(values: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
+    """The probability that a right one has the higher value than a wrong one; ties count a half.
+
+    NaN where all are of one kind.
+    """
+    from scipy.stats import rankdata
+
+    count = int(right.sum())
+    pairs = count * (len(right) - count)
+    if not pairs:
+        return math.nan
+    return float(rankdata(values)[right].sum() - count * (count + 1) / 2) / pairs
 
 
 def solved_columns(right: Sequence[bool], exact: Sequence[bool]) -> dict[str, float]:
