@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import chromium, warm_process
+from support import warm_process
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 # used by other scripts
@@ -71,8 +71,6 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_peers": ("--peers generate --size 5m --shapes F8 --rounds 1 --csv FOLDER/out.csv",),
     "bench_engine": ("--rounds 1 --json FOLDER/out.json",),
     "bench_reward": ("--rounds 1 --depths 2 --problems 1 --csv FOLDER/out.csv",),
-    "bench_trace": ("--problems 1 --nodes 60",),
-    "bench_view": ("--nodes 40 --loads 1 --seeks 2 --json FOLDER/out.json",),
     "eval_attention": ("--n 1 --tasks chains --thresholds 0.001 --csv FOLDER/out.csv",),
     "eval_prompts": (),
     "eval_policies": (
@@ -108,8 +106,6 @@ def runs(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 
 
 def check(name: str, arguments: str, folder: Path) -> None:
-    if name == "bench_view" and chromium.program() is None:
-        pytest.skip(chromium.MISSING)
     given = shlex.split(arguments.replace("FOLDER", str(folder)))
     script = str(SCRIPTS / f"{name}.py")
     if name in WITH_PROCESSES:
