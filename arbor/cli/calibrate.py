@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from arbor.cli.command import F, Group, Integer, option, option_group
+from arbor.cli.command import F, Group, WholeNumber, option, option_group
 from arbor.cli.evaluation.eval import complete_dataset, task_of
 from arbor.cli.evaluation.eval_dataset import is_task, name_of, read_samples
 from arbor.cli.evaluation.eval_options import ColumnOptions, DatasetOptions
@@ -40,7 +40,7 @@ def fitted_to(task: str) -> Callable[[F], F]:
         ),
         option(
             "--n",
-            type=Integer(8),
+            type=WholeNumber(8),
             default=100,
             metavar="N",
             heading="Search",

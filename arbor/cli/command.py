@@ -208,7 +208,7 @@ def option_group(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return decorate
 
 
-class Integer(click.IntRange):
+class WholeNumber(click.IntRange):
     """A whole number within bounds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import click
 
 from arbor import components, registry
-from arbor.cli.command import F, Integer, Number, flag_of, option, option_group
+from arbor.cli.command import F, Number, WholeNumber, flag_of, option, option_group
 from arbor.cli.configure import KINDS, config_values, owner_of, settings_by_part, settings_of_parts
 from arbor.engine.mode_names import default_policy
 from arbor.errors import UsageError
@@ -147,7 +147,7 @@ def _option(each: Setting, known: Mapping[str, Setting]) -> Callable[[F], F]:
     elif each.choices:
         more["type"] = click.Choice(each.choices)
     elif kinds == (int,):
-        more["type"] = Integer(about.least, about.most)  # type: ignore[arg-type]
+        more["type"] = WholeNumber(about.least, about.most)  # type: ignore[arg-type]
     elif kinds == (float,):
         more["type"] = Number(about.least, about.most, min_open=about.above)
     elif kinds == (Path,):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import click
 
-from arbor.cli.command import Command, Group, Integer, option
+from arbor.cli.command import Command, Group, WholeNumber, option
 from arbor.cli.options import EXIT_GATE, TRACE_PATH, output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import STDOUT, refuse_overwriting, refuse_unwritable
@@ -226,7 +226,7 @@ def check(output: Output, file: Path) -> int:
 )
 @option(
     "--limit",
-    type=Integer(1),
+    type=WholeNumber(1),
     metavar="N",
     heading="Selection",
     common=True,
