@@ -1,6 +1,6 @@
 """What a smaller budget costs in time, and where the time goes.
 
-    python scripts/bench_budget.py --n 30 --json out.json
+    python scripts/bench_budget.py --n 30 --csv rows.csv
     python scripts/bench_budget.py --n 16 --host --csv ../docs/experiments/tiers_time.csv
 
 Budgets are parts of the full-retention peak of the same problem and search. Every problem is solved
@@ -21,23 +21,21 @@ With `--host` every budget is measured without and with host memory for what is 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from bench_decode import interval
 from eval_policies import SEARCHES, Blocks
 from experiment_table import ExperimentTable, add_options
 from model_and_problems import add_model_and_problems, problems_of, task_of
 from random_llama import SIZES, random_llama
+from rounds import interval
 
 from arbor import Solver
 from arbor.engine import fetching, forward_pass, residency
@@ -121,7 +119,7 @@ def measure(args: argparse.Namespace, name: str, phases: Phases) -> list[dict[st
                         "metrics": metrics,
                     }
                 )
-    return [row(name, arm, runs, seen[1.0, False]) for arm, runs in seen.items()]
+    return [row(args, name, arm, runs, seen[1.0, False]) for arm, runs in seen.items()]
 
 
 def model(name: str) -> dict[str, Any]:
@@ -137,7 +135,11 @@ def model(name: str) -> dict[str, Any]:
 
 
 def row(
-    name: str, arm: Arm, runs: list[dict[str, Any]], full: list[dict[str, Any]]
+    args: argparse.Namespace,
+    name: str,
+    arm: Arm,
+    runs: list[dict[str, Any]],
+    full: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Figures of one budget against full retention of the same problems."""
 
@@ -161,17 +163,20 @@ def row(
     generated = sum(m.tokens_generated for m in metrics)
     moved = sum((m.tokens_stored + m.tokens_fetched) * m.bytes_per_token for m in metrics)
     return {
+        "model": args.model,
+        "task": args.task,
         "search": name,
         "budget": arm[0],
         "host": arm[1],
-        "n": len(runs),
         "budget_tokens": int(np.median([m.budget_tokens for m in metrics])),
         "over_budget": sum(m.peak_tokens > m.budget_tokens for m in metrics),
         "same_tree": sum(run["same"] for run in runs),
         "cpu_s_median": round(float(np.median(times)), 3),
-        "time_ratio": [round(x, 3) for x in (middle, low, high)],
+        "ratio_to_full": round(middle, 3),
+        "ratio_low": round(low, 3),
+        "ratio_high": round(high, 3),
         "time_ratio_of_sums": round(1 + more("cpu_s"), 3),
-        "above_full": {key: round(value, 3) for key, value in extra.items()},
+        **{f"above_full_{key}": round(value, 3) for key, value in extra.items()},
         "policy_share": round(total("policy") / total("cpu_s"), 4),
         "policy_us_per_event": round(
             1e6 * total("policy") / max(1, sum(m.pressure_events for m in metrics))
@@ -181,25 +186,7 @@ def row(
         "recomputed_per_generated": round(sum(m.tokens_recomputed for m in metrics) / generated, 4),
         "fetched_per_generated": round(sum(m.tokens_fetched for m in metrics) / generated, 4),
         "bytes_moved_per_generated": round(moved / generated),
-    }
-
-
-def as_row(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """A row of the CSV."""
-    middle, low, high = found["time_ratio"]
-    above = {f"above_full_{key}": value for key, value in found["above_full"].items()}
-    plain = {
-        key: value for key, value in found.items() if key not in ("time_ratio", "above_full", "n")
-    }
-    return {
-        "model": args.model,
-        "task": args.task,
-        **plain,
-        "ratio_to_full": middle,
-        "ratio_low": low,
-        "ratio_high": high,
-        **above,
-        "n": found["n"],
+        "n": len(runs),
         "n_of": "problems",
     }
 
@@ -216,21 +203,15 @@ def main() -> None:
     parser.add_argument("--host", action="store_true", help="also with host memory below")
     add_options(parser)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     phases, table = Phases(), ExperimentTable(args)
-    rows = []
     with ExitStack() as stack:
         for module in (forward_pass, fetching, residency):
             stack.enter_context(mock.patch.object(module, "nvtx_range", phases.nvtx_range))
         for name in args.searches:
             for each in measure(args, name, phases):
-                rows.append(each)
-                print(json.dumps(each), flush=True)
-                table.add(as_row(args, each))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+                table.show(each)
 
 
 if __name__ == "__main__":

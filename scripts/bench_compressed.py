@@ -21,9 +21,9 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from bench_decode import fused_runner, interval
 from experiment_table import ExperimentTable, add_options
-from random_llama import NoText, fixed_length, prefix, random_llama
+from random_llama import NoText, fixed_length, fused_runner, prefix, random_llama
+from rounds import RATIO, ratio_columns
 
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
@@ -109,7 +109,7 @@ def main() -> None:
             if at:
                 seconds[each.name].append(spent)
     for each in decoders:
-        ratio, low, high = interval(np.array(seconds["full"]) / np.array(seconds[each.name]))
+        ratios = np.divide(seconds["full"], seconds[each.name])
         memory = each.engine.memory
         row = {
             "model": f"{given.size} Llama",
@@ -121,14 +121,11 @@ def main() -> None:
             "peak_mb": round(memory.peak * memory.bytes_per_token / 1e6, 1),
             "prefill_s": round(each.prefill, 2),
             "ms_per_token": round(1e3 * float(np.median(seconds[each.name])) / given.tokens, 2),
-            "ratio": round(ratio, 3),
-            "ratio_low": round(low, 3),
-            "ratio_high": round(high, 3),
+            **ratio_columns(ratios, RATIO),
             "n": given.rounds,
             "n_of": "rounds",
         }
-        print(row, flush=True)
-        table.add(row)
+        table.show(row)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@
     python scripts/bench_concurrency.py --only forks --rounds 3
     python scripts/bench_concurrency.py --only trees --problems 500 --csv trees.csv
 
-`searches`: problems (by default of game24), under full retention and in a quarter
-of what such searches hold. `forks`: a random Llama of 100 million parameters; each problem is a
-prompt of 512 tokens from which 8 branches of 32 tokens grow (F8); once with prompts that differ
-from the first token on, and once with prompts of which only the last token differs. `config-s`: the
-same model, trees in the shape of ArborKV's Config-S, an expansion of three after another. `trees`:
-how many trees and answers of game24 differ between one and eight at a time, as it is by default and
-with `deterministic`.
+`searches`: problems (by default of game24), under full retention and in a quarter of what such
+searches hold. `lossy`: greedy chains that lose tokens for good. `forks`: a random Llama of 100
+million parameters; each problem is a prompt of 512 tokens from which 8 branches of 32 tokens grow
+(F8); once with prompts that differ from the first token on, and once with prompts of which only the
+last token differs. `trees`: how many trees and answers of game24 differ between one and eight at a
+time, as it is by default and with `deterministic`.
 
 The numbers of problems at a time take turns within a round; times are CPU time of the thread, one
 thread. A row of the CSV is one measurement. The table gives, for each, the median of the ratios to
@@ -28,21 +27,18 @@ from typing import Any
 
 import torch
 from experiment_table import ExperimentTable, add_options
-from model_and_problems import add_model_and_problems, problems_of, settings_of, verifier_of_chains
-from random_llama import NoText, fixed_length, prefix, random_llama
+from model_and_problems import (
+    add_model_and_problems,
+    problems_of,
+    settings_of,
+    tree_of,
+    verifier_of_chains,
+)
+from random_llama import NoText, fixed_length, fused_runner, prefix, random_llama
 
 from arbor import Solver
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
-from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.torch_cascade import TorchCascade
-from arbor.kernels.fused.parts import fused_ops
-from arbor.kernels.fused.rotary import rotary_ops
-from arbor.kernels.linear.layers import pack_linears
-from arbor.kernels.native import native_library
-from arbor.model.fuse.attention import fuse_attention
-from arbor.model.fuse.parts import fuse
-from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
 from arbor.run.searches import Steps, as_completed
@@ -115,7 +111,8 @@ def forks(problems: int, *, alike: bool) -> Callable[[int], dict[str, Any]]:
         problems: how many.
         alike: the prompts have all but the last token in common.
     """
-    engine = engine_of("100m")
+    runner = fused_runner(random_llama("100m", torch.float32))
+    engine = Engine(runner, NoText(), policy=POLICIES["lru"])
     vocabulary = engine.runner.config.vocab_size
     growth = Growth(0, Sampling(temperature=0), fixed_length(TOKENS))
     slots = PROMPT + BRANCHES * TOKENS
@@ -137,51 +134,6 @@ def forks(problems: int, *, alike: bool) -> Callable[[int], dict[str, Any]]:
     return runs(engine, search, slots, problems)
 
 
-def config_s(problems: int) -> Callable[[int], dict[str, Any]]:
-    """Trees of the shape that ArborKV calls Config-S (64 expansions of three children after a
-    prompt of 1,024 tokens, 128 tokens a block), an eighth as long and half as many.
-
-    Each expansion grows the children of one block, so a problem alone has three rows.
-    """
-    engine = engine_of("100m")
-    vocabulary = engine.runner.config.vocab_size
-    prompt, tokens, expansions, width = 128, 16, 32, 3
-    growth = Growth(0, Sampling(temperature=0), fixed_length(tokens))
-    slots = prompt + expansions * width * tokens
-
-    def search(place: int, pool: int) -> Steps[int]:
-        tree = ThoughtTree([place + 1, *prefix(prompt, vocabulary)[1:]])
-        engine.open(tree, slots, pool=pool)
-        prefill = engine.begin_extend(tree.root)
-        yield prefill
-        prefill.result()
-        generated = 0
-        waiting = [tree.root]
-        for _ in range(expansions):  # breadth first
-            growing = engine.begin_grow([(waiting.pop(0), width)], growth)
-            yield growing
-            waiting += growing.result()
-            generated += width * tokens
-        engine.finish(tree)
-        return generated
-
-    return runs(engine, search, slots, problems)
-
-
-def engine_of(size: str) -> Engine:
-    """A random Llama in float32, as fast as `Solver` runs it."""
-    model = random_llama(size, torch.float32)
-    backend = TorchCascade() if native_library() is None else NativeCascade()
-    runner = ModelRunner(model, backend)
-    engine = Engine(runner, NoText(), policy=POLICIES["lru"])
-    pack_linears(model)
-    if (ops := fused_ops(runner.device)) is not None:
-        fuse(model, ops)
-    if (rotary := rotary_ops(runner.device)) is not None:
-        fuse_attention(model, rotary)
-    return engine
-
-
 def runs(
     engine: Engine, search: Callable[[int, int], Steps[int]], slots: int, problems: int
 ) -> Callable[[int], dict[str, Any]]:
@@ -200,9 +152,7 @@ def runs(
 
         done = list(as_completed(engine, map(begin, range(problems)), concurrency))
         assert not any(each.error for each in done), [each.error for each in done]
-        engine.memory.free_kept_prompts(
-            engine.memory.slots
-        )  # the next measurement computes its prompts
+        engine.memory.free_kept_prompts(engine.memory.slots)  # the next one computes its prompts
         return {"tokens": sum(each.result or 0 for each in done), "recomputed": 0, "solved": ""}
 
     return run
@@ -223,8 +173,6 @@ def cases(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], dict
     if only in (None, "forks"):
         yield "F8, 100M", forks(8, alike=False)
         yield "F8, 100M, prompts alike", forks(8, alike=True)
-    if only in (None, "config-s"):
-        yield "Config-S shape, 100M", config_s(16)
 
 
 def trees(given: argparse.Namespace, deterministic: bool) -> dict[str, Any]:
@@ -235,7 +183,7 @@ def trees(given: argparse.Namespace, deterministic: bool) -> dict[str, Any]:
         solver = Solver(**settings, deterministic=deterministic)
         every = problems_of(given, solver.task, given.problems)
         solutions = solver.solve_batch(every, concurrency=concurrency)
-        found.append([(shape(each), each.answer) for each in solutions])
+        found.append([(tree_of(each), each.answer) for each in solutions])
         solver.close()
     pairs = list(zip(*found, strict=True))
     return {
@@ -245,16 +193,9 @@ def trees(given: argparse.Namespace, deterministic: bool) -> dict[str, Any]:
     }
 
 
-def shape(solution: Solution) -> list[tuple[int, str]]:
-    """The parent and the text of each block of a search, in the order of their ids."""
-    graph = solution.to_networkx()
-    parents = {child: parent for parent, child in graph.edges}
-    return [(parents.get(node, -1), data["text"]) for node, data in sorted(graph.nodes(data=True))]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["searches", "lossy", "forks", "config-s", "trees"])
+    parser.add_argument("--only", choices=["searches", "lossy", "forks", "trees"])
     parser.add_argument("--problems", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(

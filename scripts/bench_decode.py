@@ -1,5 +1,5 @@
 """Tree decode against Hugging Face (batched copies of the cache, or one deep copy per branch), and
-against arbor without its native kernels or without one of the steps built on them.
+against arbor without its native kernels.
 
     python scripts/bench_decode.py --size 100m --dtype float32 --shapes F8 F32 T4 --rounds 5 --json
     out.json
@@ -16,33 +16,23 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from experiment_table import commit
-from random_llama import NoText, fixed_length, prefix, random_llama
+from random_llama import NoText, fixed_length, fused_runner, prefix, random_llama
+from rounds import ratio_columns
 from transformers import DynamicCache
 
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
 from arbor.kernels.attention.base import AttentionBackend
-from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.attention.torch_cascade import TorchCascade
-from arbor.kernels.fused.parts import fused_ops
-from arbor.kernels.fused.rotary import rotary_ops
-from arbor.kernels.linear.layers import pack_linears
-from arbor.kernels.native import native_library, native_state, open_library, without_native
-from arbor.measure.statistics import bootstrap
-from arbor.model.fuse.attention import fuse_attention
-from arbor.model.fuse.parts import fuse
-from arbor.model.runner import ModelRunner
+from arbor.kernels.native import native_state, without_native
+from arbor.measure.timing import turned
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
 from arbor.tree import Node, ThoughtTree
@@ -64,72 +54,8 @@ def generated(shape: str) -> int:
     return int(sum(np.cumprod(fans))) * tokens
 
 
-@contextmanager
-def separate_projections() -> Iterator[None]:
-    """Within, `fuse` and `fuse_attention` leave projections of one input apart."""
-    with (
-        patch("arbor.model.fuse.parts.joint_linear", return_value=None),
-        patch("arbor.model.fuse.attention.joint_linear", return_value=None),
-    ):
-        yield
-
-
-@contextmanager
-def library_of(file: Path) -> Iterator[None]:
-    """Within, what is built uses the native kernels in this file.
-
-    Raises:
-        SystemExit: they cannot be used here.
-    """
-    library, reason = open_library(file)
-    if library is None:
-        raise SystemExit(f"--library {file}: {reason}")
-    with patch("arbor.kernels.native._load", return_value=(library, "")):
-        yield
-
-
-def _fuse(model: Any, layers: bool) -> None:
-    device = torch.device("cpu")
-    if (ops := fused_ops(device)) is not None:
-        fuse(model, ops)
-    if layers and (rotary := rotary_ops(device)) is not None:
-        fuse_attention(model, rotary)
-
-
-def fused_runner(
-    model: Any,
-    backend: AttentionBackend | None = None,
-    *,
-    layers: bool = True,
-    joint: bool = True,
-    whole: bool = True,
-    deterministic: bool | None = None,
-) -> ModelRunner:
-    """A runner as `load_weights` makes it; arguments as for `Arbor`."""
-    if backend is None:
-        backend = TorchCascade() if native_library() is None else NativeCascade()
-    if deterministic is None:
-        deterministic = isinstance(backend, NativeCascade)
-    runner = ModelRunner(model, backend, deterministic=deterministic)
-    if runner.device.type == "cpu":
-        pack_linears(model, deterministic=deterministic)
-        with nullcontext() if joint else separate_projections():
-            _fuse(model, layers)
-        if whole:
-            runner.fuse_layers()
-    return runner
-
-
 class Arbor:
-    """The engine, on a tree with a filled root.
-
-    Args:
-        layers: whether attention layers are fused where they can be.
-        joint: whether projections of one input are one matrix where they can be.
-        whole: whether all layers are one native call where they can be.
-        deterministic: as in `ModelRunner`; None: as `load_weights` has it.
-        prompt: tokens of the root.
-    """
+    """The engine, on a tree with a filled root of `prompt` tokens."""
 
     def __init__(
         self,
@@ -138,17 +64,10 @@ class Arbor:
         vocabulary: int,
         backend: AttentionBackend | None = None,
         *,
-        layers: bool = True,
-        joint: bool = True,
-        whole: bool = True,
-        deterministic: bool | None = None,
         prompt: int = PREFIX,
     ) -> None:
         self.fans, self.tokens = SHAPES[shape]
-        runner = fused_runner(
-            model, backend, layers=layers, joint=joint, whole=whole, deterministic=deterministic
-        )
-        self.engine = Engine(runner, NoText(), policy=POLICIES["lru"])
+        self.engine = Engine(fused_runner(model, backend), NoText(), policy=POLICIES["lru"])
         self.slots = prompt + generated(shape)
         self.prompt = prefix(prompt, vocabulary)
         self.growth = Growth(0, Sampling(temperature=0), fixed_length(self.tokens))
@@ -248,16 +167,20 @@ def _cache_bytes(cache: Any) -> int:
 
 
 def timed(contestant: Any) -> float:
-    """Thread CPU seconds of one decode."""
+    """Thread CPU seconds of one decode; what prepares it is not timed."""
     contestant.prepare()
     began = time.thread_time()
     contestant.run()
     return time.thread_time() - began
 
 
-def interval(ratios: np.ndarray[Any, Any]) -> tuple[float, float, float]:
-    """Median and bootstrap 95 % interval (10,000 resamples)."""
-    return (float(np.median(ratios)), *bootstrap(ratios, "median"))
+def rounds_of(contestants: Mapping[str, Any], rounds: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Thread CPU seconds of each contestant, in turn within each round after one to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for at in range(rounds + 1):
+        for name in turned(list(contestants), at):
+            times[name].append(timed(contestants[name]))
+    return {name: np.array(each[1:]) for name, each in times.items()}
 
 
 def main() -> None:
@@ -268,83 +191,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deepcopy", action="store_true", help="also one deep copy per branch")
     parser.add_argument("--torch", action="store_true", help="also arbor without native kernels")
-    parser.add_argument(
-        "--layers", action="store_true", help="also arbor with the model's own attention layers"
-    )
-    parser.add_argument(
-        "--separate", action="store_true", help="also arbor with one product per projection"
-    )
-    parser.add_argument(
-        "--calls", action="store_true", help="also arbor whose layers are several calls each"
-    )
-    parser.add_argument(
-        "--loose", action="store_true", help="also arbor with bits that depend on the batch"
-    )
-    parser.add_argument(
-        "--library",
-        type=Path,
-        help="also arbor with another build of the native kernels, this file",
-    )
-    parser.add_argument("--no-generate", action="store_true", help="without batched `generate`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    others = (args.torch, args.library, args.layers, args.separate, args.calls, args.loose)
-    if args.no_generate and not any((*others, args.deepcopy)):
-        parser.error("--no-generate leaves nothing to compare with; name another contestant")
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
     rows = []
     for shape in args.shapes:
         ours, theirs = random_llama(args.size, dtype), random_llama(args.size, dtype)
         vocabulary = theirs.config.vocab_size
-        contestants: dict[str, Any] = {"arbor": Arbor(ours, shape, vocabulary)}
-        if not args.no_generate:
-            contestants["batched"] = Batched(theirs, shape, vocabulary)
+        contestants: dict[str, Any] = {
+            "arbor": Arbor(ours, shape, vocabulary),
+            "batched": Batched(theirs, shape, vocabulary),
+        }
         if args.torch:
             with without_native():
-                plain = random_llama(args.size, dtype)
-                contestants["torch"] = Arbor(plain, shape, vocabulary)
-        if args.library:
-            with library_of(args.library):
-                plain = random_llama(args.size, dtype)
-                contestants["library"] = Arbor(plain, shape, vocabulary)
-        if args.layers:
-            plain = random_llama(args.size, dtype)
-            contestants["layers"] = Arbor(plain, shape, vocabulary, layers=False)
-        if args.separate:
-            plain = random_llama(args.size, dtype)
-            contestants["separate"] = Arbor(plain, shape, vocabulary, joint=False)
-        if args.calls:
-            plain = random_llama(args.size, dtype)
-            contestants["calls"] = Arbor(plain, shape, vocabulary, whole=False)
-        if args.loose:
-            plain = random_llama(args.size, dtype)
-            contestants["loose"] = Arbor(plain, shape, vocabulary, deterministic=False)
+                contestants["torch"] = Arbor(random_llama(args.size, dtype), shape, vocabulary)
         if args.deepcopy:
             contestants["deepcopied"] = DeepCopied(theirs, shape, vocabulary)
-        for contestant in contestants.values():
-            timed(contestant)
-        times: dict[str, list[float]] = {name: [] for name in contestants}
-        for _ in range(args.rounds):
-            for name, contestant in contestants.items():
-                times[name].append(timed(contestant))
-        tokens = generated(shape)
-        mine = np.array(times["arbor"])
-        for name in contestants:
-            if name == "arbor":
-                continue
-            ratio, low, high = interval(np.array(times[name]) / mine)
+        times = rounds_of(contestants, args.rounds)
+        for name in list(contestants)[1:]:
             row = {
                 "size": args.size,
                 "dtype": args.dtype,
                 "shape": shape,
                 "against": name,
                 "n": args.rounds,
-                "ratio": round(ratio, 2),
-                "low": round(low, 2),
-                "high": round(high, 2),
-                "arbor_tok_per_s": round(tokens / float(np.median(mine)), 1),
-                "their_tok_per_s": round(tokens / float(np.median(times[name])), 1),
+                **ratio_columns(times[name] / times["arbor"], ("ratio", "low", "high"), 2),
+                "arbor_tok_per_s": round(generated(shape) / float(np.median(times["arbor"])), 1),
+                "their_tok_per_s": round(generated(shape) / float(np.median(times[name])), 1),
                 "arbor_kv_bytes": contestants["arbor"].kv_bytes(),
                 "their_kv_bytes": contestants[name].kv_bytes(),
             }
@@ -352,14 +226,8 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
     if args.json:
-        meta = {
-            "commit": commit(),
-            "machine": platform.processor() or platform.machine(),
-            "native": native_state(),
-        }
-        args.json.write_text(
-            json.dumps({**meta, "torch": torch.__version__, "rows": rows}, indent=1)
-        )
+        about = {"commit": commit(), "native": native_state(), "torch": torch.__version__}
+        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

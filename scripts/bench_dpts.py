@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_decode import interval
 from model_and_problems import add_model_and_problems, problems_of, settings_of
+from rounds import interval
 
 from arbor import Solver
 from arbor.engine.engine import Engine

@@ -1,5 +1,4 @@
-"""What the engine costs in addition to the model: forks, slots, host work per decode step, and what
-sharing a prefix saves.
+"""What the engine costs in addition to the model: forks, and host work per decode step.
 
     python scripts/bench_engine.py --json out.json
     python scripts/bench_engine.py --only step --json out.json
@@ -30,11 +29,9 @@ from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
 from arbor.engine.sampling import confidence, sample
 from arbor.engine.stop_rule import StopRule
-from arbor.events import Event, Forwarded
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.linear.layers import pack_linears
 from arbor.memory.pool import KVPool, LayerKV
-from arbor.memory.slots import SlotTable
 from arbor.model.level_rule import LevelRule
 from arbor.model.plan import CUDA_SAVED_READS, ForwardPlan
 from arbor.model.runner import ForwardResult, ModelRunner
@@ -242,72 +239,6 @@ def step_cost(rounds: int) -> list[dict[str, float]]:
     return found
 
 
-def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
-    """A shared prefix against one independent prefill per branch: same tokens and logits, and what
-    was run and read."""
-    engine, vocabulary = make_engine(size)
-    growth = Growth(0, Sampling(temperature=0.8, top_p=1.0), fixed_length(24))
-    seen: list[Event] = []
-    prompt = prefix(PREFIX, vocabulary)
-
-    def counters() -> tuple[int, int, int]:
-        forwards = [event for event in seen if isinstance(event, Forwarded)]
-        return (
-            sum(f.rows for f in forwards),
-            sum(f.read_tokens for f in forwards),
-            sum(f.unique_read_tokens for f in forwards),
-        )
-
-    warm = ThoughtTree(prompt)
-    engine.open(warm, PREFIX + leaves * 24 + 8, emit=seen.append)
-    engine.extend(warm.root)
-    children = engine.grow([(warm.root, leaves)], growth)
-    warm_logits = engine.ask(children, [[5]] * leaves)
-    engine.finish()
-    rows, read, unique = counters()
-    worst, same, cold_rows = 0.0, True, 0
-    for index, child in enumerate(children):
-        seen.clear()
-        cold = ThoughtTree([*prompt, *child.tokens])
-        engine.open(cold, PREFIX + leaves * 24 + 8, emit=seen.append)
-        engine.extend(cold.root)
-        logits = engine.ask([cold.root], [[5]])[0]
-        engine.finish()
-        worst = max(worst, float((logits - warm_logits[index]).abs().max()))
-        same = same and int(logits.argmax()) == int(warm_logits[index].argmax())
-        cold_rows += counters()[0]
-    return {
-        "leaves": leaves,
-        "logit_error_max": worst,
-        "logit_scale": float(warm_logits.abs().max()),
-        "next_tokens_equal": same,
-        "rows_shared": rows,
-        "rows_independent": cold_rows,
-        "read_tokens": read,
-        "unique_read_tokens": unique,
-    }
-
-
-def slot_cost(slots: int, rounds: int) -> dict[str, float]:
-    """Claiming slots in a pool that is half full, and in one that is full but for every fiftieth:
-    microseconds."""
-    found: dict[str, float] = {"n": rounds, "slots": slots}
-    for name in ("half", "scattered"):
-        table = SlotTable(slots)
-        table.take(slots // 2 if name == "half" else slots)
-        if name == "scattered":
-            table.release(np.arange(0, slots, 50, dtype=np.int32))
-        for count in (1, 100):
-            times = []
-            for _ in range(rounds):
-                began = time.thread_time_ns()
-                taken = table.take(count)
-                times.append((time.thread_time_ns() - began) / 1e3)
-                table.release(taken)
-            found[f"{name}_take_{count}_us_median"] = round(float(np.median(times)), 1)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
@@ -321,9 +252,6 @@ def main() -> None:
             "fork": fork_cost(200),
             "host_5m_32": host_share("5m", 32, args.rounds),
             "host_5m_8": host_share("5m", 8, args.rounds),
-            "slots_10k": slot_cost(10_000, 200),
-            "slots_600k": slot_cost(600_000, 200),
-            "cold_warm_5m_8": cold_and_warm("5m", 8),
         }
     print(json.dumps(result, indent=1))
     if args.json:

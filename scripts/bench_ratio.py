@@ -12,7 +12,6 @@ held, `expansions` how many searches held one expansion rather than the part.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -160,8 +159,7 @@ def main() -> None:
     for search in args.searches:
         for together in args.together:
             for each in measure(args, search, together):
-                print(json.dumps(each), flush=True)
-                table.add(each)
+                table.show(each)
 
 
 if __name__ == "__main__":

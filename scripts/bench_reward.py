@@ -98,11 +98,7 @@ def step_tokens(text: str, *, first: bool) -> list[int]:
 
 
 def mirrored(engine: Engine, levels: Levels, part: float) -> tuple[list[Scores], int, int]:
-    """Scores by a mirror of the tree, with the tokens computed and recomputed.
-
-    Args:
-        part: of full retention that is kept.
-    """
+    """Scores by a mirror of the tree, with the tokens computed and recomputed."""
     full = PROMPT + STEP * sum(len(level) for level in levels.levels)
     slots = max(int(part * full), PROMPT + STEP * len(levels.levels))
     plan = Budget("tokens", slots).plan(Footprint(PROMPT, STEP, len(levels.levels), full), 1)

@@ -1,7 +1,7 @@
 """Branches over one prefix in RKSC's setting: time and KV bytes of four ways to hold the prefix.
 
     python scripts/bench_sharing.py --size 5m --prefixes 64 128 256 512 1024 --branches 2 8
-        --rounds 5 --csv rows.csv --json out.json
+        --rounds 5 --csv rows.csv
 
 Each branch is the prefix, a suffix of its own and t greedy tokens (arXiv 2606.09937, section 2.1,
 with t = 8). The arms, on the same weights and kernels:
@@ -33,12 +33,10 @@ it and the one before.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,14 +57,7 @@ NO_LEVELS = 1 << 60  # key reads that no shared span saves
 
 @dataclass(frozen=True)
 class Shape:
-    """One setting.
-
-    Attributes:
-        n: tokens of the prefix.
-        branches: over it.
-        suffix: tokens of each branch's own beginning.
-        decoded: greedy tokens of each branch.
-    """
+    """One setting."""
 
     n: int
     branches: int
@@ -85,13 +76,7 @@ class Shape:
 
 
 class Bench:
-    """Runs the arms on one model.
-
-    Args:
-        runner: the model.
-        vocabulary: of the random tokens.
-        most: slots of the pool.
-    """
+    """Runs the arms on one model."""
 
     def __init__(self, runner: ModelRunner, vocabulary: int, most: int) -> None:
         self.runner = runner
@@ -283,18 +268,7 @@ def measured(bench: Bench, shapes: Sequence[Shape], rounds: int, arms: Sequence[
                     "same_output": tokens[arm] == tokens[arms[0]],
                 }
             )
-            print(
-                f"n {shape.n:5}  B {shape.branches:3}  {arm:9} {1e3 * median:9.2f} ms  "
-                f"{rows[-1]['kv_bytes'] / 2**20:8.2f} MiB  "
-                f"{taken_ratio(rows, shape):5.2f} x  {'' if rows[-1]['same_output'] else 'other tokens'}"
-            )
     return rows
-
-
-def taken_ratio(rows: Sequence[Row], shape: Shape) -> float:
-    """How many times faster than unshared the last row is."""
-    same = [r for r in rows if (r["prefix"], r["branches"]) == (shape.n, shape.branches)]
-    return float(same[0]["seconds"] / rows[-1]["seconds"])
 
 
 def main() -> None:
@@ -311,7 +285,6 @@ def main() -> None:
     parser.add_argument("--decoded", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     add_options(parser)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     model = random_llama(given.size, getattr(torch, given.dtype)).to(given.device)
@@ -326,8 +299,11 @@ def main() -> None:
     vocabulary = int(SIZES[given.size]["vocab_size"])
     bench = Bench(ModelRunner(model, TorchCascade()), vocabulary, most)
     rows = measured(bench, shapes, given.rounds, ARMS)
-    fits = {arm: fit(rows, arm) for arm in ARMS[1:]}
-    for arm, found in fits.items():
+    table = ExperimentTable(given)
+    for row in rows:
+        table.show({"model": given.size, "dtype": given.dtype, **row})
+    for arm in ARMS[1:]:
+        found = fit(rows, arm)
         print(
             f"\n{arm}: largest error of the paper's model {found['paper_error']:.0%}, "
             f"of the full one {found['full_error']:.0%}"
@@ -340,11 +316,6 @@ def main() -> None:
                     f"  B {branches:3}: pays from {paper:.0f} tokens by the paper's model, "
                     f"{full:.0f} by the full one; met at {met:.0f}"
                 )
-    table = ExperimentTable(given)
-    for row in rows:
-        table.add({"model": given.size, "dtype": given.dtype, **row})
-    if given.json is not None:
-        given.json.write_text(json.dumps({"rows": rows, "fits": fits}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

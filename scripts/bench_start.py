@@ -1,7 +1,7 @@
 """CPU seconds of whole commands: misuse, plans, traces, a finished evaluation, a first block.
 
     python scripts/bench_start.py --n 5
-    python scripts/bench_start.py --n 1 --commands misuse plan --json out.json
+    python scripts/bench_start.py --n 1 --commands misuse plan
     python scripts/bench_start.py --n 9 --commands import interface --csv start.csv --machine xeon
 
 Every run is a process of its own, so imports count; a first run of each command writes bytecode and
@@ -13,7 +13,6 @@ the evaluation that other commands read are made before the measurement, with th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import statistics
@@ -87,37 +86,25 @@ def measure(names: Sequence[str], n: int, folder: Path) -> list[dict[str, Any]]:
 
 def row(name: str, runs: Sequence[tuple[int, float]]) -> dict[str, Any]:
     """The figures of one command; the first run does not count."""
-    arguments, expected = COMMANDS[name]
+    code, expected = runs[-1][0], COMMANDS[name][1]
+    assert code == expected, f"{name}: exit code {code}, not {expected}"
     seconds = [taken for _, taken in runs[1:]]
-    program = "python" if arguments[0] == "-c" else "arbor"
     return {
         "what": name,
-        "command": " ".join([program, *arguments]),
-        "n": len(seconds),
+        "state": "now",
+        "goal_s": "",
         "median_s": round(statistics.median(seconds), 3),
         "low_s": round(min(seconds), 3),
         "high_s": round(max(seconds), 3),
-        "exit_code": runs[-1][0],
-        "expected_exit_code": expected,
-    }
-
-
-def as_row(found: dict[str, Any]) -> dict[str, Any]:
-    """A row of start.csv."""
-    return {
-        "what": found["what"],
-        "state": "now",
-        "goal_s": "",
-        **{name: found[name] for name in ("median_s", "low_s", "high_s", "n")},
+        "n": len(seconds),
         "n_of": "runs",
     }
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--n", type=int, default=5, help="runs counted of each command")
     parser.add_argument("--commands", nargs="+", default=[""], help="names begin with one of these")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     add_options(parser)
     given = parser.parse_args()
     names = [name for name in COMMANDS if name.startswith(tuple(given.commands))]
@@ -130,16 +117,11 @@ def main() -> int:
             run(EVAL, folder)
         turns = [[name for name in names if name.startswith("interface")]]
         turns += [[name] for name in names if name not in turns[0]]
-        rows, table = [], ExperimentTable(given)
+        table = ExperimentTable(given)
         for group in filter(None, turns):
             for found in measure(group, given.n, folder):
-                rows.append(found)
-                print(json.dumps(found), flush=True)
-                table.add(as_row(found))
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return 0
+                table.show(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

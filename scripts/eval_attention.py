@@ -112,8 +112,7 @@ def main() -> None:
     tasks = args.tasks if args.dataset is None and args.task is None else [task_of(args)]
     for task, threshold in itertools.product(tasks, args.thresholds):
         row = row_of(task, threshold, reads_of(args, task, threshold))
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        table.add(row)
+        table.show(row)
 
 
 if __name__ == "__main__":

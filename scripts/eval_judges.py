@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of
+from rounds import auc
 
 from arbor import Sampling, Solver
-from arbor.cli.evaluation.eval_dataset import read_samples
-from arbor.cli.evaluation.eval_options import DatasetOptions
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event, Opened
 from arbor.measure.statistics import bootstrap_groups
@@ -163,17 +163,6 @@ def shares(chains: Sequence[Mapping[str, Any]]) -> list[float]:
     return [votes[c["problem"], c["answer"]] / of_problem[c["problem"]] for c in chains]
 
 
-def auc(values: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
-    """The probability that a right one has the higher value than a wrong one; ties count a half."""
-    first, second = values[right], values[~right]
-    if not len(first) or not len(second):
-        return math.nan
-    above = (first[:, None] > second[None, :]).mean() + (
-        first[:, None] == second[None, :]
-    ).mean() / 2
-    return float(above)
-
-
 def within(
     values: np.ndarray[Any, Any], right: np.ndarray[Any, Any], groups: np.ndarray[Any, Any]
 ) -> tuple[float, float]:
@@ -241,10 +230,8 @@ def _shown(percent: float) -> float | str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="builtin:sapling")
-    parser.add_argument("--task", default="game24", help="solves and grades; NAME[,KEY=VALUE]")
-    parser.add_argument("--dataset", default="game24", help="problems: a file, hf:…, or a task")
-    parser.add_argument("--n", default="200", help="the first of them, or a range such as 201-400")
+    add_model_and_problems(parser)
+    parser.add_argument("--n", type=int, default=200, help="problems")
     parser.add_argument("--samples", type=int, default=1, help="chains of a problem")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--concurrency", type=int, default=8, help="problems decoding at a time")
@@ -256,8 +243,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     settings: dict[str, Any] = {
-        "model": args.model,
-        "task": args.task,
+        **settings_of(args),
         "controller": f"chain,samples={args.samples}",
         "aggregate": "majority",  # reads no value, so that nothing is judged while chains grow
         "verifier": "self",
@@ -268,11 +254,10 @@ def main() -> None:
     }
     with Solver(**settings) as solver:
         chains = list(_whole(solver, args))
-    about = {"model": Path(args.model).name, "task": args.task, "temperature": args.temperature}
+    about = {"model": Path(args.model).name, "task": task_of(args), "temperature": args.temperature}
     table = ExperimentTable(args)
     for row in report(chains):
-        print(json.dumps(row))
-        table.add(about | row)
+        table.show(about | row)
 
 
 def _whole(solver: Solver, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -281,17 +266,7 @@ def _whole(solver: Solver, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     if args.chains is not None and args.chains.exists():
         kept = [json.loads(line) for line in args.chains.read_text("utf-8").splitlines()]
     if not kept:
-        options = DatasetOptions(
-            dataset=args.dataset,
-            split=None,
-            input_key=None,
-            target_key=None,
-            encoding="utf-8",
-            limit=args.n,
-            sample_id=(),
-        )
-        samples = read_samples(options, solver.task, stop_on_error=True)
-        problems = [sample.problem for sample in samples if sample.problem is not None]
+        problems = problems_of(args, solver.task, args.n)
         kept = list(decoded(solver, problems, args.concurrency))
         _keep(args.chains, kept)
     for number, chain in enumerate(kept, 1):

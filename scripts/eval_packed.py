@@ -28,13 +28,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from experiment_table import ExperimentTable, add_options
-from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of
+from model_and_problems import add_model_and_problems, problems_of, settings_of, task_of, tree_of
+from rounds import solved_columns
 from torch import Tensor
 
 from arbor import Solver
 from arbor.controllers.chain import ChainSearch
 from arbor.controllers.tot import BreadthFirst
-from arbor.measure.statistics import clopper_pearson, paired
 from arbor.memory import stores
 from arbor.memory.packed_store import PackedStore, Scales
 from arbor.run.solution import Solution
@@ -163,9 +163,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         found = solved(args, bits, scheme)
         exact, n = exact or found, len(found)
         right = [bool(each.correct) for each in found]
-        against = paired(right, [bool(each.correct) for each in exact])
-        low, high = clopper_pearson(sum(right), n)
-        other = sum(texts(one) != texts(two) for one, two in zip(found, exact, strict=True))
+        other = sum(tree_of(one) != tree_of(two) for one, two in zip(found, exact, strict=True))
         moved = [
             each.metrics.tokens_fetched / max(each.metrics.tokens_generated, 1) for each in found
         ]
@@ -173,26 +171,13 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "case": args.task,
             "scheme": "exact" if arm is None else arm[0],
             "bits": 32 if arm is None else arm[1],
-            "solved": round(100 * sum(right) / n, 2),
-            "solved_low": round(100 * low, 2),
-            "solved_high": round(100 * high, 2),
-            "points": round(100 * against.difference, 2),
-            "points_low": round(100 * against.interval[0], 2),
-            "points_high": round(100 * against.interval[1], 2),
+            **solved_columns(right, [bool(each.correct) for each in exact]),
             "other_trees": round(100 * other / n, 2),
             "fetched_per_generated": round(float(np.mean(moved)), 2),
             "recomputed": sum(each.metrics.tokens_recomputed for each in found),
             "n": n,
             "n_of": "problems",
         }
-
-
-def texts(solution: Solution) -> list[tuple[int | None, str]]:
-    """Every block's parent and text; none of a search that failed."""
-    if solution.error is not None:
-        return []
-    blocks = solution.replay().blocks
-    return [(blocks[number].parent, blocks[number].text) for number in sorted(blocks)]
 
 
 def main() -> None:
@@ -210,8 +195,7 @@ def main() -> None:
     args.task = task_of(args)
     table = ExperimentTable(args)
     for row in rows_of(args):
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        table.add(row)
+        table.show(row)
 
 
 if __name__ == "__main__":

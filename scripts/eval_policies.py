@@ -85,94 +85,63 @@ LOSSLESS = (
 )
 LOSSY = ("random", "streaming", "h2o", "tova", "uniform", "lru", "reentry", "arborkv", "kkt")
 PROTECT = Protect(sinks=4, recent=8, tail=0, floor=0)  # the same for all that are compared
-ARBORKV = dataclasses.replace(resolve("policy", "arborkv"), protect=PROTECT)
-LAZY = dataclasses.replace(resolve("policy", "lazyeviction"), protect=PROTECT, trigger=Trigger())
-THINKV = dataclasses.replace(resolve("policy", "thinkv"), protect=PROTECT, trigger=Trigger())
-VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of their parts changed
-    "arborkv-published": (
-        resolve("policy", "arborkv"),
-        None,
-    ),  # with its own protection: tails, and a floor
-    "arborkv-any-path": (dataclasses.replace(ARBORKV, spares_paths=False), MSVE()),
-    "arborkv-any-path-no-eta": (
-        dataclasses.replace(ARBORKV, allocator=Ratio(eta=1.0), spares_paths=False),
-        MSVE(),
-    ),
-    "arborkv-no-value": (ARBORKV, MSVE((0.0, 1.0, 1.0), -1.0)),
-    "arborkv-no-confidence": (ARBORKV, MSVE((2.0, 0.0, 1.0), -1.5)),
-    "arborkv-no-attention": (ARBORKV, MSVE((2.0, 1.0, 0.0), -1.5)),
-    "arborkv-no-eta": (dataclasses.replace(ARBORKV, allocator=Ratio(eta=1.0)), MSVE()),
-    "arborkv-no-distance": (
-        dataclasses.replace(ARBORKV, allocator=Ratio(lambda_distance=0.0)),
-        MSVE(),
-    ),
-    "arborkv-no-tree": (
-        dataclasses.replace(ARBORKV, allocator=Ratio(eta=1.0, lambda_distance=0.0)),
-        MSVE(),
-    ),
-    "arborkv-per-query": (
-        dataclasses.replace(ARBORKV, scorer=HeavyHitters(normalise=True)),
-        MSVE(),
-    ),
-    "arborkv-tail-only": (dataclasses.replace(ARBORKV, scorer=Recency()), MSVE()),
-    "arborkv-by-lot": (dataclasses.replace(ARBORKV, scorer=RandomTokens()), MSVE()),
-    "arborkv-as-guessed": (ARBORKV, MSVE()),
-    # a token at a time, as the policies they are compared with, not with slots to spare
-    "ams-each": (
-        dataclasses.replace(resolve("policy", "ams"), protect=PROTECT, trigger=Trigger()),
-        None,
-    ),
-    "thinkv-each": (THINKV, None),
-    "thinkv-scored-each": (
-        dataclasses.replace(THINKV, allocator=ThinKV(choose="score"), scorer=HeavyHitters()),
-        None,
-    ),
-    "lazyeviction-each": (LAZY, None),
-    "lazyeviction-paper-each": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="paper")), None),
-    "lazyeviction-off-each": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="off")), None),
-}
-for _allocator, _scorer in itertools.product(("ams", "strata"), ("keydiff", "rkv")):
-    VARIANTS[f"{_allocator}-{_scorer}-each"] = (
-        dataclasses.replace(
-            resolve("policy", _allocator),
-            scorer=resolve("policy", _scorer).scorer,
-            protect=PROTECT,
-            trigger=Trigger(),
-        ),
-        None,
-    )
-VARIANTS["ams-no-credit-each"] = (
-    dataclasses.replace(
-        resolve("policy", "ams"), allocator=AMS(blend=1.0), protect=PROTECT, trigger=Trigger()
-    ),
-    None,
-)
+
+
+def fair(name: str, **changes: Any) -> Policy:
+    """A policy with the protection of all, and a token at a time, not with slots to spare."""
+    changes = {"protect": PROTECT, "trigger": Trigger(), **changes}
+    return dataclasses.replace(resolve("policy", name), **changes)
+
+
 WINDOWS = (1, 4, 8, 13, 19, 25, 40)  # 80 % of the intervals measured on chains are at most 13
+HEADED = ("h2o", "snapkv", "keydiff", "rkv", "rpc", "tova", "lazyeviction")
+VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of their parts changed
+    # with its own protection: tails, and a floor
+    "arborkv-published": (resolve("policy", "arborkv"), None),
+    "arborkv-any-path": (fair("arborkv", spares_paths=False), MSVE()),
+    "arborkv-any-path-no-eta": (
+        fair("arborkv", allocator=Ratio(eta=1.0), spares_paths=False),
+        MSVE(),
+    ),
+    "arborkv-no-value": (fair("arborkv"), MSVE((0.0, 1.0, 1.0), -1.0)),
+    "arborkv-no-confidence": (fair("arborkv"), MSVE((2.0, 0.0, 1.0), -1.5)),
+    "arborkv-no-attention": (fair("arborkv"), MSVE((2.0, 1.0, 0.0), -1.5)),
+    "arborkv-no-eta": (fair("arborkv", allocator=Ratio(eta=1.0)), MSVE()),
+    "arborkv-no-distance": (fair("arborkv", allocator=Ratio(lambda_distance=0.0)), MSVE()),
+    "arborkv-no-tree": (fair("arborkv", allocator=Ratio(eta=1.0, lambda_distance=0.0)), MSVE()),
+    "arborkv-per-query": (fair("arborkv", scorer=HeavyHitters(normalise=True)), MSVE()),
+    "arborkv-tail-only": (fair("arborkv", scorer=Recency()), MSVE()),
+    "arborkv-by-lot": (fair("arborkv", scorer=RandomTokens()), MSVE()),
+    "arborkv-as-guessed": (fair("arborkv"), MSVE()),
+}
+VARIANTS |= {
+    f"{name}-each": (policy, None)
+    for name, policy in {
+        "ams": fair("ams"),
+        "ams-no-credit": fair("ams", allocator=AMS(blend=1.0)),
+        "thinkv": fair("thinkv"),
+        "thinkv-scored": fair("thinkv", allocator=ThinKV(choose="score"), scorer=HeavyHitters()),
+        "lazyeviction": fair("lazyeviction"),
+        "lazyeviction-paper": fair("lazyeviction", scorer=LazyEviction(h2="paper")),
+        "lazyeviction-off": fair("lazyeviction", scorer=LazyEviction(h2="off")),
+        **{
+            f"{allocator}-{scorer}": fair(allocator, scorer=resolve("policy", scorer).scorer)
+            for allocator, scorer in itertools.product(("ams", "strata"), ("keydiff", "rkv"))
+        },
+    }.items()
+}
 for _window in WINDOWS:
     VARIANTS[f"lazyeviction-w{_window}"] = (
-        dataclasses.replace(LAZY, trigger=Trigger(spare=_window)),
+        fair("lazyeviction", trigger=Trigger(spare=_window)),
         None,
     )
-HEADED = ("h2o", "snapkv", "keydiff", "rkv", "rpc", "tova", "lazyeviction")
 for _name in HEADED:
-    _policy = dataclasses.replace(resolve("policy", _name), protect=PROTECT, trigger=Trigger())
-    VARIANTS[f"{_name}-heads"] = (dataclasses.replace(_policy, granularity="head"), None)
+    VARIANTS[f"{_name}-heads"] = (fair(_name, granularity="head"), None)
     # one set for all heads, from all layers, as `granularity=head` observes them
-    VARIANTS[f"{_name}-layers"] = (
-        dataclasses.replace(_policy, scorer=in_every_layer(_policy.scorer)),
-        None,
-    )
+    _scorer = in_every_layer(resolve("policy", _name).scorer)
+    VARIANTS[f"{_name}-layers"] = (fair(_name, scorer=_scorer), None)
 for _name, _heads in itertools.product(("h2o", "snapkv", "tova"), ("adaptive", "pyramid")):
-    VARIANTS[f"{_name}-{_heads}"] = (
-        dataclasses.replace(
-            resolve("policy", _name),
-            protect=PROTECT,
-            trigger=Trigger(),
-            granularity="head",
-            heads=_heads,  # type: ignore[arg-type]
-        ),
-        None,
-    )
+    VARIANTS[f"{_name}-{_heads}"] = (fair(_name, granularity="head", heads=_heads), None)
 RESAMPLES = 2000
 # slots added to the budget of a policy that frees some ahead, by what the budget is to bound
 AHEAD: dict[str, Callable[[int], int]] = {

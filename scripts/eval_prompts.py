@@ -3,22 +3,17 @@ r"""Which prompt a task should have, and where thoughts end in what models write
     python scripts/eval_prompts.py chains --model m.gguf --dataset gsm8k-test.jsonl --rows 501 700 \
         --forms hashes boxed --out chains
     python scripts/eval_prompts.py accuracy chains/*.jsonl --csv docs/experiments/prompts.csv
-    python scripts/eval_prompts.py transformers --model m.gguf --dataset gsm8k-test.jsonl \
-        --rows 1 200 --out peer
-    python scripts/eval_prompts.py paired chains/a.jsonl peer/a.jsonl --csv …
     python scripts/eval_prompts.py thoughts chains/*.jsonl --model m.gguf --rows 501 525 \
         --csv docs/experiments/thoughts.csv
 
 `chains` decodes one greedy chain of each problem as plain text, without steps, and keeps it; the
-same command goes on where it was stopped. `transformers` does the same by its `generate`.
-`accuracy` grades such chains, `paired` compares the grades of two files problem by problem;
-`thoughts` divides chains by several rules.
+same command goes on where it was stopped. `accuracy` grades such chains, `thoughts` divides them by
+several rules.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +25,6 @@ from experiment_table import ExperimentTable, add_options
 from arbor import Solver
 from arbor.events import Boundary
 from arbor.measure.statistics import clopper_pearson
-from arbor.measure.statistics import paired as compared
 from arbor.model.sampling_params import Sampling
 from arbor.run.choices import PathTokens
 from arbor.run.conversation import conversation_tokens, plain_decoding
@@ -169,46 +163,6 @@ def decoded(
         yield {"n": n, "prompt_tokens": length, "key": rows[n - 1]["answer"], **chain}
 
 
-def transformers(given: argparse.Namespace) -> None:
-    """The chains of transformers' greedy `generate`, 16 padded prompts at a time."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.set_num_threads(1)
-    place = Path(given.model)
-    folder, files = (place.parent, {"gguf_file": place.name}) if place.is_file() else (place, {})
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left", **files)
-    dtype = getattr(torch, given.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **files)
-    model.eval()
-    rows = [json.loads(line) for line in given.dataset.read_text("utf-8").splitlines()]
-    given.out.mkdir(parents=True, exist_ok=True)
-    for form in given.forms:
-        build, ends = FORMS[form]
-        assert not ends, "forms of chats only"
-        path = given.out / f"{given.dataset.stem}.{place.stem}.{form.replace(' ', '-')}.jsonl"
-        done = {each["n"] for each in read([path])} if path.exists() else set()
-        numbers = [n for n in range(given.rows[0], given.rows[1] + 1) if n not in done]
-        for at in range(0, len(numbers), 16):
-            group = numbers[at : at + 16]
-            messages = [build(rows[n - 1]["question"]) for n in group]
-            texts = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-            asked = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-            with torch.no_grad():
-                found = model.generate(**asked, do_sample=False, max_new_tokens=given.tokens)
-            with path.open("a", encoding="utf-8") as file:
-                for n, ids in zip(group, found[:, asked["input_ids"].shape[1] :], strict=True):
-                    text = tokenizer.decode(ids, skip_special_tokens=True)
-                    tokens = int((ids != tokenizer.pad_token_id).sum())
-                    row = {"model": f"{place.stem}, transformers", "data": given.dataset.stem}
-                    row |= {"form": form, "n": n, "prompt_tokens": 0, "key": rows[n - 1]["answer"]}
-                    stop = "length" if tokens >= given.tokens else "eos"
-                    row |= {"text": text, "tokens": tokens, "stop": stop}
-                    file.write(json.dumps(row) + "\n")
-
-
 def read(paths: Sequence[Path], rows: Sequence[int] = ()) -> list[dict[str, Any]]:
     """The chains of files, those of some problems."""
     every = [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
@@ -223,17 +177,6 @@ def graded_chain(chain: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     said = [chain["text"]]
     right = task.grade(problem, task.answer(problem, said)).correct
     return bool(right), task.is_guess(problem, said), chain["stop"] == "length"
-
-
-def paired(given: argparse.Namespace) -> None:
-    """Grade two files, of the same problems, against each other."""
-    first, second = (
-        {each["n"]: graded_chain(each)[0] for each in read([path], given.rows)}
-        for path in given.files
-    )
-    both = sorted(first.keys() & second.keys())
-    found = compared([first[n] for n in both], [second[n] for n in both])
-    print(json.dumps(dataclasses.asdict(found)))
 
 
 def accuracy(given: argparse.Namespace) -> None:
@@ -258,8 +201,7 @@ def accuracy(given: argparse.Namespace) -> None:
             "n": len(found),
             "n_of": "problems",
         }
-        print(*row.values(), sep="\t")
-        table.add(row)
+        table.show(row)
 
 
 def thoughts(given: argparse.Namespace) -> None:
@@ -298,8 +240,7 @@ def thoughts(given: argparse.Namespace) -> None:
                 "n": len(found),
                 "n_of": "chains",
             }
-            print(*row.values(), sep="\t")
-            table.add(row)
+            table.show(row)
 
 
 MARKS = ("", "\\[", "\\]", "$$", "```")
@@ -325,13 +266,13 @@ def divide(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
-    for run in (chains, transformers, accuracy, paired, thoughts):
+    for run in (chains, accuracy, thoughts):
         command = commands.add_parser(run.__name__, help=run.__doc__)
         command.set_defaults(run=run)
         command.add_argument("--rows", nargs=2, type=int, default=(1, 10**6), help="first, last")
-        if run not in (accuracy, paired):
+        if run is not accuracy:
             command.add_argument("--model", required=True, help="a GGUF file or a directory")
-        if run in (chains, transformers):
+        if run is chains:
             command.add_argument("--dataset", type=Path, required=True, help="question, answer")
             command.add_argument("--forms", nargs="+", choices=FORMS, default=["boxed"])
             command.add_argument("--tokens", type=int, default=1024, help="of a chain at most")
@@ -340,8 +281,7 @@ def main() -> None:
         else:
             command.add_argument("files", nargs="+", type=Path, help="of `chains`")
             command.add_argument("--commit", help="of the chains, for the table")
-            if run is not paired:
-                add_options(command)
+            add_options(command)
     given = parser.parse_args()
     given.run(given)
 

@@ -33,22 +33,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench_decode import interval
 from bench_exit import FixedExit
 from experiment_table import ExperimentTable, add_options
 from model_and_problems import add_model_and_problems, problems_of, settings_of
 from random_llama import SIZES, NoText, fixed_length, prefix, random_llama
+from rounds import interval
 
 from arbor import Solver
 from arbor.engine.engine import Engine
@@ -353,13 +351,7 @@ def share(args: argparse.Namespace) -> Iterator[Row]:
 
 
 class Pipeline:
-    """The stages of the paper's pipeline, on one model.
-
-    Args:
-        size: of the random model.
-        n: tokens of the prefix.
-        decoded: tokens that each branch decodes, t.
-    """
+    """The stages of the paper's pipeline, on one model."""
 
     def __init__(self, size: str, n: int, decoded: int) -> None:
         model = random_llama(size, torch.float32)
@@ -543,7 +535,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="pipeline, searches")
     parser.add_argument("--searches", nargs="+", choices=tuple(SEARCHES), default=tuple(SEARCHES))
     add_options(parser)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     table = ExperimentTable(args)
@@ -559,13 +550,10 @@ def main() -> None:
         if row in rows:  # two quantiles of one value
             continue
         rows.append(row)
-        print(json.dumps(row), flush=True)
-        table.add(row)
+        table.show(row)
     if args.what == "gates":
         for column in ("disagree_percent", "bound_percent"):
             print(*best_coverage(rows, column), sep="\n")
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

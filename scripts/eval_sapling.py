@@ -31,11 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from rounds import auc
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from arbor.measure.statistics import clopper_pearson
+from arbor.measure.statistics import bootstrap_groups, clopper_pearson
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains
 from arbor.tasks.countdown import legal_steps, take
@@ -52,43 +54,22 @@ def share(results: Sequence[bool]) -> dict[str, Any]:
     return {"share": round(right / max(n, 1), 4), "n": n, "interval": interval}
 
 
-def area(scores: Sequence[float], labels: Sequence[bool]) -> float:
-    """Area under the ROC curve: P(score of a positive > of a negative), ties count half; 0.5 with
-    one class only."""
-    order = sorted(range(len(scores)), key=lambda i: scores[i])
-    ranks = [0.0] * len(scores)
-    at = 0
-    while at < len(order):
-        end = at
-        while end < len(order) and scores[order[end]] == scores[order[at]]:
-            end += 1
-        for i in order[at:end]:
-            ranks[i] = (at + end + 1) / 2
-        at = end
-    positive = sum(labels)
-    negative = len(labels) - positive
-    if not positive or not negative:
-        return 0.5
-    total = sum(rank for rank, label in zip(ranks, labels, strict=True) if label)
-    return (total - positive * (positive + 1) / 2) / (positive * negative)
-
-
-def area_of(groups: Sequence[Sequence[tuple[float, bool]]], seed: int = 0) -> dict[str, Any]:
-    """Area over all states, with a bootstrap over problems (`groups`: one per problem)."""
-
-    def of(chosen: Sequence[Sequence[tuple[float, bool]]]) -> float:
-        pairs = [pair for group in chosen for pair in group]
-        return area([score for score, _ in pairs], [label for _, label in pairs])
-
-    rng = random.Random(seed)
-    draws = sorted(of(rng.choices(groups, k=len(groups))) for _ in range(200))
+def area_of(groups: Sequence[Sequence[tuple[float, bool]]]) -> dict[str, Any]:
+    """Area over all states, 0.5 with one class only, with a bootstrap over problems (`groups`)."""
     states = [pair for group in groups for pair in group]
+    values = np.array([value for value, _ in states])
+    labels = np.array([label for _, label in states], bool)
+
+    def of(chosen: Any) -> float:
+        return float(np.nan_to_num(auc(values[chosen], labels[chosen]), nan=0.5))
+
+    problems = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     return {
-        "area": round(of(groups), 4),
+        "area": round(of(slice(None)), 4),
         "n_states": len(states),
         "n_problems": len(groups),
-        "positive": round(sum(label for _, label in states) / max(1, len(states)), 3),
-        "interval": [round(draws[4], 4), round(draws[194], 4)],
+        "positive": round(float(labels.mean()), 3),
+        "interval": [round(end, 4) for end in bootstrap_groups(problems, of, resamples=200)],
     }
 
 

@@ -25,32 +25,27 @@ from arbor.measure.statistics import clopper_pearson, paired
 from arbor.papers.rksc.cgee import CGEE
 from arbor.papers.rksc.exit_thresholds import LayerExit
 
-ARMS: dict[str, dict[str, Any]] = {
-    "greedy chain": {"controller": "chain", "sampling": Sampling(temperature=0)},
-    "tot self": {"controller": "tot", "verifier": "self", "sampling": Sampling(1.0, 1.0)},
-    "tot exact": {"controller": "tot", "verifier": "exact", "sampling": Sampling(1.0, 1.0)},
-    "tot self, independent": {
-        "controller": "tot",
-        "verifier": "self",
-        "sampling": Sampling(1.0, 1.0, arithmetic=False),
-    },
-    "tot exact, independent": {
-        "controller": "tot",
-        "verifier": "exact",
-        "sampling": Sampling(1.0, 1.0, arithmetic=False),
-    },
-}
 # Gates around the model's own judge, with thresholds by RKSC's percentiles
 # (docs/experiments/rksc.md) and those of its released code; only where they are named.
-GATED: dict[str, dict[str, Any]] = {
-    name: {"controller": "tot", "verifier": verifier, "sampling": Sampling(1.0, 1.0)}
-    for name, verifier in {
-        "tot cgee skip": CGEE(confidence=0.9962, gap=0.0006),
-        "tot cgee release": CGEE(rule="release"),
-        "tot cgee exit": CGEE(levels="exit", exit_rule=LayerExit(threshold=0.198, patience=1)),
-    }.items()
+GATED: dict[str, Any] = {
+    "tot cgee skip": CGEE(confidence=0.9962, gap=0.0006),
+    "tot cgee release": CGEE(rule="release"),
+    "tot cgee exit": CGEE(levels="exit", exit_rule=LayerExit(threshold=0.198, patience=1)),
 }
-ARMS |= GATED
+TOGETHER, INDEPENDENT = Sampling(1.0, 1.0), Sampling(1.0, 1.0, arithmetic=False)
+ARMS: dict[str, dict[str, Any]] = {
+    "greedy chain": {"controller": "chain", "sampling": Sampling(temperature=0)},
+    **{
+        name: {"controller": "tot", "verifier": verifier, "sampling": sampling}
+        for name, verifier, sampling in (
+            ("tot self", "self", TOGETHER),
+            ("tot exact", "exact", TOGETHER),
+            ("tot self, independent", "self", INDEPENDENT),
+            ("tot exact, independent", "exact", INDEPENDENT),
+            *((name, gate, TOGETHER) for name, gate in GATED.items()),
+        )
+    },
+}
 
 
 def run_arm(name: str, args: argparse.Namespace) -> dict[str, list[float]]:

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 from experiment_table import ExperimentTable, add_options
 from model_and_problems import add_model_and_problems, problems_of, settings_of, verifier_of_chains
+from rounds import solved_columns
 
 from arbor import Solver
 from arbor.events import Boundary, Evicted
-from arbor.measure.statistics import clopper_pearson, paired
 from arbor.run.solution import Solution
 
 GREEDY: dict[str, Any] = {
@@ -137,8 +137,6 @@ def destroyed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             found = solver.solve_batch(problems, concurrency=AT_ONCE)
         exact, n = exact or found, len(found)
         right = [bool(each.correct) for each in found]
-        against = paired(right, [bool(each.correct) for each in exact])
-        low, high = clopper_pearson(sum(right), n)
         gone = np.array([each.metrics.evicted_tokens for each in found])
         generated = np.array([each.metrics.tokens_generated for each in found])
         eligible = np.maximum(generated - first - recent, gone)
@@ -152,12 +150,7 @@ def destroyed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "missing": round(100 * missing(found, first + recent), 2),
             "live": round(float(np.mean(eligible - gone)), 1),
             "generated": round(float(generated.mean()), 1),
-            "solved": round(100 * sum(right) / n, 2),
-            "solved_low": round(100 * low, 2),
-            "solved_high": round(100 * high, 2),
-            "points": round(100 * against.difference, 2),
-            "points_low": round(100 * against.interval[0], 2),
-            "points_high": round(100 * against.interval[1], 2),
+            **solved_columns(right, [bool(each.correct) for each in exact]),
             "n": n,
             "n_of": "problems",
         }
@@ -202,8 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     table = ExperimentTable(args)
     for row in splits(args) if args.what == "splits" else destroyed(args):
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        table.add(row)
+        table.show(row)
 
 
 if __name__ == "__main__":

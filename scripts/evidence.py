@@ -163,7 +163,8 @@ def run(args: argparse.Namespace) -> int:
     if not info.supported:
         raise UsageError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
     device = first.device
-    samples = read_samples(options_of(args, dataset), first.task, stop_on_error=True)
+    options = DatasetOptions(dataset=dataset, split=args.split, limit=str(args.n))
+    samples = read_samples(options, first.task, stop_on_error=True)
     arms = arms_of(args.questions, device.type)
     machines = [measured_machine(device, info.dtype, args.threads)]
     if args.gpu_bandwidth:
@@ -204,19 +205,6 @@ def run(args: argparse.Namespace) -> int:
     write_atomically(folder / REPORT, text)
     print(folder / REPORT)
     return 0
-
-
-def options_of(args: argparse.Namespace, dataset: str) -> DatasetOptions:
-    """The first problems of the dataset."""
-    return DatasetOptions(
-        dataset=dataset,
-        split=args.split,
-        input_key=None,
-        target_key=None,
-        encoding="utf-8",
-        limit=str(args.n),
-        sample_id=(),
-    )
 
 
 def new_folder(args: argparse.Namespace) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import json
 import shlex
 import subprocess
 import sys
@@ -53,6 +54,11 @@ class ExperimentTable:
         }
         typed = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         self._command = typed if command is None else command
+
+    def show(self, row: Mapping[str, Any], note: str = "") -> None:
+        """Print a row, and append it."""
+        print(json.dumps(row), flush=True)
+        self.add(row, note)
 
     def add(self, row: Mapping[str, Any], note: str = "") -> None:
         """Append a row with the date, commit, machine, conditions and command in front and after.

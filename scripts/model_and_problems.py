@@ -1,6 +1,6 @@
 """Which model solves which problems: the options of scripts that evaluate or measure searches.
 
-    python scripts/bench_host.py --model ./model.gguf --dataset gsm8k.jsonl --task gsm8k
+    python scripts/bench_ratio.py --model ./model.gguf --dataset gsm8k.jsonl --task gsm8k
     python scripts/eval_attention.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k
 
 Without them the built-in model solves a task's own problems. Of a data set, what a script calls
@@ -16,6 +16,7 @@ from typing import Any
 from arbor import components
 from arbor.cli.evaluation.eval_dataset import read_samples
 from arbor.cli.evaluation.eval_options import DatasetOptions
+from arbor.run.solution import Solution
 from arbor.tasks.base import Problem, Task
 from arbor.tasks.worded import Worded
 
@@ -64,6 +65,14 @@ def settings_of(given: argparse.Namespace) -> dict[str, Any]:
     return {"model": given.model, "task": task_of(given)}
 
 
+def tree_of(solution: Solution) -> list[tuple[int | None, str]]:
+    """Every block's parent and text; none of a search that failed."""
+    if solution.error is not None:
+        return []
+    blocks = solution.replay().blocks
+    return [(blocks[number].parent, blocks[number].text) for number in sorted(blocks)]
+
+
 def verifier_of_chains(task: str) -> str:
     """The verifier of single chains: ``exact``, which asks the model nothing, where the task has an
     exact checker, else ``self``."""
@@ -90,11 +99,7 @@ def problems_of(
     options = DatasetOptions(
         dataset=DATASETS.get(given.dataset, (given.dataset,))[0],
         split="calibration" if split == "train" else "evaluation",
-        input_key=None,
-        target_key=None,
-        encoding="utf-8",
         limit=str(n),
-        sample_id=(),
     )
     samples = read_samples(options, task, stop_on_error=True)
     return [each.problem for each in samples if each.problem is not None]

@@ -7,7 +7,7 @@
 Mutants are sampled with a seed from all changes of these kinds: a comparison flipped or its bound
 moved, an arithmetic or bitwise operator swapped, `and` and `or` swapped, a condition negated, a
 number or a truth value changed, a statement removed, a return value dropped. Each runs in a copy of
-the tree against the tests of its module, quick ones first, until one fails. Docstrings,
+the tree against the tests that name its module, then its package, until one fails. Docstrings,
 annotations, decorators, assertions, error and log texts are not mutated, nor is a returned `False`,
 which no caller can tell from None but mypy can (it is changed to `True`). Some mutants alter
 nothing that a test could see, such as how much is looked at first: read each survivor.
@@ -50,42 +50,6 @@ TEST_LIMIT_S = 60  # per test; a mutant that loops forever is killed by it
 MUTANT_LIMIT_S = 900
 # tests of commands start processes; those of loading need a process that has imported nothing yet
 LEFT_OUT = ("test_architecture", "test_cli", "test_loading")
-
-# Module below arbor/ -> its test files in tests/, the quickest first; those of its folder follow. A
-# module that is not listed has the tests that import it instead. Missing files are ignored.
-TESTS: dict[str, tuple[str, ...]] = {
-    "engine/beam_search": ("test_beam_search",),
-    "engine/forward_pass": (
-        *("test_stopwatch", "test_nvtx", "test_engine_forest", "test_engine_faults"),
-    ),
-    "engine/engine": ("test_engine", "test_sampling", "test_scheduler", "test_engine_faults"),
-    "engine/prefix_sharing": ("test_prefix_sharing", "test_sibling_sharing"),
-    "engine/rehydration": ("test_rehydration", "test_engine", "test_residency"),
-    "engine/residency": ("test_floors", "test_residency", "test_forest_machine"),
-    "engine/scheduler": ("test_scheduler", "test_engine", "test_engine_faults"),
-    "memory/out_of_memory": ("test_out_of_memory",),
-    "memory/slots": ("test_memory", "test_engine", "test_residency"),
-}
-FOLDER_TESTS: dict[str, tuple[str, ...]] = {
-    "engine": (
-        *("test_text", "test_scheduler", "test_sampling", "test_floors", "test_engine"),
-        *("test_engine_forest", "test_rehydration", "test_engine_faults", "test_prefix_sharing"),
-        *("test_engine_answers", "test_engine_runs", "test_engine_transactions"),
-        *("test_sibling_sharing", "test_chunked_prefill", "test_beam_search", "test_early_exit"),
-        *("test_residency", "test_forest_machine", "test_account"),
-        *("test_trace_engine", "test_golden", "test_solver"),
-    ),
-    "memory": (
-        *("test_memory", "test_out_of_memory", "test_forest", "test_engine", "test_plan"),
-        *("test_prefix_sharing", "test_residency"),
-        *("test_engine_transactions", "test_forest_machine"),
-    ),
-    "retention": (
-        *("test_retention_allocators", "test_retention_block_table", "test_retention_msve"),
-        *("test_retention_scorers", "test_retention_policies", "test_floors", "test_calibrate"),
-        *("test_residency", "test_golden", "test_replay"),
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,23 +355,17 @@ def all_mutants(root: Path, folders: Sequence[str]) -> list[Mutant]:
 
 def tests_of(root: Path, file: str) -> tuple[str, ...]:
     """The test files for a module, in the order in which they run."""
-    module = file.removesuffix(".py").removesuffix("/__init__").removeprefix("arbor/")
-    folder = module.split("/")[0]
-    if module in TESTS:
-        names = list(TESTS[module])
-    else:
-        dotted = re.compile(rf"\barbor\.{module.replace('/', '[.]')}\b")
-        names = [
-            path.stem
-            for path in sorted((root / "tests").glob("test_*.py"))
-            if not path.stem.startswith(LEFT_OUT) and dotted.search(path.read_text("utf-8"))
-        ]
-        order = {name: place for place, name in enumerate(FOLDER_TESTS.get(folder, ()))}
-        names.sort(key=lambda name: order.get(name, len(order)))
-    names += FOLDER_TESTS.get(folder, ())
-    files = [f"tests/{name}.py" for name in dict.fromkeys(names)]
-    files = [name for name in files if (root / name).is_file()]
-    assert files, f"no tests for {file}: list some in TESTS"
+    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    texts = {
+        path: path.read_text("utf-8")
+        for path in sorted((root / "tests").glob("test_*.py"))
+        if not path.stem.startswith(LEFT_OUT)
+    }
+    package = module.rpartition(".")[0]
+    named = [re.compile(rf"\b{re.escape(name)}\b") for name in (module, package)]
+    found = (path for name in named for path, text in texts.items() if name.search(text))
+    files = [str(path.relative_to(root)) for path in dict.fromkeys(found)]
+    assert files, f"no tests for {file}: none names its package"
     return tuple(files)
 
 

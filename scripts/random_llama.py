@@ -1,4 +1,4 @@
-"""Random Llama models of the sizes the benchmarks use, and a stop rule that never stops early."""
+"""Random Llama models of the sizes the benchmarks use, and what an engine needs to run them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arbor.engine.stop_rule import StopRule
+from arbor.kernels.attention.base import AttentionBackend
+from arbor.kernels.attention.native_cascade import NativeCascade
+from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.fused.parts import fused_ops
+from arbor.kernels.fused.rotary import rotary_ops
+from arbor.kernels.linear.layers import pack_linears
+from arbor.kernels.native import native_library
+from arbor.model.fuse.attention import fuse_attention
+from arbor.model.fuse.parts import fuse
+from arbor.model.runner import ModelRunner
 from arbor.tasks.base import BlockLimits
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -50,6 +60,22 @@ def random_llama(size: str, dtype: torch.dtype, vocab_size: int = 0) -> LlamaFor
     )
     model: Any = LlamaForCausalLM(config)
     return model.to(dtype).eval()
+
+
+def fused_runner(model: Any, backend: AttentionBackend | None = None) -> ModelRunner:
+    """A runner as `load_weights` makes it; None: the backend that is shipped."""
+    if backend is None:
+        backend = TorchCascade() if native_library() is None else NativeCascade()
+    deterministic = isinstance(backend, NativeCascade)
+    runner = ModelRunner(model, backend, deterministic=deterministic)
+    if runner.device.type == "cpu":
+        pack_linears(model, deterministic=deterministic)
+        if (ops := fused_ops(runner.device)) is not None:
+            fuse(model, ops)
+        if (rotary := rotary_ops(runner.device)) is not None:
+            fuse_attention(model, rotary)
+        runner.fuse_layers()
+    return runner
 
 
 class NoText:

@@ -14,7 +14,6 @@ where a forward takes `--first-ms` and `--further-ms` for each row after the fir
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,8 +139,7 @@ def main() -> None:
             "n": len(problems),
             "n_of": "problems together",
         }
-        print(json.dumps(row), flush=True)
-        table.add(row)
+        table.show(row)
 
 
 if __name__ == "__main__":

@@ -473,14 +473,7 @@ def apart(values: Sequence[float], gap: float) -> list[float]:
 def success_by_part(
     panel: Axes, source: str, where: Where, policies: Mapping[str, str], full: Row
 ) -> None:
-    """Success where KV is lost against the part of the peak that is held, a line for each policy.
-
-    Args:
-        source: name of the CSV file.
-        where: which of its rows.
-        policies: name in the CSV file: label.
-        full: the row of full retention.
-    """
+    """Success where KV is lost against the part of the peak held, a line for each policy."""
     rows = [row for row in read(source) if fits(row, {**LOST, **where})]
     whole = float(full["solved_percent"])
     ends = []

@@ -36,8 +36,6 @@ import math
 import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -139,10 +137,6 @@ def build_tokenizer(out: Path) -> None:
 def extend_tokenizer(file: Path, people: Sequence[str]) -> None:
     """Lets an older tokenizer read today's `PIECES`: every name, alone and with its verb, that is
     several tokens becomes one more token.
-
-    Args:
-        file: the ``tokenizer.json`` that is changed.
-        people: names of word problems.
     """
     from tokenizers import Tokenizer
 
@@ -849,10 +843,6 @@ class Muon(torch.optim.Optimizer):
 def export(model: Model, tokens: Path, out: Path) -> None:
     """Writes the model as Hugging Face files, each by rename, weights last; numbers are rounded to
     bfloat16.
-
-    Args:
-        tokens: directory with the tokenizer's files.
-        out: where to.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -938,9 +928,6 @@ def quick_dtype(device: torch.device) -> torch.dtype:
 def visible(enter: Tensor, leave: Tensor) -> Tensor:
     """Which tokens of its row each token sees: those before it on its path, and itself.
 
-    Args:
-        enter, leave: [R, T], see `Batch`.
-
     Returns:
         [R, T, T] bool.
     """
@@ -994,9 +981,6 @@ def main() -> None:
     )
     parser.add_argument("--export-every", type=float, default=20, help="minutes between exports")
     parser.add_argument(
-        "--first-export", type=float, default=6, help="minutes until the first export"
-    )
-    parser.add_argument(
         "--export-only", action="store_true", help="export the last checkpoint and stop"
     )
     parser.add_argument(
@@ -1011,7 +995,6 @@ def main() -> None:
         choices=("float32", "bfloat16"),
         help="of activations (default: bfloat16 where the device has instructions for it)",
     )
-    parser.add_argument("--compile", action="store_true", help="torch.compile the forward pass")
     parser.add_argument("--muon", type=float, default=0.006, help="learning rate of the matrices")
     parser.add_argument(
         "--adam", type=float, default=2e-3, help="learning rate of embedding and norms"
@@ -1033,9 +1016,6 @@ def main() -> None:
     parser.add_argument("--producers", type=int, default=1, help="processes that make data")
     parser.add_argument(
         "--log-every", type=float, default=30, help="seconds; word problems may grow as often"
-    )
-    parser.add_argument(
-        "--evaluate", action="store_true", help="run eval_sapling.py --quick after each export"
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=N", help="sizes of the model")
     args = parser.parse_args()
@@ -1101,7 +1081,6 @@ def main() -> None:
     ]
     for producer in producers:
         producer.start()
-    run = torch.compile(model, dynamic=False) if args.compile else model
     parameters = sum(p.numel() for p in model.parameters())
     print(json.dumps({"shape": asdict(shape), "parameters": parameters}), flush=True)
 
@@ -1118,21 +1097,8 @@ def main() -> None:
         torch.save(state, checkpoint.with_suffix(".new"))
         checkpoint.with_suffix(".new").replace(checkpoint)
 
-    def publish(wait: bool = False) -> None:
-        if args.out is None:
-            return
-        export(model, tokens, args.out)
-        script = Path(__file__).with_name("eval_sapling.py")
-        if args.evaluate and script.exists():
-            log = (args.work / "eval.log").open("a")
-            command = [sys.executable, str(script), "--model", str(args.out), "--quick"]
-            child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            if wait:
-                child.wait()
-
     started, before = time.monotonic(), spent
-    exported = spent - (args.export_every - args.first_export) * 60
-    logged, kept = spent, spent
+    exported, logged, kept = spent, spent, spent
     sums = torch.zeros(3, len(KINDS), device=device)
     counted = -1  # tokens at the last line of the log
     waited = 0.0
@@ -1146,7 +1112,7 @@ def main() -> None:
                 group["lr"] = lr * factor
         total = sum(float(batch.weight.sum()) for batch in micro)
         for batch in micro:
-            loss, found = loss_of(run, model.embed_tokens.weight, batch, device, dtype)
+            loss, found = loss_of(model, model.embed_tokens.weight, batch, device, dtype)
             (loss / total).backward()
             seen += int((batch.positions > 0).sum())
             sums += found
@@ -1176,11 +1142,12 @@ def main() -> None:
         if spent - kept > 180:
             save()
             kept = spent
-        if spent - exported > args.export_every * 60:
-            publish()
+        if args.out is not None and spent - exported > args.export_every * 60:
+            export(model, tokens, args.out)
             exported = spent
     save()
-    publish(wait=True)
+    if args.out is not None:
+        export(model, tokens, args.out)
     for producer in producers:
         producer.terminate()
 

@@ -83,12 +83,7 @@ def _is_of(codes: Sequence[str], own: str, others: str) -> bool:
 
 
 def commands(quick: bool, scripts: set[str]) -> list[Sequence[str]]:
-    """What has to succeed in the copy.
-
-    Args:
-        quick: a few test files only.
-        scripts: whose tests do not run.
-    """
+    """What has to succeed in the copy."""
     tests = [f"tests/test_{name}.py" for name in QUICK] if quick else ["tests"]
     gone = " or ".join(sorted({name.split("_stages")[0].removesuffix(".py") for name in scripts}))
     left_out = ["-k", f"not (script_runs and ({gone}))"] if gone else []

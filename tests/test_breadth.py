@@ -27,7 +27,7 @@ def test_the_estimate_is_the_time_in_which_the_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     info, boundary = Solver().describe(), Reasoning().boundary
-    monkeypatch.setattr(estimate, "_seconds_of_a_read", lambda memory: len(memory) / 10e9)
+    monkeypatch.setattr(estimate.timeit, "repeat", lambda *_, **__: [estimate._SAMPLE / 10e9])
     large = replace(info, parameters=1_500_000_000, dtype="bfloat16")
 
     assert estimate.step_seconds(large) == pytest.approx(0.3)

@@ -166,10 +166,7 @@ def examples(of: Iterable[str] = COMMANDS) -> list[str]:
 
 # tests of a folder's own run the examples of its commands
 CORE = tuple(name for name in COMMANDS if not any(name in each.commands for each in features()))
-LIGHT = (
-    *("solve", "eval", "compare", "bench", "list", "prompt", "trace", "completion", "view"),
-    "man",
-)
+LIGHT = ("solve", "eval", "compare", "bench", "list", "prompt", "trace", "completion", "view")
 HEAVY = tuple(name for name in CORE if name not in LIGHT)
 STUBS = {
     "jq": "exec cat > /dev/null",
@@ -190,7 +187,6 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
                 for event in fake_run(seed=1):
                     writer(event)
     (folder / ".config" / "fish" / "completions").mkdir(parents=True)
-    (folder / ".local" / "share" / "man" / "man1").mkdir(parents=True)
     (folder / "bin").mkdir()
     warm_process.program(folder / "bin" / "arbor", "-c", FAKE)
     for name, text in STUBS.items():

@@ -19,7 +19,7 @@ from arbor.events import Answered, Boundary, Event
 from arbor.trace import TraceWriter
 from arbor.trace.perfetto import to_perfetto
 from arbor.trace.read import read_trace
-from arbor.trace.schema import trace_schema
+from arbor.trace.records import trace_schema
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ import click
 import pytest
 from support.taken_out import TAKEN_OUT, WHY
 
-from arbor.cli import extras
+from arbor.cli import show as extras
 from arbor.cli.app import cli
-from arbor.cli.extras import EXTRAS, extra_states
-from arbor.cli.man import man_page
+from arbor.cli.show import EXTRAS, extra_states
 
 ROOT = Path(__file__).parents[1]
 FOR_DEVELOPERS = {"dev", "test"}
@@ -36,8 +35,8 @@ def test_doctor_knows_every_extra_and_its_packages(project: dict[str, Any]) -> N
     declared = project["optional-dependencies"]
 
     assert EXTRAS.keys() == declared.keys() - FOR_DEVELOPERS
-    for name, extra in EXTRAS.items():
-        assert set(extra.packages) == {distribution(each) for each in declared[name]}, name
+    for name, (_, packages) in EXTRAS.items():
+        assert set(packages) == {distribution(each) for each in declared[name]}, name
 
 
 @pytest.mark.skipif(bool(TAKEN_OUT), reason=WHY)
@@ -56,21 +55,6 @@ def test_the_guide_lists_every_extra() -> None:
     rows = [line.split("|")[1] for line in guide.splitlines() if line.startswith("| `")]
 
     assert sorted(re.findall(r"`([^`]+)`", " ".join(rows))) == sorted(EXTRAS)
-
-
-def test_the_manual_page_has_every_command_and_option() -> None:
-    root = click.Context(cli, info_name="arbor")
-    page = "\n".join(man_page(root))
-    plain = page.replace("\\-", "-").replace("\\e", "\\")
-
-    assert page.startswith('.TH ARBOR 1 ""')
-    for name in cli.list_commands(root):
-        assert f".SS arbor {name}" in plain
-    for words in (".SS arbor trace convert", ".SS arbor calibrate msve", "--budget", "--set"):
-        assert words in plain
-    known = r"\.(TH|SH|SS|PP|TP|B|nf|fi)\b|[^.']"
-    assert all(re.match(known, line) for line in page.splitlines() if line)
-    assert not re.search(r"(?<!\\)-", page.partition(".SH NAME")[2]), "a hyphen is escaped"
 
 
 @pytest.mark.skipif(bool(TAKEN_OUT), reason=WHY)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from arbor import Solver
-from arbor.aggregate.base import AnswerVotes
-from arbor.aggregate.confidence import lead_probability
+from arbor.aggregate.base import AnswerVotes, lead_probability
 from arbor.events import Boundary, Ended, Event, Terminal
 from arbor.run.solution import Solution
 

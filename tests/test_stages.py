@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from arbor.cli.loading_line import LoadingLine
-from arbor.cli.output import Output
+from arbor.cli.output import LoadingLine, Output
 
 
 class Clock:

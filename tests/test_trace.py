@@ -46,8 +46,8 @@ def test_what_is_written_comes_back(tmp_path: Path, run: list[Event], name: str)
     trace = read_trace(write(tmp_path / name, run))
 
     assert list(trace.events) == run
-    assert trace.sequence == tuple(range(len(run)))
-    assert (trace.bad_lines, trace.unknown, trace.cut, trace.gaps) == (0, 0, False, ())
+    assert trace.sequence == list(range(len(run)))
+    assert (trace.bad_lines, trace.unknown, trace.cut, trace.gaps) == (0, 0, False, [])
     assert trace.banner == ""
 
 
@@ -156,7 +156,7 @@ def test_a_bad_line_is_skipped_and_counted(
     trace = read_trace(path)
 
     assert list(trace.events) == run
-    assert (trace.bad_lines, trace.first_bad_line, trace.gaps) == (1, 4, ())
+    assert (trace.bad_lines, trace.first_bad_line, trace.gaps) == (1, 4, [])
     assert "line 4 is unreadable" in trace.banner
 
 

@@ -23,9 +23,9 @@ from arbor.trace.records import (
     number_of,
     parse,
     seconds_of,
+    trace_schema,
 )
 from arbor.trace.repair import repair_trace
-from arbor.trace.schema import trace_schema
 from arbor.view import read_page_trace
 
 SCHEMA = trace_schema()
@@ -109,7 +109,7 @@ def test_a_value_of_the_wrong_kind_makes_a_line_unreadable_and_a_repair_removes_
     repaired = repair_trace(trace)
     assert repaired.dropped == 1
     clean = read_trace(repaired.path)
-    assert clean.bad == () and clean.events[: line - 1] == read.events[: line - 1]
+    assert not clean.bad and clean.events[: line - 1] == read.events[: line - 1]
 
 
 def is_readable(record: dict[str, Any]) -> bool:

@@ -72,7 +72,7 @@ def test_a_search_that_is_killed_leaves_a_readable_trace(tmp_path: Path, suffix:
         interrupt(path, signal.SIGKILL, draw)
 
         trace = read_trace(path)
-        assert trace.header is not None and trace.bad_lines <= 1 and trace.gaps == ()
+        assert trace.header is not None and trace.bad_lines <= 1 and not trace.gaps
         damage = {"the file is cut off", "the end is missing"}
         found = [each for each in Replay.of(trace).problems if each not in damage]
         assert found in ([], [f"line {trace.first_bad_line} is unreadable"])

@@ -19,8 +19,8 @@ from arbor.events import Boundary, Event, Opened
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.diff import diff_traces
 from arbor.trace.perfetto import to_perfetto
+from arbor.trace.records import trace_schema
 from arbor.trace.repair import repair_trace
-from arbor.trace.schema import trace_schema
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import AnswerVotes, FinishedPath, PathValues, by_answer, votes_of
-from .confidence import lead_probability
+from .base import AnswerVotes, FinishedPath, PathValues, by_answer, lead_probability, votes_of
 
 
 @dataclass(frozen=True)

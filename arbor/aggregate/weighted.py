@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .base import AnswerVotes, FinishedPath, PathValues, Steps, check_steps, read_for, summed
-from .confidence import lead_probability
+from .base import (
+    AnswerVotes,
+    FinishedPath,
+    PathValues,
+    Steps,
+    check_steps,
+    grouped,
+    lead_probability,
+    path_score,
+    read_for,
+    votes_of,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,10 @@ class Weighted:
         return read_for(self.steps)
 
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
-        ranked = summed(paths, self.steps)
+        ranked = [
+            votes_of(group, math.fsum(path_score(path, self.steps) for path in group))
+            for group in grouped(paths, self.steps)
+        ]
         return sorted(ranked, key=lambda each: (-each.score, -each.votes))  # stable
 
     def confidence(self, ranked: Sequence[AnswerVotes]) -> float:

@@ -18,9 +18,8 @@ import click
 
 from arbor._version import __version__
 from arbor.cli.command import Group, Option, unknown_variables
-from arbor.cli.loading_line import LoadingLine
 from arbor.cli.options import COMPLETION, output_options
-from arbor.cli.output import ClosedStdout, Output, close_log, configure_log, encodable
+from arbor.cli.output import ClosedStdout, LoadingLine, Output, close_log, configure_log, encodable
 from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.feature import features
@@ -53,7 +52,6 @@ COMMANDS = {
         "arbor.cli.completion:completion",
         "Print a shell script for completion on TAB.",
     ),
-    "man": ("arbor.cli.man:man", "Print the manual page."),
 } | {name: command for each in features() for name, command in each.commands.items()}
 # options of other programs that spread one model over several devices
 SPREADING = ("--device-map", "--tensor-parallel-size", "--tensor-parallel", "--tp")
@@ -85,9 +83,6 @@ def cli(output: Output) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
-
-    Args:
-        arguments: instead of the process's own.
 
     Returns:
         The exit code.
@@ -154,7 +149,7 @@ def _with_models(error: ArborError) -> ArborError:
     """The same error; for a model missing offline, with the cached models."""
     if error.code != "offline":
         return error
-    from arbor.cli.cache import with_models
+    from arbor.cli.show import with_models
 
     return with_models(error)
 

@@ -17,11 +17,11 @@ import click
 from arbor._version import __version__
 from arbor.budget import Budget
 from arbor.cli.build import build_solver, known_policy
-from arbor.cli.command import Command, option
+from arbor.cli.command import Command
 from arbor.cli.options import EXIT_GATE, output_options, preset_option
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
-from arbor.cli.record_options import SolverOptions, names_of, options_of, read_options
+from arbor.cli.record_options import SolverOptions, budgets_and_policies, options_of, read_options
 from arbor.errors import BudgetInfeasible, InputError, UsageError
 from arbor.measure.timing import FEWEST, Lap, Timing, differs, interleaved, regressed
 from arbor.run.limits import RunLimits
@@ -42,14 +42,7 @@ _PERCENTAGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Options of ``arbor bench``, named as on the command line.
-
-    Attributes:
-        policies, budgets: the values of ``--policy`` and ``--budget``, each once; empty for the
-            defaults.
-        solver: of every solver, with its policy and budget replaced.
-        max_regress: a fraction.
-    """
+    """Options of ``arbor bench``, named as on the command line."""
 
     HEADING = "Output"
 
@@ -86,22 +79,9 @@ class BenchOptions:
 
 @click.command(cls=Command)
 @click.argument("problem", required=False)
-@option(
-    "--budget",
-    multiple=True,
-    metavar="X",
-    heading="KV budget",
-    common=True,
-    help="As for solve; may be repeated; default full and 0.25.",
-)
-@option(
-    "--policy",
-    multiple=True,
-    metavar="NAME[,KEY=VALUE]",
-    heading="KV budget",
-    common=True,
-    shell_complete=names_of("policy"),
-    help="May be repeated; each policy loads the weights once more. Default reentry.",
+@budgets_and_policies(
+    "As for solve; may be repeated; default full and 0.25.",
+    "May be repeated; each policy loads the weights once more. Default reentry.",
 )
 @preset_option
 @options_of(BenchOptions, without=("budget", "policy"))
@@ -173,14 +153,7 @@ def parse_percentage(text: str | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is timed; everything is checked and nothing loaded.
-
-    Attributes:
-        solvers: by policy, as on the command line.
-        arms: policy and budget.
-        problem: solved by every arm.
-        settings: equal in two files of timings that can be compared.
-    """
+    """What is timed; everything is checked and nothing loaded."""
 
     solvers: Mapping[str, Solver]
     arms: Sequence[tuple[str, str]]

@@ -148,11 +148,6 @@ def calibrate() -> None:
 def default_file(name: str, model: str, cached: Path) -> Path:
     """The file for what was calibrated, without ``--out``.
 
-    Args:
-        name: of the file, for a model in a directory.
-        model: the directory, or an id on the Hub.
-        cached: the file for a model of the Hub.
-
     Raises:
         UsageError: its folder cannot be created.
     """

@@ -39,18 +39,12 @@ OTHER_VARIABLES = (
     "ARBOR_TEST_MODELS",
 )
 LAST_HEADINGS = ("Output", GENERAL)  # others come in the order of the options
-RENAMED = {"attn": "backend", "depth": "max_depth"}  # former name -> name of an option
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Option(click.Option):
-    """An option with a heading in the help.
-
-    Attributes:
-        heading: its group in the long help.
-        common: whether the short help shows it.
-    """
+    """An option with a heading in the help."""
 
     def __init__(
         self,
@@ -102,39 +96,29 @@ class DocumentedCommand(click.Command):
 
 
 class Command(DocumentedCommand):
-    """A command that refuses the former names of its options."""
+    """A command that refuses options of the settings that ``--set`` takes."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the arguments; refuses the former names of options.
+        """Parses the arguments.
 
         Raises:
-            UsageError: a former name, on the command line or in the environment.
+            UsageError: names the setting of an option or of a variable that does not exist.
         """
         words = [*args]  # the parser takes words away
         try:
             rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            for former, name in self._renamed():
-                if error.option_name == flag_of(former):
-                    raise _is_now(ctx, flag_of(former), flag_of(name)) from error
             for name in self.set_only:
-                for flag, given in (
-                    (flag_of(name), _value_of(name, words)),
-                    (f"--no-{flag_of(name)[2:]}", "false"),
-                ):
-                    if error.option_name == flag:
-                        raise _is_now(ctx, flag, f"--set {name}={given}") from error
-            if error.option_name == "--audit-verify" and self.set_only:
-                raise _is_now(ctx, "--audit-verify", "--set audit=true") from error
+                flag = flag_of(name)
+                for each, value in ((flag, _value_of(flag, words)), (f"--no-{flag[2:]}", "false")):
+                    if error.option_name == each:
+                        raise _is_now(ctx, each, f"--set {name}={value}") from error
             raise
-        prefix = ctx.auto_envvar_prefix
-        for former, name in self._renamed():
-            if f"{prefix}_{former.upper()}" in os.environ and not ctx.resilient_parsing:
-                raise _is_now(ctx, f"{prefix}_{former.upper()}", f"{prefix}_{name.upper()}")
         for name in self.set_only:
-            if (value := os.environ.get(f"{prefix}_{name.upper()}")) and not ctx.resilient_parsing:
-                new = f"{prefix}_SET={shlex.quote(f'{name}={value}')}"
-                raise _is_now(ctx, f"{prefix}_{name.upper()}", new)
+            variable = f"{ctx.auto_envvar_prefix}_{name.upper()}"
+            if (given := os.environ.get(variable)) and not ctx.resilient_parsing:
+                new = f"{ctx.auto_envvar_prefix}_SET={shlex.quote(f'{name}={given}')}"
+                raise _is_now(ctx, variable, new)
         return rest
 
     @property
@@ -142,11 +126,6 @@ class Command(DocumentedCommand):
         """The settings that ``--set`` takes and that have no option, by name."""
         known = getattr(self.callback, "known", {})
         return {name: each for name, each in known.items() if each.about.shown == "set"}
-
-    def _renamed(self) -> list[tuple[str, str]]:
-        """Former name and name of every option of this command that was renamed."""
-        names = {parameter.name for parameter in self.params}
-        return [(former, name) for former, name in RENAMED.items() if name in names]
 
 
 class Group(DocumentedCommand, click.Group):
@@ -229,7 +208,7 @@ def option_group(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return decorate
 
 
-class Integer(click.IntRange):
+class WholeNumber(click.IntRange):
     """A whole number within bounds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -281,7 +260,6 @@ def unknown_variables(root: click.Group) -> list[str]:
 def _variables(command: click.Command, prefix: str, variable: str) -> list[str]:
     """Variables of a command's options, and of the subcommand that `variable` names."""
     names = [p.name for p in command.params if p.name and isinstance(p, click.Option)]
-    names += [former for former, name in RENAMED.items() if name in names]
     names += getattr(command, "set_only", {})
     found = [f"{prefix}_{name.upper()}" for name in names]
     if isinstance(command, Group):
@@ -299,9 +277,8 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _value_of(name: str, args: list[str]) -> str:
+def _value_of(flag: str, args: list[str]) -> str:
     """The value that a flag was given on the command line; its kind where there is none."""
-    flag = flag_of(name)
     for place, word in enumerate(args):
         if word.startswith(f"{flag}="):
             return shlex.quote(word.partition("=")[2])

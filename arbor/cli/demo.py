@@ -66,7 +66,6 @@ def demo(output: Output, /, **values: Any) -> int:
       arbor demo --seed 7 -o demo.html
     """
     from arbor.cli.solve import EXIT_NO_ANSWER
-    from arbor.cli.view import open_page
     from arbor.view import read_page_trace, write_page
 
     options = read_options(DemoOptions, values)
@@ -102,7 +101,7 @@ def demo(output: Output, /, **values: Any) -> int:
             output.print("")
             output.print(LOOK)
     if options.open:
-        open_page(output, page)
+        output.open(page)
     return 0 if solution.answer is not None else EXIT_NO_ANSWER
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from arbor.cli.command import GENERAL, option, option_group
+from arbor.cli.command import GENERAL, F, option, option_group
 from arbor.cli.configure import take_defaults, take_preset
 from arbor.cli.output import LOG_SETTINGS, Output, configure_log
 from arbor.run.presets import PRESETS
@@ -28,59 +29,33 @@ def _set_output(ctx: click.Context, parameter: click.Parameter, value: Any) -> N
             configure_log(output)
 
 
-_OUTPUT_OPTION: dict[str, Any] = {
-    "heading": GENERAL,
-    "expose_value": False,
-    "callback": _set_output,
-}
+def _general(*names: str, **settings: Any) -> Callable[[F], F]:
+    return option(*names, heading=GENERAL, expose_value=False, callback=_set_output, **settings)
+
 
 output_options = option_group(
-    option(
-        "--json",
-        is_flag=True,
-        common=True,
-        help="Print one JSON document on stdout.",
-        **_OUTPUT_OPTION,
-    ),
-    option(
-        "-q",
-        "--quiet",
-        is_flag=True,
-        common=True,
-        help="Print only the result and errors.",
-        **_OUTPUT_OPTION,
-    ),
-    option(
-        "-v",
-        "--verbose",
-        count=True,
-        help="Print more on stderr; -vv prints everything.",
-        **_OUTPUT_OPTION,
-    ),
-    option(
+    _general("--json", is_flag=True, common=True, help="Print one JSON document on stdout."),
+    _general("-q", "--quiet", is_flag=True, common=True, help="Print only the result and errors."),
+    _general("-v", "--verbose", count=True, help="Print more on stderr; -vv prints everything."),
+    _general(
         "--display",
         type=click.Choice(["auto", "live", "plain", "none"]),
         default="auto",
         help="Progress on stderr; auto: live on a terminal, else a line every 30 s.",
-        **_OUTPUT_OPTION,
     ),
-    option(
+    _general(
         "--color",
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         help="Colors; auto follows the terminal, NO_COLOR and FORCE_COLOR.",
-        **_OUTPUT_OPTION,
     ),
-    option(
+    _general(
         "--log-file",
         type=click.Path(path_type=Path, dir_okay=False),
         metavar="FILE",
         help="Append the whole log to FILE, one JSON object per line.",
-        **_OUTPUT_OPTION,
     ),
-    option(
-        "--debug", is_flag=True, help="Print Python's traceback with every error.", **_OUTPUT_OPTION
-    ),
+    _general("--debug", is_flag=True, help="Print Python's traceback with every error."),
 )
 
 preset_option = option(

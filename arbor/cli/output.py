@@ -7,7 +7,10 @@ import io
 import json
 import logging
 import os
+import shutil
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,7 +68,13 @@ class Output:
 
     def console(self, stream: IO[str] | None = None) -> Console:
         """A rich console on `stream`; stderr by default."""
-        from arbor.cli.console import PipedConsole  # rich takes too long to import for --version
+        from rich.console import Console  # takes too long to import for --version
+
+        class PipedConsole(Console):
+            """Raises the error of a closed pipe instead of ending the process."""
+
+            def on_broken_pipe(self) -> None:
+                raise
 
         settings: dict[str, Any] = {
             "file": stream or sys.stderr,
@@ -102,6 +111,13 @@ class Output:
         indent = 2 if sys.stdout.isatty() else None
         click.echo(json.dumps(finite(data), allow_nan=False, indent=indent, default=str))
 
+    def open(self, page: Path) -> None:
+        """Opens a page in the browser."""
+        import webbrowser
+
+        if not webbrowser.open(page.resolve().as_uri()):
+            self.warn(f"could not open a browser; the page is {page}")
+
     def table(self, table: Table) -> None:
         """Prints a table on stdout, 200 columns wide where that is not a terminal."""
         console = self.console(sys.stdout)
@@ -120,11 +136,7 @@ class ClosedStdout(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Refuses a text.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuses a text."""
         raise UsageError(
             "output-unwritable",
             "stdout is closed (>&-), and the result would be lost.",
@@ -223,3 +235,48 @@ def close_log() -> None:
     for handler in [each for each in logger.handlers if isinstance(each, LogFile)]:
         logger.removeHandler(handler)
         handler.close()
+
+
+FIRST_S, LINE_S, FRAME_S = 2.0, 30.0, 0.1
+
+
+class LoadingLine:
+    """A listener of stages: redraws a line on a terminal, writes one now and then elsewhere."""
+
+    def __init__(self, output: Output, clock: Callable[[], float] = time.monotonic) -> None:
+        self._output, self._clock = output, clock
+        self._stream = sys.stderr  # a live display replaces it, to print whole lines above itself
+        self._began: float | None = None
+        self._due = 0.0
+        self._drawn = ""
+
+    def __call__(self, stage: str) -> None:
+        now = self._clock()
+        if not stage:
+            self._began = None
+            self._draw("")
+        elif self._output.progress == "live":
+            if stage.partition(":")[0] != self._drawn.partition(":")[0] or now >= self._due:
+                self._due = now + FRAME_S
+                self._draw(stage)
+        elif self._output.progress == "plain":
+            if self._began is None:
+                self._began, self._due = now, now + FIRST_S
+            if now >= self._due:
+                self._due = now + LINE_S
+                self._write(f"arbor: {self._shown(stage)}\n")
+
+    def _draw(self, stage: str) -> None:
+        """Puts a stage in the place of the one before."""
+        if stage == self._drawn:
+            return
+        width = shutil.get_terminal_size().columns - 1
+        self._write(f"\r\x1b[2K{self._shown(stage)[:width]}")
+        self._drawn = stage
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+    def _shown(self, stage: str) -> str:
+        return encodable(visible(stage), self._stream)

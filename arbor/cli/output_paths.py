@@ -16,10 +16,6 @@ STDOUT = Path("-")
 def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path | None]) -> None:
     """Refuses an output that is an input, or another output.
 
-    Args:
-        outputs: by flag; None for a flag not given.
-        inputs: files that are read; None for one not given.
-
     Raises:
         UsageError: names the flag that needs another file.
     """
@@ -71,24 +67,18 @@ def refuse_unwritable(flag: str, path: Path | None) -> None:
     """
     if path is None:
         return
+    hint = f"name another file with {flag}."
     try:
-        is_folder, target = path.is_dir(), path.resolve()
-        missing = not target.parent.is_dir()
-        allowed = missing or os.access(target if target.exists() else target.parent, os.W_OK)
+        target = path.resolve()
+        if path.is_dir():
+            reason, hint = f"{path} is a folder.", f"name a file with {flag}."
+        elif not target.parent.is_dir():
+            folder = target.parent if path.is_symlink() else path.parent
+            reason, hint = f"the folder {folder} does not exist.", f"create it, or {hint}"
+        elif not os.access(target if target.exists() else target.parent, os.W_OK):
+            reason = f"{path} is not writable."
+        else:
+            return
     except (OSError, RuntimeError) as error:  # a name too long, circular links
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(
-            "output-nowhere", f"{path}: {reason}.", f"Name another file with {flag}."
-        ) from error
-    if is_folder:
-        raise UsageError("output-nowhere", f"{path} is a folder.", f"Name a file with {flag}.")
-    if missing:
-        raise UsageError(
-            "output-nowhere",
-            f"the folder {target.parent if path.is_symlink() else path.parent} does not exist.",
-            f"Create it, or name another file with {flag}.",
-        )
-    if not allowed:
-        raise UsageError(
-            "output-nowhere", f"{path} is not writable.", f"Name another file with {flag}."
-        )
+        reason = f"{path}: {error.strerror if isinstance(error, OSError) else error}."
+    raise UsageError("output-nowhere", reason, f"{hint[0].upper()}{hint[1:]}")

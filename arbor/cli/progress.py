@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from arbor.events import Ended, Event, Header
@@ -14,7 +13,7 @@ from arbor.support.texts import duration_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from arbor.view.redraw import Redraw
+    from arbor.view.live import Redraw
 
 FRAME_S = 0.25  # at most four frames a second
 LINE_S = 30.0
@@ -47,7 +46,7 @@ class Progress:
         self._console = console
         self._live: Redraw | None = None
         if live and console is not None:
-            from arbor.view.redraw import Redraw  # here: a finished evaluation shows no progress
+            from arbor.view.live import Redraw  # here: a finished evaluation shows no progress
 
             self._live = Redraw(console)
         self._clock = clock
@@ -62,12 +61,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 

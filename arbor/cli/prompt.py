@@ -9,13 +9,12 @@ import click
 
 from arbor import components
 from arbor.cli.command import Command
-from arbor.cli.component_settings import settings_by_part
-from arbor.cli.encoding import decoded
+from arbor.cli.configure import settings_by_part
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
+from arbor.cli.problem_text import ProblemOptions
 from arbor.cli.record_options import names_of, options_of, read_options
-from arbor.cli.solve import ProblemOptions
-from arbor.errors import InputError, UsageError
+from arbor.errors import UsageError
 from arbor.model.checkpoint import ModelSource
 from arbor.model.description_cache import light_tokenizer
 from arbor.model.loading import locate_model
@@ -70,7 +69,8 @@ def prompt(output: Output, /, **values: Any) -> int:
     if options.template:
         output.print(template_text(task))
         return 0
-    problem = parse_problem(checked_task(task), problem_text(options.source, task))
+    text = options.source.read() if options.source.given else task.example
+    problem = parse_problem(checked_task(task), text)
     source = locate_model(*vars(options.origin).values())
     tokenizer = light_tokenizer(source)
     task = fitted(task, tokenizer)
@@ -123,25 +123,3 @@ def template_text(task: Task) -> str:
             "Tasks in words have one, as in: arbor prompt math --template.",
         )
     return template_file(name or task.name).read_text(encoding="utf-8").rstrip("\n")
-
-
-def problem_text(given: ProblemOptions, task: Task) -> str:
-    """The problem from the command line or a file, else the task's example.
-
-    Raises:
-        UsageError: two problems.
-        InputError: the file cannot be read.
-    """
-    if given.file is None:
-        return task.example if given.problem is None else given.problem
-    if given.problem is not None:
-        raise UsageError("usage", "PROBLEM and --file exclude each other.", "Leave one out.")
-    try:
-        data = given.file.read_bytes()
-    except OSError as error:
-        raise InputError(
-            "problem-unreadable",
-            f"{given.file} cannot be read: {error.strerror}.",
-            path=str(given.file),
-        ) from error
-    return decoded(data, given.encoding, str(given.file))

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import click
 
 from arbor import components, registry
-from arbor.cli.command import F, Integer, Number, flag_of, option
-from arbor.cli.component_settings import KINDS, owner_of, settings_by_part
-from arbor.cli.configure import config_values, settings_of_parts
+from arbor.cli.command import F, Number, WholeNumber, flag_of, option, option_group
+from arbor.cli.configure import KINDS, config_values, owner_of, settings_by_part, settings_of_parts
 from arbor.engine.mode_names import default_policy
 from arbor.errors import UsageError
 from arbor.model.sampling_params import Sampling
@@ -153,7 +152,7 @@ def _option(each: Setting, known: Mapping[str, Setting]) -> Callable[[F], F]:
     elif each.choices:
         more["type"] = click.Choice(each.choices)
     elif kinds == (int,):
-        more["type"] = Integer(about.least, about.most)  # type: ignore[arg-type]
+        more["type"] = WholeNumber(about.least, about.most)  # type: ignore[arg-type]
     elif kinds == (float,):
         more["type"] = Number(about.least, about.most, min_open=about.above)
     elif kinds == (Path,):
@@ -188,6 +187,21 @@ def names_of(kind: str) -> Callable[[click.Context, click.Parameter, str], list[
         return [name for name in registry.names(kind) if name.startswith(begun)]
 
     return complete
+
+
+def budgets_and_policies(budgets: str, policies: str) -> Callable[[F], F]:
+    """Options ``--budget`` and ``--policy`` that may be repeated, with their help."""
+    shared: dict[str, Any] = {"multiple": True, "heading": "KV budget", "common": True}
+    return option_group(
+        option("--budget", metavar="X", help=budgets, **shared),
+        option(
+            "--policy",
+            metavar="NAME[,KEY=VALUE]",
+            help=policies,
+            shell_complete=names_of("policy"),
+            **shared,
+        ),
+    )
 
 
 def _complete_set(
@@ -233,11 +247,6 @@ def own_setting(
     text: str, known: Mapping[str, Setting], values: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The setting of a record that ``NAME=VALUE`` is; None: one of a component.
-
-    Args:
-        text: as ``--set`` takes it.
-        known: the settings of the record.
-        values: the options by name, for the components.
 
     Raises:
         UsageError: it may be either, or has no such value.

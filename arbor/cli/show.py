@@ -7,8 +7,9 @@ import platform
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,13 +18,12 @@ from arbor import components, registry
 from arbor._version import __version__
 from arbor.budget import Budget, Plan
 from arbor.cli.build import build_solver
-from arbor.cli.cache import cached_models
 from arbor.cli.command import Command
-from arbor.cli.extras import EXTRAS, extra_states, version_of
 from arbor.cli.options import output_options, preset_option
 from arbor.cli.output import Output
 from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.errors import ArborError, ModelError
+from arbor.feature import features
 from arbor.run.limits import RunLimits
 from arbor.support.cache_dir import cache_dir
 from arbor.support.setting import settings_of
@@ -32,6 +32,21 @@ from arbor.support.texts import human_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
+
+# what works with the optional packages of 'arbor-search[NAME]', and these packages
+EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "adapters": ("LoRA weights (adapter)", ("peft",)),
+    "cuda": (
+        "FlashInfer's attention on NVIDIA GPUs",
+        ("flashinfer-python", "accelerate", "triton"),
+    ),
+    "gguf": ("models in GGUF files", ("gguf", "accelerate")),
+    "hub": ("data sets of the Hub in arbor eval", ("datasets",)),
+    "math": ("the grader math", ("math-verify",)),
+    "parquet": ("Parquet files in arbor eval", ("pyarrow",)),
+    "structured": ("formats of thoughts (step_format)", ("xgrammar",)),
+    **{name: about for feature in features() for name, about in feature.extras.items()},
+}
 RATIOS = ("full", "0.75", "0.5", "0.25", "0.1")
 KINDS = {registry.plural(kind): kind for kind in registry.KINDS}  # plural -> kind
 MODELS = "models"
@@ -47,7 +62,7 @@ PACKAGES = (
     "networkx",
     "click",
     "rich",
-    *dict.fromkeys(package for extra in EXTRAS.values() for package in extra.packages),
+    *dict.fromkeys(package for _, packages in EXTRAS.values() for package in packages),
 )
 
 
@@ -314,7 +329,50 @@ def _report() -> dict[str, Any]:
     }
 
 
+def extra_states() -> dict[str, str]:
+    """Each extra: ``installed``, or what it would add and the packages it lacks."""
+    states = {}
+    for name, (adds, packages) in sorted(EXTRAS.items()):
+        missing = [each for each in packages if version_of(each) is None]
+        lacks = f"adds {adds}; not installed: {', '.join(missing)}"
+        states[name] = lacks if missing else f"installed: {adds}"
+    return states
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a distribution; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _is_setting(variable: str) -> bool:
     """Whether an environment variable changes what arbor does; none of these holds a secret."""
     known = ("NO_COLOR", "FORCE_COLOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return variable.startswith("ARBOR_") or variable in known
+
+
+MOST_NAMED = 8
+
+
+def cached_models() -> list[tuple[str, str]]:
+    """Name and size of every cached model, by name."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        return []
+    models = sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda r: r.repo_id)
+    return [(repo.repo_id, human_bytes(repo.size_on_disk)) for repo in models]
+
+
+def with_models(error: ArborError) -> ArborError:
+    """The same error, with the cached models."""
+    names = [name for name, _ in cached_models()]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    cached = ", ".join(names[:MOST_NAMED]) + more if names else "none"
+    hint = f"{error.hint} Cached models: {cached}."
+    return ModelError(error.code, error.message, hint, **error.data, cached=names)

@@ -24,14 +24,12 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = EXIT_SIGNAL + number
 
 
-@contextlib.contextmanager
-def ending_at_once() -> Iterator[None]:
+def ending_at_once() -> contextlib.AbstractContextManager[None]:
     """A context in which a signal ends the process at once, with a line on stderr.
 
     For imports: an exception raised in the middle of one may be swallowed or become another.
     """
-    with handled_by(_end):
-        yield
+    return handled_by(_end)
 
 
 def end_at_once() -> None:
@@ -41,11 +39,9 @@ def end_at_once() -> None:
             signal.signal(number, _end)
 
 
-@contextlib.contextmanager
-def raising() -> Iterator[None]:
+def raising() -> contextlib.AbstractContextManager[None]:
     """A context in which a signal raises `Interrupted`."""
-    with handled_by(_raise):
-        yield
+    return handled_by(_raise)
 
 
 @contextlib.contextmanager
@@ -95,17 +91,14 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: int | None = None
         self._search: Stoppable | None = None
-        self._before: dict[int, Any] = {}
+        self._handled = handled_by(self._handle)
 
     def __enter__(self) -> Self:
-        with contextlib.suppress(ValueError):  # only the main thread may handle signals
-            for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._handle)
+        self._handled.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handled.__exit__(None, None, None)
 
     @contextlib.contextmanager
     def stopping(self, search: Stoppable) -> Iterator[None]:

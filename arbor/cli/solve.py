@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-import webbrowser
+import timeit
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +15,6 @@ from arbor.budget import Plan
 from arbor.cli.build import build_solver, warn_of_misfit
 from arbor.cli.command import Command
 from arbor.cli.configure import CONFIG_PATH
-from arbor.cli.encoding import decoded
 from arbor.cli.options import config_option, output_options, preset_option
 from arbor.cli.output import Output
 from arbor.cli.output_paths import (
@@ -25,9 +23,10 @@ from arbor.cli.output_paths import (
     refuse_overwriting,
     refuse_unwritable,
 )
+from arbor.cli.problem_text import ProblemOptions
 from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
-from arbor.errors import InputError, UsageError
+from arbor.errors import UsageError
 from arbor.metrics import Metrics
 from arbor.model.model_info import ModelInfo
 from arbor.model.names import BYTES_OF
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
     from arbor.aggregate.base import AnswerVotes
     from arbor.events import Event
-    from arbor.model.model_info import ModelInfo
     from arbor.run.solution import Solution
     from arbor.run.stream import SearchStream
     from arbor.solver import Solver
@@ -61,28 +59,8 @@ GUESSED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProblemOptions:
-    """Where a problem comes from.
-
-    Attributes:
-        problem: as text; ``-``: from stdin.
-        file, encoding: of a file that holds it.
-    """
-
-    HEADING = "Problem"
-
-    problem: str | None
-    file: Path | None = setting(None, "Read the problem from a file; '-' as PROBLEM reads stdin.")
-    encoding: str = setting("utf-8", "Encoding of the file or of stdin.", metavar="NAME")
-
-
-@dataclass(frozen=True, kw_only=True)
 class TraceOptions(TraceDetail):
-    """What a trace holds.
-
-    Attributes:
-        trace_text: whether the words of problem, thoughts and answer are in it.
-    """
+    """What a trace holds."""
 
     HEADING = "Output"
 
@@ -134,11 +112,8 @@ def solve(output: Output, /, **values: Any) -> int:
     options = read_options(SolveOptions, values)
     if options.open and options.html is None:
         raise UsageError("usage", "--open needs a page.", "Add --html run.html.")
-    given = options.source
-    if options.print_config and given.problem is None and given.file is None:
-        problem = None
-    else:
-        problem = read_problem(given)
+    optional = options.print_config and not options.source.given
+    problem = None if optional else options.source.read()
     searches = not (options.dry_run or options.print_config)
     if searches:
         check_outputs(options)
@@ -164,7 +139,9 @@ def solve(output: Output, /, **values: Any) -> int:
         output.say(budget_line(str(options.solver.given["budget"]), plan))
         if expected:
             output.say(expected)
-        writer = open_trace(options.trace, options.trace_detail.trace_text)
+        writer = None
+        if options.trace is not None and str(options.trace) != "off":
+            writer = TraceWriter(options.trace, text=options.trace_detail.trace_text)
         sizes, solver_settings = weights_text(solver.describe()), options.solver.settings
         output.say(
             f"loading {solver_settings.model} · weights {sizes} · seed {solver_settings.seed}"
@@ -205,40 +182,15 @@ def solve(output: Output, /, **values: Any) -> int:
     if solution.trace_path is not None:
         output.say(f"trace {solution.trace_path}")
     if options.html is not None:
-        write_events_page(output, options.html, events, options.open)
+        from arbor.view import page_trace_of, write_page
+
+        write_page(options.html, page_trace_of(options.html.stem, events))
+        output.say(f"page {options.html}")
+        if options.open:
+            output.open(options.html)
     if signals.received is not None:
         return EXIT_SIGNAL + signals.received
     return 0 if solution.answer is not None else EXIT_NO_ANSWER
-
-
-def read_problem(given: ProblemOptions) -> str:
-    """The problem from the command line, from a file, or from stdin (``-``).
-
-    Raises:
-        UsageError: no problem, two of them, or an unknown encoding.
-        InputError: the problem cannot be read.
-    """
-    text, file = given.problem, given.file
-    if (text is None) == (file is None):
-        raise UsageError(
-            "usage",
-            "no problem is given." if text is None else "PROBLEM and --file exclude each other.",
-            'Give one: arbor solve "4 5 6 10", arbor solve --file problem.txt, or arbor solve -.',
-        )
-    if text is not None and text != "-":
-        if not text.isprintable() and any("\ud800" <= sign <= "\udfff" for sign in text):
-            raise InputError(
-                "not-utf8", "the problem on the command line is not UTF-8.", "Use --file instead."
-            )
-        return text
-    name = "stdin" if file is None else str(file)
-    try:
-        data = sys.stdin.buffer.read() if file is None else file.read_bytes()
-    except OSError as error:
-        raise InputError(
-            "problem-unreadable", f"{name} cannot be read: {error.strerror}.", path=name
-        ) from error
-    return decoded(data, given.encoding, name)
 
 
 def check_outputs(options: SolveOptions) -> None:
@@ -254,15 +206,6 @@ def check_outputs(options: SolveOptions) -> None:
     refuse_overwriting(outputs, [options.source.file, config_path])
     if not options.force and str(options.trace) != "off":
         refuse_existing("--trace", options.trace)
-
-
-def open_trace(path: Path | None, text: Literal["full", "none"]) -> TraceWriter | None:
-    """The trace writer; None for ``off``.
-
-    Raises:
-        UsageError: the file cannot be created.
-    """
-    return None if path is None or str(path) == "off" else TraceWriter(path, text=text)
 
 
 def print_config(
@@ -307,22 +250,6 @@ def watch(
     return stream.solution, kept
 
 
-def write_events_page(
-    output: Output, path: Path, events: list[tuple[float, Event]], show: bool
-) -> None:
-    """Writes the search as a page; with `show`, opens it.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    from arbor.view import page_trace_of, write_page
-
-    write_page(path, page_trace_of(path.stem, events))
-    output.say(f"page {path}")
-    if show:
-        webbrowser.open(path.resolve().as_uri())
-
-
 # Lines
 
 
@@ -339,12 +266,8 @@ def budget_line(budget: str, plan: Plan) -> str:
         )
     else:
         kept = f"keeps everything, {whole} at most"
-    return f"budget {budget} {kept}{_below(plan)}{_stored(plan)}"
-
-
-def _stored(plan: Plan) -> str:
-    """The dtype of the KV, where it is not the model's."""
-    return "" if plan.kv_dtype == "auto" else f" · KV {plan.kv_dtype}, lossy"
+    stored = "" if plan.kv_dtype == "auto" else f" · KV {plan.kv_dtype}, lossy"
+    return f"budget {budget} {kept}{_below(plan)}{stored}"
 
 
 def _below(plan: Plan) -> str:
@@ -556,26 +479,14 @@ def step_seconds(info: ModelInfo) -> float:
     Measures the memory, which takes some hundredths of a second. An int8 weight counts as a byte.
     """
     memory = b"\0" * _SAMPLE  # written, so that it is in memory
-    best = min(_seconds_of_a_read(memory) for _ in range(_READS))
+    best = min(timeit.repeat(lambda: memory.find(b"\1"), number=1, repeat=_READS))  # is nowhere
     width = 1 if info.weights != "auto" else BYTES_OF[info.dtype]
     return info.parameters * width * best / _SAMPLE
-
-
-def _seconds_of_a_read(memory: bytes) -> float:
-    begun = time.perf_counter()
-    memory.find(b"\1")  # is nowhere, so that all of it is read
-    return time.perf_counter() - begun
 
 
 def estimate_line(blocks: int, boundary: BlockLimits, info: ModelInfo, device: str) -> str:
     """How large the search may become, and about how long a path takes; empty where that is a
     moment, or for a GPU, whose memory is not measured.
-
-    Args:
-        blocks: thoughts at most.
-        boundary: of the search.
-        info: of the model.
-        device: that is asked for; ``auto`` is taken for a CPU.
     """
     if device.startswith("cuda"):
         return ""

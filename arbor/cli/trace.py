@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import click
 
-from arbor.cli.command import Command, Group, Integer, option
+from arbor.cli.command import Command, Group, WholeNumber, option
 from arbor.cli.options import EXIT_GATE, TRACE_PATH, output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import STDOUT, refuse_overwriting, refuse_unwritable
@@ -24,9 +24,9 @@ from arbor.support.atomic_write import write_atomically
 from arbor.support.setting import setting
 from arbor.support.texts import clipped, one_line
 from arbor.trace import Replay, Trace, read_trace
-from arbor.trace.diff import Difference, TraceDiff, diff_traces
+from arbor.trace.diff import TraceDiff, diff_traces
+from arbor.trace.records import trace_schema
 from arbor.trace.repair import repair_trace
-from arbor.trace.schema import trace_schema
 from arbor.trace.write import to_record, without_words
 
 SHOWN_CHARACTERS = 60
@@ -226,7 +226,7 @@ def check(output: Output, file: Path) -> int:
 )
 @option(
     "--limit",
-    type=Integer(1),
+    type=WholeNumber(1),
     metavar="N",
     heading="Selection",
     common=True,
@@ -330,7 +330,8 @@ def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
         warn_if_damaged(output, read)
     found = diff_traces(*traces)
     if output.json:
-        output.document({"schema": "arbor.trace-diff/1", **_diff_record(found)})
+        facts = dataclasses.asdict(found) | {"same_events": found.parting is None}
+        output.document({"schema": "arbor.trace-diff/1", **facts})
     else:
         print_diff(output, found, (first, second))
     return EXIT_GATE if exit_code and not found.same_tree else 0
@@ -381,7 +382,7 @@ def schema(output: Output) -> int:
 
     \b
       arbor trace schema
-      arbor trace schema > arbor.trace.schema.json
+      arbor trace schema > arbor.trace.records.json
       arbor trace schema | jq '."$defs".evict'
     """
     output.print(json.dumps(trace_schema(), indent=2, ensure_ascii=False))
@@ -451,29 +452,6 @@ def refuse_damaged(read: Trace) -> Trace:
 
 def _readable(read: Trace) -> str:
     return f"{len(read.events):,} events are readable."
-
-
-def _diff_record(found: TraceDiff) -> dict[str, Any]:
-    def rows(differences: tuple[Difference, ...]) -> list[dict[str, Any]]:
-        return [{"name": d.name, "first": d.first, "second": d.second} for d in differences]
-
-    parting = found.parting
-    return {
-        "words": list(found.words),
-        "same_tree": found.same_tree,
-        "same_events": parting is None,
-        "settings": rows(found.settings),
-        "blocks": [list(key) for key in found.blocks],
-        "parting": None
-        if parting is None
-        else {
-            "at": parting.at,
-            "fields": list(parting.fields),
-            "first": parting.first,
-            "second": parting.second,
-        },
-        "metrics": rows(found.metrics),
-    }
 
 
 def print_diff(output: Output, found: TraceDiff, paths: tuple[Path, Path]) -> None:

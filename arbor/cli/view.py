@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import webbrowser
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -131,7 +130,7 @@ def show_folder(output: Output, folder: Path, options: ViewOptions) -> int:
             if not options.samples:
                 output.say(f"all of its searches as pages: arbor view {folder} --samples")
     if options.open:
-        open_page(output, page)
+        output.open(page)
     return 0
 
 
@@ -175,7 +174,7 @@ def make_page(output: Output, traces: tuple[Path, ...], path: Path | None, show:
         for trace, nodes in zip(traces, blocks, strict=True):
             output.say(f"{trace}: {max(0, nodes - 1):,} blocks")
     if show:
-        open_page(output, page)
+        output.open(page)
     return 0
 
 
@@ -190,12 +189,6 @@ def stem(path: Path) -> str:
     for suffix in SUFFIXES:
         name = name.removesuffix(suffix)
     return name or path.name
-
-
-def open_page(output: Output, page: Path) -> None:
-    """Opens a page in the browser."""
-    if not webbrowser.open(page.resolve().as_uri()):
-        output.warn(f"could not open a browser; the page is {page}")
 
 
 def print_tree(output: Output, path: Path, event: int | None) -> int:

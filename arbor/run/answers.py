@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from arbor.aggregate.base import Aggregate, AnswerVotes, FinishedPath
-from arbor.aggregate.confidence import Confident
+from arbor.aggregate.base import Aggregate, AnswerVotes, Confident, FinishedPath
 from arbor.run.plugin_answers import CheckedTask, PluginCalls, is_finite, path_answer
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from arbor.aggregate.base import Aggregate, PathValues, ReadsPaths
-from arbor.aggregate.confidence import Confident
+from arbor.aggregate.base import Aggregate, Confident, PathValues, ReadsPaths
 from arbor.controllers.base import ReadsValues, Search
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growing

@@ -40,7 +40,7 @@ class Gap:
     found: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Trace:
     """A trace as read.
 
@@ -52,20 +52,22 @@ class Trace:
         lines: lines in the file.
         bad: the unreadable lines, skipped.
         gaps: gaps in the numbering.
+        due: the number that the next event should have.
         unknown: number of events of unknown types, skipped; not damage.
         cut: the file ends inside a line or inside a gzip stream.
         words: whether it has problem, texts and token ids; `--trace-text none` leaves them out.
     """
 
     path: Path
-    events: tuple[Event, ...]
-    sequence: tuple[int, ...]
-    times: tuple[float, ...]
-    lines: int
-    bad: tuple[BadLine, ...]
-    gaps: tuple[Gap, ...]
-    unknown: int
-    cut: bool
+    events: list[Event] = field(default_factory=list)
+    sequence: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    lines: int = 0
+    bad: list[BadLine] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    due: int = 0
+    unknown: int = 0
+    cut: bool = False
     words: bool = True
 
     @property
@@ -115,99 +117,73 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         TraceError: ``trace-unreadable``, no such file; ``trace-version``, written by a newer major
             version; ``trace-corrupt``, a file without events.
     """
-    path = Path(path)
-    reading = Reading(path)
-    for line, whole in lines_of(path):
-        reading.add(line, whole)
-    return reading.trace()
+    trace = Trace(Path(path))
+    for _ in records_of(trace):
+        pass
+    return trace
 
 
-@dataclass(slots=True)
-class Reading:
-    """The part of one file read so far."""
+def records_of(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Reads the file of an empty trace into it, and yields the JSON object of each event.
 
-    path: Path
-    events: list[Event] = field(default_factory=list)
-    sequence: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    lines: int = 0
-    bad: list[BadLine] = field(default_factory=list)
-    gaps: list[Gap] = field(default_factory=list)
-    due: int = 0
-    unknown: int = 0
-    cut: bool = False
-    words: bool = True
-
-    def add(self, line: bytes, whole: bool) -> dict[str, Any] | None:
-        """Adds one line; returns its JSON object, None where it is not an event.
-
-        Args:
-            line: without its newline.
-            whole: False where the file ends early.
-
-        Raises:
-            TraceError: ``trace-version``.
-        """
-        if not whole:
-            self.cut = True
-            if not line:
-                return None
-        self.lines += 1
-        try:
-            record = parse(line)
-            if record["e"] == Header.name:
-                _check_version(record.get("schema"), self.path)
-            event = from_record(record)
-            number = number_of(record, self.due)
-            seconds = seconds_of(record)
-        except Unreadable as error:
-            self.bad.append(BadLine(self.lines, str(error)))
-            return None
-        if number != self.due:
-            self.gaps.append(Gap(self.lines, self.due, number))
-        self.due = number + 1
-        if event is None:
-            self.unknown += 1
-            return record
-        if isinstance(event, Header):
-            self.words = "problem" in record
-        elif isinstance(event, Boundary) and "ids" not in record:  # its header may be lost
-            self.words = False
-        self.events.append(event)
-        self.sequence.append(number)
-        self.times.append(seconds)
-        return record
-
-    def trace(self) -> Trace:
-        """The trace.
-
-        Raises:
-            TraceError: ``trace-corrupt``, no event was read.
-        """
-        if not self.events:
-            raise TraceError(
-                "trace-corrupt",
-                (
-                    f"{self.path}: no line is an event of {SCHEMA}."
-                    if self.lines
-                    else f"{self.path}: the file is empty."
-                ),
-                "Is it a trace that arbor wrote?",
-                path=str(self.path),
-                lines=self.lines,
-            )
-        return Trace(
-            path=self.path,
-            events=tuple(self.events),
-            sequence=tuple(self.sequence),
-            times=tuple(self.times),
-            lines=self.lines,
-            bad=tuple(self.bad),
-            gaps=tuple(self.gaps),
-            unknown=self.unknown,
-            cut=self.cut,
-            words=self.words,
+    Raises:
+        TraceError: as `read_trace`.
+    """
+    for line, whole in lines_of(trace.path):
+        record = _add(trace, line, whole)
+        if record is not None:
+            yield record
+    if not trace.events:
+        empty = f"no line is an event of {SCHEMA}" if trace.lines else "the file is empty"
+        raise TraceError(
+            "trace-corrupt",
+            f"{trace.path}: {empty}.",
+            "Is it a trace that arbor wrote?",
+            path=str(trace.path),
+            lines=trace.lines,
         )
+
+
+def _add(trace: Trace, line: bytes, whole: bool) -> dict[str, Any] | None:
+    """Adds one line; returns its JSON object, None where it is not an event.
+
+    Args:
+        trace: added to.
+        line: without its newline.
+        whole: False where the file ends early.
+
+    Raises:
+        TraceError: ``trace-version``.
+    """
+    if not whole:
+        trace.cut = True
+        if not line:
+            return None
+    trace.lines += 1
+    try:
+        record = parse(line)
+        if record["e"] == Header.name:
+            _check_version(record.get("schema"), trace.path)
+        event = from_record(record)
+        number = number_of(record, trace.due)
+        seconds = seconds_of(record)
+    except Unreadable as error:
+        trace.bad.append(BadLine(trace.lines, str(error)))
+        return None
+    if number != trace.due:
+        trace.gaps.append(Gap(trace.lines, trace.due, number))
+    trace.due = number + 1
+    if event is None:
+        trace.unknown += 1
+        return record
+    if isinstance(event, Header):
+        trace.words = "problem" in record
+    elif isinstance(event, Boundary) and "ids" not in record:  # its header may be lost
+        trace.words = False
+    trace.events.append(event)
+    trace.sequence.append(number)
+    trace.times.append(seconds)
+    return record
 
 
 def _check_version(schema: Any, path: Path) -> None:

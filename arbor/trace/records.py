@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NoReturn, cast
 
 from arbor.events import EVENTS, Event, Integers
-from arbor.trace.write import PRIVATE
+from arbor.trace.write import PRIVATE, SCHEMA
 
 NO_TOKEN = -1  # in place of each token id that was left out
 LEAST_INTEGER, MOST_INTEGER = -(2**63), 2**63 - 1
@@ -341,3 +342,94 @@ def _refuse_constant(constant: str) -> NoReturn:
 _BOM = b"\xef\xbb\xbf"
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
 _BUILDERS: dict[str, Builder] = {kind.name: _builder(kind) for kind in EVENTS}
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+_SCHEMAS: dict[Any, dict[str, Any]] = {
+    Any: {},
+    int: {"type": "integer", "minimum": LEAST_INTEGER, "maximum": MOST_INTEGER},
+    float: {"type": ["number", "null"]},  # infinite and undefined numbers are written as null
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    dict: {"type": "object"},
+    types.NoneType: {"type": "null"},
+}
+
+
+def trace_schema() -> dict[str, Any]:
+    """Schema of each line of a trace, as JSON Schema 2020-12.
+
+    Like the readers, it accepts unknown types and fields.
+    """
+    return {
+        "$schema": DIALECT,
+        "$id": f"urn:{SCHEMA.replace('/', ':')}",
+        "title": SCHEMA,
+        "description": "One line of a trace; the first is 'header', the last 'end'.",
+        "type": "object",
+        "required": ["e", "i", "t"],
+        "properties": {
+            "e": {"type": "string", "description": "type of the event"},
+            "i": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": MOST_INTEGER - 1,
+                "description": "number; a gap is a lost line",
+            },
+            "t": {"type": "number", "minimum": 0, "description": "seconds since the first event"},
+        },
+        "allOf": [
+            {
+                "if": {"properties": {"e": {"const": kind.name}}, "required": ["e"]},
+                "then": {"$ref": f"#/$defs/{kind.name}"},
+            }
+            for kind in EVENTS
+        ],
+        "$defs": {kind.name: _object_schema(kind) for kind in EVENTS},
+    }
+
+
+def _object_schema(kind: type[Any]) -> dict[str, Any]:
+    """A dataclass as a JSON object; fields that privacy may leave out are optional."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    required = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and field.name not in PRIVATE
+    ]
+    return {
+        "type": "object",
+        "description": " ".join((inspect.getdoc(kind) or "").split()),
+        "properties": {f.name: _schema_of(hints[f.name]) for f in dataclasses.fields(kind)},
+        "required": required,
+    }
+
+
+def _schema_of(hint: Any) -> dict[str, Any]:
+    """A field's type as a schema."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        (entries,) = (each for each in hint.__metadata__ if isinstance(each, Integers))
+        return {"type": "object", "properties": dict.fromkeys(entries.names, _SCHEMAS[int])}
+    if origin is dict and arguments[1] is not Any:
+        return {"type": "object", "additionalProperties": _schema_of(arguments[1])}
+    if dataclasses.is_dataclass(hint):
+        return _object_schema(typing.cast("type[Any]", hint))
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_schema_of(argument) for argument in arguments]}
+    if origin in (tuple, list):
+        if origin is list or arguments[-1] is Ellipsis:
+            return {"type": "array", "items": _schema_of(arguments[0])}
+        items = [_schema_of(argument) for argument in arguments]
+        return {
+            "type": "array",
+            "prefixItems": items,
+            "minItems": len(items),
+            "maxItems": len(items),
+        }
+    return _SCHEMAS[origin or hint]

@@ -12,7 +12,7 @@ from arbor.errors import UsageError
 from arbor.events import Ended
 from arbor.support.atomic_write import write_atomically
 from arbor.trace.fold import Replay
-from arbor.trace.read import Reading, lines_of
+from arbor.trace.read import Trace, records_of
 from arbor.trace.write import GZIP, to_line, to_record, without_words
 
 
@@ -60,17 +60,13 @@ def repair_trace(
         raise UsageError(
             "output-is-input", f"{target} is the trace itself.", "Name another file with --output."
         )
-    reading, records = Reading(source), []
-    for line, whole in lines_of(source):
-        record = reading.add(line, whole)
-        if record is not None:
-            records.append(record)
-    trace = reading.trace()
+    trace = Trace(source)
+    records = list(records_of(trace))
     kept, ended = len(records), trace.end is None
     if ended:
         replay = Replay.of(trace)
         end = Ended("interrupted", len(replay.blocks), replay.metrics().to_dict())
-        place = {"i": reading.due, "t": records[-1].get("t", 0.0)}
+        place = {"i": trace.due, "t": records[-1].get("t", 0.0)}
         records.append({"e": end.name, **place, **to_record(end), "repaired": True})
     if text == "none":
         records = [without_words(record) for record in records]

@@ -105,12 +105,7 @@ def meter_lines(
 
 
 def time_left(metrics: Metrics, most_blocks: int) -> str:
-    """About how long a run may still take, if it grows all blocks of its plan; empty at first.
-
-    Args:
-        metrics: so far.
-        most_blocks: thoughts that the plan has at most; 0 for unknown.
-    """
+    """About how long a run may still take, if it grows all blocks of its plan; empty at first."""
     if not 0 < metrics.blocks < most_blocks or metrics.wall_s < SETTLED_S:
         return ""
     seconds = metrics.wall_s / metrics.blocks * (most_blocks - metrics.blocks)
@@ -261,10 +256,6 @@ def identical_siblings(blocks: Mapping[int, Block], nodes: Iterable[int]) -> lis
 
     Spaces around a text do not count. An open block, and a block without text, is identical to no
     other: its text is not known.
-
-    Args:
-        blocks: of a replay, by id.
-        nodes: the ids to group; members of a group keep their order.
     """
     groups: dict[object, list[int]] = {}
     for node in nodes:

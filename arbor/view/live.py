@@ -4,18 +4,72 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
+from rich.control import Control
+from rich.live import Live
+from rich.segment import ControlType, Segment
 from rich.text import Text
 
-from arbor.events import Ended, Event, Rehydrated
+from arbor.events import Event, Rehydrated
 from arbor.metrics import Metrics
 from arbor.support.texts import counted
 from arbor.trace.fold import Replay
 from arbor.view.draw import ASCII, UNICODE, Glyphs, draw, movement, time_left
-from arbor.view.redraw import Redraw
+
+
+class Redraw:
+    """Draws in the place of what it drew before, and erases itself in the end.
+
+    A terminal that becomes narrower breaks the lines on it into more rows, and rich erases only as
+    many as it wrote: the rows above them are erased here.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = self._new()
+        self._size = console.size
+
+    def start(self) -> None:
+        """Begins the display."""
+        self._size = self._console.size
+        self._live.start()
+
+    def update(self, drawing: RenderableType) -> None:
+        """Draws."""
+        if self._console.size != self._size:
+            self.stop()
+            self._live = self._new()
+            self.start()
+        self._live.update(drawing, refresh=True)
+
+    def stop(self) -> None:
+        """Erases what was drawn."""
+        if not self._live.is_started:
+            return
+        more = _more_rows(self._console, self._live.get_renderable(), self._size)
+        self._live.update("")  # rich draws once more, which would scroll what stands above
+        self._live.stop()
+        if more:
+            up = (ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)
+            self._console.control(Control(*up * more))
+
+    def _new(self) -> Live:
+        return Live(console=self._console, auto_refresh=False, transient=True)
+
+
+def _more_rows(console: Console, drawing: RenderableType, before: ConsoleDimensions) -> int:
+    """Rows that a drawing takes beyond its lines, where the terminal is narrower than before."""
+    now = console.size
+    if now.width >= before.width:
+        return 0
+    options = console.options.update(width=before.width, height=None)
+    lines = console.render_lines(drawing, options, pad=False)
+    widths = [Segment.get_line_length(line) for line in lines]
+    rows = sum(max(1, -(-width // now.width)) for width in widths)
+    return max(0, min(rows, now.height) - len(lines))
+
 
 FRAME_S = 0.25  # at most four frames a second
 LINE_S = 30.0
@@ -24,13 +78,7 @@ PAUSES_S = {"boundary": 0.05, "evict": 0.07, "rehydrate": 0.2, "verify": 0.3, "a
 
 
 def progress_line(metrics: Metrics, held_tokens: int, most_blocks: int = 0) -> str:
-    """The state of a run as one line of a log.
-
-    Args:
-        metrics: so far.
-        held_tokens: on the device.
-        most_blocks: thoughts that the plan has at most; 0 for unknown.
-    """
+    """The state of a run as one line of a log."""
     left = time_left(metrics, most_blocks)
     return (
         f"{metrics.wall_s:.0f} s, {f'{left}, ' if left else ''}"
@@ -42,13 +90,9 @@ def progress_line(metrics: Metrics, held_tokens: int, most_blocks: int = 0) -> s
 
 
 class LogView:
-    """A listener that writes a line to a log, at most every `LINE_S` seconds.
+    """A listener that writes a line to a log, at most every `LINE_S` seconds."""
 
-    Args:
-        console: destination.
-        clock: seconds.
-        most_blocks: thoughts that the plan has at most; 0 for unknown.
-    """
+    every_s = LINE_S
 
     def __init__(
         self,
@@ -65,34 +109,31 @@ class LogView:
     def __call__(self, event: Event) -> None:
         now = self._clock()
         self._replay.feed(event, now - self._start)
-        if now - self._last >= LINE_S and not isinstance(event, Ended):
+        if now - self._last >= self.every_s:
             self._last = now
-            metrics, held = self._replay.metrics(), self._replay.kv.device
-            line = progress_line(metrics, held, self._most_blocks)
-            self._console.print(f"arbor: {line}", soft_wrap=True, highlight=False, markup=False)
+            self.show()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
 
+    def show(self) -> None:
+        """Writes a line, until the run has ended."""
+        if not self._replay.ended:
+            metrics, held = self._replay.metrics(), self._replay.kv.device
+            line = progress_line(metrics, held, self._most_blocks)
+            self._console.print(f"arbor: {line}", soft_wrap=True, highlight=False, markup=False)
 
-class LiveView:
+
+class LiveView(LogView):
     """A listener that redraws meter and tree, at most every `FRAME_S` seconds; erases them after.
 
-    It draws when an event arrives, without a thread of its own.
-
-    Args:
-        console: a terminal.
-        clock: seconds.
-        most_blocks: thoughts that the plan has at most; 0 for unknown.
+    It draws when an event arrives, without a thread of its own; its console is a terminal.
     """
+
+    every_s = FRAME_S
 
     def __init__(
         self,
@@ -100,32 +141,20 @@ class LiveView:
         clock: Callable[[], float] = time.perf_counter,
         most_blocks: int = 0,
     ) -> None:
-        self._console = console
-        self._clock = clock
-        self._most_blocks = most_blocks
-        self._replay = Replay()
-        self._start = clock()
-        self._last = self._start - FRAME_S
+        super().__init__(console, clock, most_blocks)
+        self._last -= FRAME_S
         self._live = Redraw(console)
-
-    def __call__(self, event: Event) -> None:
-        now = self._clock()
-        self._replay.feed(event, now - self._start)
-        if now - self._last >= FRAME_S:
-            self._last = now
-            self._live.update(self.frame())
 
     def __enter__(self) -> Self:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._live.stop()
+
+    def show(self) -> None:
+        """Draws."""
+        self._live.update(self.frame())
 
     def frame(self) -> Group:
         """The current state, in characters of the terminal."""
@@ -138,11 +167,6 @@ class ShowView(LiveView):
     """A `LiveView` slow enough to follow, with the last tokens that left and that came back.
 
     It waits after each event that changes the tree or the KV, unless the search is slower anyway.
-
-    Args:
-        console: a terminal.
-        clock: seconds.
-        sleep: waits for some seconds.
     """
 
     def __init__(

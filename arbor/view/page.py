@@ -18,7 +18,7 @@ from typing import Any
 from arbor.errors import UsageError
 from arbor.events import Event
 from arbor.support.atomic_write import write_atomically
-from arbor.trace.read import Reading, lines_of
+from arbor.trace.read import Trace, records_of
 from arbor.trace.write import GZIP, to_record
 
 IDS = "ids"  # token ids are half of a trace's bytes and never shown; their number stays
@@ -55,14 +55,9 @@ def read_page_trace(path: str | os.PathLike[str]) -> PageTrace:
     Raises:
         TraceError: as `read_trace`.
     """
-    reading = Reading(Path(path))
-    records = []
-    for line, whole in lines_of(reading.path):
-        record = reading.add(line, whole)
-        if record is not None:
-            records.append(shortened(record))
-    trace = reading.trace()
-    return PageTrace(trace.path.name, tuple(records), trace.banner)
+    trace = Trace(Path(path))
+    records = tuple(map(shortened, records_of(trace)))
+    return PageTrace(trace.path.name, records, trace.banner)
 
 
 def page_trace_of(name: str, events: Iterable[tuple[float, Event]]) -> PageTrace:

@@ -57,15 +57,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """Searches of one question that decode equally many rows.
-
-    Attributes:
-        question: their name.
-        searches: how many.
-        tokens: generated, at most.
-        rows: that decode together.
-        slower: times the time of full retention.
-    """
+    """Searches of one question that decode equally many rows."""
 
     question: str
     searches: int

@@ -293,12 +293,7 @@ def _facts(solution: Solution) -> Record:
 
 
 def verifications_of(record: Mapping[str, Any], problem: int) -> list[Verification]:
-    """The verifications of a record, as `calibrate_exit` reads them.
-
-    Args:
-        record: of `GATES`.
-        problem: the number that they get.
-    """
+    """The verifications of a record, as `calibrate_exit` reads them."""
     return [
         Verification(
             problem=problem,

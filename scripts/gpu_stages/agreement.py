@@ -69,13 +69,7 @@ def label(name: str, graphs: bool, budget: str) -> str:
 
 
 def agreement(engine: Engine, exact: Any, slots: int) -> dict[str, Any]:
-    """Grow a tree within a budget and compare it with a model's own forward.
-
-    Args:
-        engine: in bfloat16.
-        exact: the same weights in float32.
-        slots: the budget.
-    """
+    """Grow a tree within a budget and compare it with a model's own forward."""
     events: list[Event] = []
     vocabulary = exact.config.vocab_size
     tree = ThoughtTree([token(place, vocabulary) for place in range(PROMPT)])

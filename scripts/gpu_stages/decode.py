@@ -78,11 +78,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps a cell takes.
-
-    Attributes:
-        warm, timed, profiled: the parts.
-    """
+    """How many steps a cell takes."""
 
     warm: int
     timed: int
@@ -132,10 +128,6 @@ class Stopwatch:
     Args:
         steps: how many of each part.
         cuda: whether there are kernels to wait for and to profile.
-
-    Attributes:
-        wall_ms: of each timed step.
-        kernels: of the profiled steps.
     """
 
     def __init__(self, steps: Steps, cuda: bool) -> None:

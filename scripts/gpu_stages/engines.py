@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from arbor.engine.engine import Engine
 from arbor.errors import UsageError
 from arbor.model.fuse.parts import unfuse
 from arbor.model.level_rule import LevelRule
-from arbor.model.runner import ModelRunner
 from arbor.tree import Node, NodeState, ThoughtTree
 
 SHARING = {"on": 0, "off": 1 << 60}  # saved key reads that make a span a level of its own
@@ -31,7 +29,7 @@ class Variant:
 
     Attributes:
         sharing: ``shipped``, ``on`` (every shared span is a level) or ``off`` (none is).
-        graphs: the option `cuda_graphs`, if the installed code has it.
+        graphs: the option `cuda_graphs`.
         deterministic: the setting of that name.
         statistics: attention is observed.
         unfused: norms and activations are transformers' own.
@@ -81,14 +79,8 @@ def make_engine(
         backend, policy, debug: see `Solver`; statistics need a policy that reads them.
 
     Raises:
-        NotAvailable: the installed code has no such setting, or not on this device.
+        NotAvailable: not on this device.
     """
-    settings: dict[str, Any] = {}
-    takes = {maker for maker in (Solver, ModelRunner, Engine) if accepts(maker, "cuda_graphs")}
-    if Solver in takes:
-        settings["cuda_graphs"] = variant.graphs
-    elif variant.graphs:
-        raise NotAvailable("the installed code has no setting cuda_graphs")
     try:
         solver = Solver(
             model,
@@ -97,7 +89,7 @@ def make_engine(
             deterministic=variant.deterministic,
             policy="h2o" if variant.statistics else policy,
             debug=debug,
-            **settings,
+            cuda_graphs=variant.graphs,
         )
     except UsageError as error:
         if variant.deterministic:
@@ -111,15 +103,10 @@ def make_engine(
     return engine
 
 
-def accepts(maker: Any, setting: str) -> bool:
-    """Whether a class takes a setting."""
-    return setting in inspect.signature(maker).parameters
-
-
 def captured(engine: Engine) -> int | None:
-    """Graphs that an engine has captured; None if the installed code does not report it."""
-    buckets = getattr(getattr(engine.runner, "graphs", None), "buckets", None)
-    return None if buckets is None else len(buckets)
+    """Graphs that an engine has captured; None without graphs."""
+    graphs = engine.runner.graphs
+    return None if graphs is None else len(graphs.buckets)
 
 
 def backend_name(engine: Engine) -> str:

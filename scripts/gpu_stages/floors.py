@@ -136,15 +136,7 @@ H200 = Machine(bytes_per_s=4.3e12, flop_per_s=790e12)  # for floors that are pre
 def step_floor_ms(
     model: ModelShape, machine: Machine, rows: int, kv_tokens: float, path_tokens: float
 ) -> float:
-    """The shortest a decode step can take.
-
-    Args:
-        model: its shape.
-        machine: what the GPU does.
-        rows: leaves that decode.
-        kv_tokens: tokens whose KV is read.
-        path_tokens: keys of one row, on average.
-    """
+    """The shortest a decode step can take."""
     weights = model.weights_read
     moved = weights * BYTES + kv_tokens * model.kv_bytes
     operations = rows * (2.0 * weights + path_tokens * model.flop_per_key)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -23,25 +21,23 @@ from gpu_stages.rows import Job
 from random_llama import NoText, fixed_length
 from torch import Tensor
 
+from arbor.engine import forward_pass
 from arbor.engine.operation import Growth, Row
 from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.engine.token_source import ModelSampler
+from arbor.model.plan import ForwardPlan
 from arbor.model.sampling_params import Sampling
 
-# Functions that plan a forward: module and name. What is missing counts for the engine's own work.
-PLANNING = (
-    ("arbor.engine.forward_pass", "plan_forward"),
-    ("arbor.engine.forward_pass", "DecodeBatch.plan"),
-    ("arbor.model.plan", "ForwardPlan.layout"),
+# Functions that plan a forward.
+PLANNING: tuple[tuple[Any, str], ...] = (
+    (forward_pass, "plan_table"),
+    (forward_pass.DecodeBatch, "plan"),
+    (ForwardPlan, "layout"),
 )
 
 
 class Clock:
-    """Exclusive wall-clock time of nested parts.
-
-    Attributes:
-        seconds: by part.
-    """
+    """Exclusive wall-clock time of nested parts."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -141,7 +137,7 @@ def host_parts(cell: Cell, model: Any, steps: Steps, device: torch.device) -> di
     steps_by_graph = engine.runner.graphs
     draws_by_graph = None if steps_by_graph is None else SamplingGraphs(steps_by_graph.recorder)
     engine._source = TimedSampler(clock, device.type == "cuda", draws_by_graph)
-    places = [(*place, "plan") for place in planning()]
+    places = [(*place, "plan") for place in PLANNING]
     places.append((engine.runner.backend, "plan", "backend_plan"))
     places.append((engine.runner.backend, "run", "attention"))
     places.append((engine.runner, "forward", "model"))
@@ -163,19 +159,6 @@ def host_parts(cell: Cell, model: Any, steps: Steps, device: torch.device) -> di
         "other_ms": wall_ms - sum(found.values()),
         "backend": backend_name(engine),
     }
-
-
-def planning() -> list[tuple[Any, str]]:
-    """What plans a step: owners and names of functions, those that the installed code has."""
-    found = []
-    for module, path in PLANNING:
-        owner: Any = import_module(module) if find_spec(module) is not None else None
-        *classes, name = path.split(".")
-        for part in classes:
-            owner = getattr(owner, part, None)
-        if hasattr(owner, name):
-            found.append((owner, name))
-    return found
 
 
 def put_on(clock: Clock, owner: Any, name: str, part: str) -> Callable[[], None]:

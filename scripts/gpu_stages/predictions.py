@@ -13,12 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Range:
-    """What a number is predicted to be.
-
-    Attributes:
-        low: the least.
-        high: the most.
-    """
+    """What a number is predicted to be."""
 
     low: float = -math.inf
     high: float = math.inf

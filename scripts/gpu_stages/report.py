@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gpu_stages.predictions import RATIOS
@@ -12,69 +11,34 @@ Row = Mapping[str, Any]
 NO_CLAIMS = "**No speed claims**: the engine's logits were not shown to agree with the model's own."
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A ratio of the wall times of two cells of the same model.
-
-    Attributes:
-        name: of the prediction.
-        slower, faster: the rest of the cells' names, after the model's.
-        number: that is compared.
-    """
-
-    name: str
-    slower: str
-    faster: str
-    number: str = "wall_ms"
-
-
+# name of the prediction; two cells of one model, without its name: the slower one first
 COMPARISONS = (
-    Comparison(
-        "sharing off / on, config-s 64, graphs", "config-s 64 off+graphs", "config-s 64 on+graphs"
+    *(
+        (f"sharing off / on, {tree}{graphs}", f"{tree} off{words}", f"{tree} on{words}")
+        for tree in ("config-s 64", "config-l 256")
+        for graphs, words in ((", graphs", "+graphs"), ("", ""))
     ),
-    Comparison(
-        "sharing off / on, config-l 256, graphs",
-        "config-l 256 off+graphs",
-        "config-l 256 on+graphs",
+    *(
+        (f"without graphs / with, {tree}", f"{tree} shipped", f"{tree} shipped+graphs")
+        for tree in ("config-s 64", "config-l 256")
     ),
-    Comparison("sharing off / on, config-s 64", "config-s 64 off", "config-s 64 on"),
-    Comparison(
-        "sharing off / on, config-s 64, kernels", "config-s 64 off", "config-s 64 on", "busy_ms"
+    *(
+        (f"{what}, config-s 64", f"config-s 64 {one}", f"config-s 64 {other}")
+        for what, one, other in (
+            ("attention statistics / none", "shipped+statistics", "shipped"),
+            ("deterministic / not", "shipped+deterministic", "shipped"),
+        )
     ),
-    Comparison("sharing off / on, config-l 256", "config-l 256 off", "config-l 256 on"),
-    Comparison(
-        "without graphs / with, config-s 64", "config-s 64 shipped", "config-s 64 shipped+graphs"
+    *(
+        (f"{what}, config-s 64, graphs", f"config-s 64 {one}", "config-s 64 shipped+graphs")
+        for what, one in (
+            ("separate / fused norms and activations", "shipped+graphs+unfused"),
+            ("attention statistics / none", "shipped+graphs+statistics"),
+        )
     ),
-    Comparison(
-        "without graphs / with, config-l 256",
-        "config-l 256 shipped",
-        "config-l 256 shipped+graphs",
-    ),
-    Comparison(
-        "separate / fused norms and activations, config-s 64, graphs",
-        "config-s 64 shipped+graphs+unfused",
-        "config-s 64 shipped+graphs",
-    ),
-    Comparison(
-        "attention statistics / none, config-s 64",
-        "config-s 64 shipped+statistics",
-        "config-s 64 shipped",
-    ),
-    Comparison(
-        "attention statistics / none, config-s 64, graphs",
-        "config-s 64 shipped+graphs+statistics",
-        "config-s 64 shipped+graphs",
-    ),
-    Comparison(
-        "deterministic / not, config-s 64",
-        "config-s 64 shipped+deterministic",
-        "config-s 64 shipped",
-    ),
-    Comparison("transformers / arbor, 8 leaves", "config-s 8 transformers", "config-s 8 shipped"),
-    Comparison(
-        "transformers / arbor, 64 leaves", "config-s 64 transformers", "config-s 64 shipped"
-    ),
-    Comparison(
+    ("transformers / arbor, 8 leaves", "config-s 8 transformers", "config-s 8 shipped"),
+    ("transformers / arbor, 64 leaves", "config-s 64 transformers", "config-s 64 shipped"),
+    (
         "transformers / arbor with graphs, 64 leaves",
         "config-s 64 transformers",
         "config-s 64 shipped+graphs",
@@ -125,17 +89,7 @@ def predicted(row: Row, number: str) -> str:
 def checks(rows: Sequence[Row]) -> str:
     """Checks by stage and backend: how many, how many passed, the worst errors."""
     lines = []
-    groups = dict.fromkeys(
-        (row["stage"], row["backend"])
-        for row in rows
-        if "backend" in row and "ok" in row and row["stage"] != "search"
-    )
-    for stage, backend in groups:
-        found = [
-            row
-            for row in rows
-            if (row["stage"], row.get("backend")) == (stage, backend) and "ok" in row
-        ]
+    for (stage, backend), found in checked(rows, "search").items():
         worst = [
             max((row[name] for row in found if row.get(name) is not None), default=None)
             for name in ("error", "lse_error", "mass_error")
@@ -146,6 +100,15 @@ def checks(rows: Sequence[Row]) -> str:
         "of attention mass",
     )
     return table(header, lines)
+
+
+def checked(rows: Sequence[Row], *others: str) -> dict[tuple[str, str], list[Row]]:
+    """The rows that check results, by stage and backend, without those of some stages."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if "backend" in row and "ok" in row and row["stage"] not in others:
+            groups.setdefault((row["stage"], row["backend"]), []).append(row)
+    return groups
 
 
 def failures(rows: Sequence[Row]) -> str:
@@ -196,12 +159,11 @@ def comparisons(rows: Sequence[Row]) -> str:
     cells = {row["name"]: row for row in rows if row["stage"] == "decode" and "wall_ms" in row}
     lines = []
     for model in dict.fromkeys(name.split()[0] for name in cells):
-        for one in COMPARISONS:
-            pair = [cells.get(f"{model} {rest}", {}) for rest in (one.slower, one.faster)]
-            slow, fast = (cell.get(one.number) for cell in pair)
+        for name, *pair in COMPARISONS:
+            slow, fast = (cells.get(f"{model} {rest}", {}).get("wall_ms") for rest in pair)
             if slow and fast:
-                expected = RATIOS.get(one.name)
-                lines.append([model, one.name, slow / fast, str(expected) if expected else None])
+                expected = RATIOS.get(name)
+                lines.append([model, name, slow / fast, str(expected) if expected else None])
     return table(("model", "ratio of", "measured", "predicted"), lines)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gpu_stages.report import Row, agreed
+from gpu_stages.report import Row, agreed, checked
 
 DECODE = (
     *("wall_ms", "wall_ms_median", "wall_ms_p90", "busy_ms", "kernels", "launches"),
@@ -41,11 +41,7 @@ def numbers(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 def checks(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Of each stage and backend: how many checks passed, and the largest errors."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if "backend" in row and "ok" in row and row["stage"] not in ("search", "host"):
-            groups.setdefault((row["stage"], row["backend"]), []).append(row)
-    for (stage, backend), group in groups.items():
+    for (stage, backend), group in checked(rows, "search", "host").items():
         passed = sum(bool(row["ok"]) for row in group)
         found: dict[str, Any] = {"passed": passed}
         for name in ERRORS:

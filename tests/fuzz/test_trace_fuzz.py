@@ -88,7 +88,7 @@ def check_repair(path: Path) -> None:
     except TraceError:
         return
     trace = read_trace(done.path)
-    assert (trace.bad, trace.cut) == ((), False)
+    assert (trace.bad, trace.cut) == ([], False)
     assert trace.end is not None
     assert done.dropped == before.bad_lines
     assert done.kept == len(before.events) + before.unknown == before.lines - done.dropped
@@ -101,7 +101,7 @@ def check_repair(path: Path) -> None:
     assert (again.dropped, again.ended, again.lost) == (0, False, done.lost)
     assert again.path.read_bytes() == done.path.read_bytes()
     public = repair_trace(path, "public.arbor.jsonl", text="none")
-    assert read_trace(public.path).bad == ()
+    assert not read_trace(public.path).bad
 
 
 def run(traces: list[Path], numbers: range, capsys: pytest.CaptureFixture[str]) -> None:

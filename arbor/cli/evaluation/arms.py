@@ -63,10 +63,6 @@ def read_arms(texts: Sequence[str], ctx: click.Context) -> list[Arm]:
     An OPTION is a setting of the solver, a limit of a run, or a setting as ``--set`` takes it. An
     arm without a label is named by its text.
 
-    Args:
-        texts: one for each arm.
-        ctx: of the command, whose options read the values.
-
     Raises:
         UsageError: another form, a value that the option refuses, or a label given twice.
     """

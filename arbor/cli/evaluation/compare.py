@@ -15,7 +15,6 @@ import click
 from arbor.cli.build import build_solver
 from arbor.cli.command import Command
 from arbor.cli.evaluation.arms import Arm, read_arms
-from arbor.cli.evaluation.compare_options import CompareOptions
 from arbor.cli.evaluation.compare_report import table_lines, write_comparison
 from arbor.cli.evaluation.eval import (
     Evaluated,
@@ -26,10 +25,9 @@ from arbor.cli.evaluation.eval import (
     task_of,
 )
 from arbor.cli.evaluation.eval_dataset import read_samples
-from arbor.cli.evaluation.eval_options import EvalOptions
+from arbor.cli.evaluation.eval_options import EvalOptions, SampleOptions
 from arbor.cli.options import config_option, output_options
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_unwritable
 from arbor.cli.record_options import options_of, read_options
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import ArborError, BudgetInfeasible, UsageError
@@ -37,9 +35,48 @@ from arbor.measure.evaluation.compare import ArmRuns
 from arbor.measure.evaluation.folder import file_name, refuse_other_files
 from arbor.run.config import config_text
 from arbor.support.atomic_write import write_atomically
+from arbor.support.setting import setting
 
 if TYPE_CHECKING:
     from arbor.measure.evaluation.dataset import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(SampleOptions):
+    """Options of ``arbor compare``, named as on the command line."""
+
+    HEADING = "Comparison"
+
+    arm: tuple[str, ...] = setting(
+        (),
+        "[LABEL=]NAME[,KEY=VALUE][;OPTION=VALUE]; repeated, the first is the baseline.",
+        shown="short",
+        metavar="ARM",
+    )
+    tokens: tuple[int, ...] = setting(
+        (),
+        "Most generated tokens of each search; repeated for a curve.",
+        shown="short",
+        metavar="N",
+        least=1,
+    )
+    seeds: int = setting(1, "Runs of every arm; the first has --seed.", shown="short", least=1)
+    output: Path | None = setting(
+        None,
+        "Folder, new or to resume; default: runs/{time}_compare_{dataset}_{id}.",
+        heading="Output",
+        shown="short",
+        metavar="DIR",
+        also=("-o",),
+        kind=click.Path(path_type=Path, file_okay=False),
+    )
+    concurrency: int = setting(
+        1,
+        "Samples in progress at a time; above 1 only with the full budget, which they would share.",
+        heading="Output",
+        least=1,
+    )
+
 
 SETTINGS = "compare.toml"  # every option, as --config reads it
 RUNS = "arms"
@@ -48,15 +85,7 @@ LEAST_ARMS = 2
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One run of a comparison.
-
-    Attributes:
-        arm: what is run.
-        tokens: most generated tokens of a search; None: no limit.
-        seed: of its searches.
-        folder: of the run, relative to the comparison's.
-        options: of the evaluation.
-    """
+    """One run of a comparison."""
 
     arm: Arm
     tokens: int | None
@@ -95,7 +124,6 @@ def compare(ctx: click.Context, /, **values: Any) -> int:
     options = dataclasses.replace(options, tokens=tuple(dict.fromkeys(options.tokens)))
     task = arms[0].solver_options(options.solver).settings.task
     samples = read_samples(options.samples, task, options.on_error == "stop")
-    refuse_unwritable("--csv", options.csv)
     for arm in arms:  # before any of them solves a problem
         build_solver(arm.solver_options(options.solver), searches=False).close()
     budgets = matched_budgets(options, arms, samples)
@@ -109,7 +137,8 @@ def compare(ctx: click.Context, /, **values: Any) -> int:
     done: list[tuple[PlannedRun, Evaluated]] = []
 
     def write() -> dict[str, Any]:
-        return write_comparison(path, options, budgets, samples, arm_runs(done, samples))
+        runs = arm_runs(done, samples)
+        return write_comparison(path, options.samples.dataset, budgets, samples, runs)
 
     with StopSignals() as signals:
         try:
@@ -211,8 +240,6 @@ def plan_runs(
                     fresh=options.fresh,
                     concurrency=options.concurrency,
                     on_error=options.on_error,
-                    fail_under=None,
-                    compare=None,
                     trace=options.trace,
                     trace_detail=options.trace_detail,
                 )

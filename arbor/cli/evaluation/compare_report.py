@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbor._version import __version__
-from arbor.cli.evaluation.compare_options import CompareOptions
 from arbor.cli.evaluation.eval_report import write_samples
 from arbor.measure.evaluation.compare import (
     COMPARE_SCHEMA,
@@ -33,19 +32,12 @@ RESULTS, TABLE, PAGE = "compare.json", "compare.csv", "index.html"
 
 def write_comparison(
     path: Path,
-    options: CompareOptions,
+    dataset: str,
     budgets: Mapping[int | None, str],
     samples: Sequence[Sample],
     runs: Sequence[ArmRuns],
 ) -> dict[str, Any]:
     """Write results, table and page of the runs there are.
-
-    Args:
-        path: of the comparison's folder.
-        options: of the command.
-        budgets: of a search, by its number of tokens.
-        samples: selected.
-        runs: finished or interrupted.
 
     Returns:
         The results, as in ``compare.json``.
@@ -56,7 +48,7 @@ def write_comparison(
     found: dict[str, Any] = {
         "schema": COMPARE_SCHEMA,
         "arbor": __version__,
-        "dataset": options.samples.dataset,
+        "dataset": dataset,
         "folder": str(path),
         "samples": len(samples),
         "sample_ids": [sample.id for sample in samples],
@@ -66,18 +58,13 @@ def write_comparison(
     write_atomically(path / RESULTS, json.dumps(finite(found), allow_nan=False, indent=1) + "\n")
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(csv_rows(found["table"]))
-    for target in (path / TABLE, options.csv):
-        if target is not None:
-            write_atomically(target, text.getvalue())
+    write_atomically(path / TABLE, text.getvalue())
     write_atomically(path / PAGE, compare_page(found, runs, path))
     return found
 
 
 def write_comparison_samples(path: Path) -> list[str]:
     """Write the pages of a comparison's searches, and its own page with links to them.
-
-    Args:
-        path: of the comparison's folder.
 
     Returns:
         A sentence for each trace that cannot be read.

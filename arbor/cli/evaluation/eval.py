@@ -101,13 +101,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A run in its folder, finished or interrupted.
-
-    Attributes:
-        folder: its path.
-        results: as in ``results.json``.
-        rows: sample id -> its last line in ``samples.jsonl``.
-    """
+    """A run in its folder, finished or interrupted."""
 
     folder: Path
     results: dict[str, Any]
@@ -126,14 +120,6 @@ def evaluate(
     """Solve the samples that the run's folder lacks, and write its results.
 
     Returns early on a signal; a finished run builds no solver.
-
-    Args:
-        output: of the command.
-        options: of the run.
-        task, samples: read by the options.
-        signals: of the command.
-        other: a run to compare with.
-        resume: the command that resumes it; by default `resume_command`.
 
     Raises:
         ArborError: an invalid setting, a folder that holds something else, or, with

@@ -13,8 +13,8 @@ from typing import IO
 
 from arbor import registry
 from arbor.cli.build import OF_USERS
-from arbor.cli.encoding import decoded
 from arbor.cli.evaluation.eval_options import DatasetOptions
+from arbor.cli.problem_text import decoded
 from arbor.errors import InputError, UsageError
 from arbor.measure.evaluation.dataset import (
     Sample,

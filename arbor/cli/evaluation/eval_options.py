@@ -33,34 +33,18 @@ class Places(click.ParamType[Any]):
         return value if isinstance(value, WorkerPlace) else WorkerPlace.parse(value)
 
 
-class Concurrency(click.ParamType[Any]):
-    """A number of samples at a time, or ``auto``."""
-
-    name = "concurrency"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | None:
-        """The number; None for ``auto``."""
-        if value == "auto":
-            return None
-        try:
-            number = int(value)
-        except (TypeError, ValueError):
-            number = 0
-        if number < 1:
-            self.fail(f"{value!r} is neither a number of at least 1 nor auto.", param, ctx)
-        return number
+def samples_at_a_time(value: Any) -> int | None:
+    """A number of samples; None for ``auto``."""
+    if value == "auto":
+        return None
+    if not str(value).isdecimal() or int(value) < 1:
+        raise click.BadParameter(f"{value!r} is neither a number of at least 1 nor auto.")
+    return int(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnOptions:
-    """How a file is read.
-
-    Attributes:
-        input_key, target_key: columns of a file; None for those that the task names.
-        encoding: of the file or of stdin.
-    """
+    """How a file is read."""
 
     HEADING = "Dataset"
 
@@ -77,14 +61,7 @@ class ColumnOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions(ColumnOptions):
-    """Which samples are solved.
-
-    Attributes:
-        dataset: a task with problems of its own, a file, or ``-`` for stdin.
-        split: of a task's problems (None: ``test``), or of a data set's (None: all).
-        limit: the first N samples, or A-B; None for the default number.
-        sample_id: ids to select; none for all.
-    """
+    """Which samples are solved."""
 
     HEADING = "Dataset"
 
@@ -107,12 +84,7 @@ class DatasetOptions(ColumnOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """What becomes of the samples of a run.
-
-    Attributes:
-        samples: which ones.
-        solver, run, trace_detail: as of ``arbor solve``.
-    """
+    """What becomes of the samples of a run."""
 
     HEADING = "Output"
 
@@ -129,12 +101,7 @@ class SampleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(SampleOptions):
-    """Options of ``arbor eval``, named as on the command line.
-
-    Attributes:
-        concurrency: samples in progress at a time; None: as many as are worth it.
-        workers: engines in processes of their own; None: one, in this process.
-    """
+    """Options of ``arbor eval``, named as on the command line."""
 
     HEADING = "Output"
 
@@ -150,7 +117,7 @@ class EvalOptions(SampleOptions):
         "auto",
         "Samples in progress at a time, sharing the budget; auto: 8.",
         metavar="N|auto",
-        kind=Concurrency(),
+        kind=samples_at_a_time,
     )
     workers: WorkerPlace | None = setting(
         None,

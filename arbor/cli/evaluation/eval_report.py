@@ -36,12 +36,7 @@ from arbor.trace.write import finite
 
 @dataclass(frozen=True, slots=True)
 class OtherRun:
-    """A run to compare with.
-
-    Attributes:
-        path: its folder.
-        rows: lines of ``samples.jsonl`` by sample id.
-    """
+    """A run to compare with."""
 
     path: Path
     rows: Mapping[str, Mapping[str, Any]]
@@ -69,12 +64,6 @@ def write_results(
 ) -> dict[str, Any]:
     """Writes results and page of every sample in the folder.
 
-    Args:
-        folder: of the run.
-        dataset: as on the command line.
-        samples: selected; those not finished are counted.
-        other: a run to compare with.
-
     Returns:
         The results, as in ``results.json``.
     """
@@ -98,11 +87,6 @@ def write_index(folder: Path, found: Mapping[str, Any], rows: Sequence[Mapping[s
     """Writes the page of a run, with links to the pages of its searches.
 
     Traces are read where they have changed since the page was written.
-
-    Args:
-        folder: of the run.
-        found: the results, as in ``results.json``.
-        rows: rows of ``samples.jsonl``.
 
     Raises:
         UsageError: it cannot be written.

@@ -149,9 +149,6 @@ def _row(
 ) -> dict[str, Any]:
     """A line of ``samples.jsonl``, without its seconds.
 
-    Args:
-        trace: in the folder; None where there is none.
-
     Raises:
         ArborError: see `_rows`.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from arbor.cli.calibrate import Fitted, default_file, fitted_to
-from arbor.cli.command import Command, Integer, option
+from arbor.cli.command import Command, WholeNumber, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
@@ -21,7 +21,7 @@ from arbor.support.cache_dir import model_file
 @fitted_to("chains")
 @option(
     "--top",
-    type=Integer(0),
+    type=WholeNumber(0),
     default=0,
     metavar="K",
     heading="Search",

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from arbor.cli.calibrate import Fitted, fitted_to
-from arbor.cli.command import Command, Integer, option
+from arbor.cli.command import Command, WholeNumber, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
@@ -19,7 +19,7 @@ from arbor.cli.output_paths import refuse_unwritable
 @fitted_to("chains")
 @option(
     "--seed",
-    type=Integer(0),
+    type=WholeNumber(0),
     default=0,
     metavar="N",
     heading="Search",
