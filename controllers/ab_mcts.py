@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from arbor.errors import UsageError
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, is_open_end
+from .search import Rounds, check_settings, give_up
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,7 @@ class ABMCTS:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("thoughts", "leaves"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
-                )
-        if self.posterior not in ("gaussian", "beta"):
-            raise UsageError(
-                "setting-range", f"posterior='{self.posterior}': it must be gaussian or beta."
-            )
+        check_settings(self, {"thoughts": 1, "leaves": 1})
 
     def start(self, tree: ThoughtTree, max_depth: int) -> ABMCTSSearch:
         return ABMCTSSearch(self, tree, max_depth)
@@ -122,13 +113,11 @@ class Beta:
         return rng.betavariate(self._a, self._b)
 
 
-class ABMCTSSearch:
+class ABMCTSSearch(Rounds[ABMCTS]):
     """The posteriors of one problem."""
 
     def __init__(self, settings: ABMCTS, tree: ThoughtTree, max_depth: int) -> None:
-        self._settings = settings
-        self._tree = tree
-        self._max_depth = max_depth
+        super().__init__(settings, tree, max_depth)
         self._rng = random.Random(settings.seed)
         self._left = settings.thoughts
         self._wider: dict[int, Gaussian | Beta] = {}  # GEN, by block
@@ -136,18 +125,11 @@ class ABMCTSSearch:
         self._own: dict[int, Gaussian | Beta] = {}  # of a block, as a child
         self._children: dict[int, list[Node]] = {}  # to go on with
         self._texts: dict[int, set[str]] = {}  # of all children so far
-        self._next: list[Expansion] = []
         self._draw()
-
-    def ask(self, room: int) -> list[Expansion]:
-        return list(self._next)
 
     def tell(self, children: Sequence[Node]) -> None:
         level = sorted(children, key=lambda child: child.id)
-        stop = self._settings.stop_value
-        if stop is not None and any(
-            child.state is NodeState.TERMINAL and child.value >= stop for child in level
-        ):
+        if self._is_solved(level):
             self._left, self._next = 0, []
             return
         for child in level:
@@ -155,9 +137,6 @@ class ABMCTSSearch:
         kept = {child.id for each in self._children.values() for child in each}
         give_up((child for child in level if child.id not in kept), lambda node: True)
         self._draw()
-
-    def best(self) -> list[Node]:
-        return finished(self._tree)
 
     def prospects(self) -> Mapping[int, float]:
         """Blocks with the probability that a later descent ends there, in proportion to value."""
@@ -208,7 +187,7 @@ class ABMCTSSearch:
         texts = self._texts.setdefault(parent.id, set())
         again = child.text.strip() in texts
         texts.add(child.text.strip())
-        if not again and is_open_end(child, self._max_depth, self._settings.threshold):
+        if not again and self._may_grow(child):
             self._children.setdefault(parent.id, []).append(child)
 
     def _posterior(self, of: dict[int, Gaussian | Beta], node: Node) -> Gaussian | Beta:

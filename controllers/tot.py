@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from arbor.errors import UsageError
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion, Generate, Search
-from .ranking import finished, give_up, read_of_level, repeats
+from .search import Levels, Rounds, blocks_that_grow, check_settings, give_up, repeats
 
 
 @dataclass(frozen=True)
@@ -85,21 +84,7 @@ class ToT:
     generate: Generate = field(default="sample", metadata={"only_if_set": True})
 
     def __post_init__(self) -> None:
-        for name in ("beam", "width", "max_per_state", "max_visited"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
-                )
-        for name, known in (
-            ("strategy", ("bfs", "dfs")),
-            ("select", ("greedy", "sample")),
-            ("generate", ("sample", "propose")),
-        ):
-            if getattr(self, name) not in known:
-                raise UsageError(
-                    "setting-range",
-                    f"{name}='{getattr(self, name)}': it must be {' or '.join(known)}.",
-                )
+        check_settings(self, {"beam": 1, "width": 1, "max_per_state": 1, "max_visited": 1})
 
     def start(self, tree: ThoughtTree, max_depth: int) -> Search:
         search = BreadthFirst if self.strategy == "bfs" else DepthFirst
@@ -124,13 +109,8 @@ class ToT:
                 level = self.width * states
                 total += level + asked * states
             return total
-        grown, layer, visited = 0, 1, min(self.width, self.max_per_state)
-        for _ in range(max_depth):
-            grown += layer
-            if grown >= self.max_visited:
-                break
-            layer *= visited
-        return (self.width + asked) * min(self.max_visited, grown)
+        visited = min(self.width, self.max_per_state)
+        return (self.width + asked) * blocks_that_grow(visited, max_depth, self.max_visited)
 
     def most_proposals(self, max_depth: int) -> int:
         """See `Proposer`."""
@@ -139,25 +119,11 @@ class ToT:
         return 1 if self.strategy == "dfs" or max_depth == 1 else self.beam
 
 
-class _TotSearch:
+class _TotSearch(Rounds[ToT]):
     """Common parts of breadth-first and depth-first search."""
-
-    def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
-        self._settings = settings
-        self._tree = tree
-        self._max_depth = max_depth
-
-    def best(self) -> list[Node]:
-        return finished(self._tree)
 
     def _expansion(self, leaf: Node, times: int = 1) -> Expansion:
         return Expansion(leaf, times * self._settings.width, self._settings.generate)
-
-    def _solved(self, children: Sequence[Node]) -> bool:
-        stop = self._settings.stop_value
-        return stop is not None and any(
-            child.state is NodeState.TERMINAL and child.value >= stop for child in children
-        )
 
     def _worth_growing(self, level: Sequence[Node]) -> list[tuple[float, Node]]:
         """The states that may grow, with their values (0 for repeats), in order of the level."""
@@ -168,38 +134,20 @@ class _TotSearch:
         return [
             (value, child)
             for value, child in worth
-            if child.state is NodeState.CLOSED
-            and child.depth < self._max_depth
-            and value > self._settings.threshold
+            if self._may_grow(child) and value > self._settings.threshold
         ]
 
 
-class BreadthFirst(_TotSearch):
+class BreadthFirst(_TotSearch, Levels[ToT]):
     """Algorithm 1: level by level. `_next` is the level with the thoughts each state grows."""
 
     def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
         super().__init__(settings, tree, max_depth)
         self._next = [self._expansion(tree.root)]
 
-    def ask(self, room: int) -> list[Expansion]:
-        return list(self._next)
-
-    def prospects(self) -> dict[int, float]:
-        return {}  # leaves outside the next round are given up
-
-    def reads(self, children: Sequence[Node]) -> Sequence[Node]:
-        return read_of_level(children, self._max_depth)
-
-    def tell(self, children: Sequence[Node]) -> None:
-        level = sorted(children, key=lambda child: child.id)
-        self._next = []
-        if self._solved(level):
-            return
+    def _chosen(self, level: Sequence[Node]) -> list[Expansion]:
         able = self._worth_growing(level)
-        pick = self._sampled if self._settings.select == "sample" else self._greedy
-        self._next = pick(able)
-        kept = {expansion.leaf.id for expansion in self._next}
-        give_up(child for child in level if child.id not in kept)
+        return self._sampled(able) if self._settings.select == "sample" else self._greedy(able)
 
     def _greedy(self, able: Sequence[tuple[float, Node]]) -> list[Expansion]:
         ranked = sorted(able, key=lambda pair: -pair[0])  # stable: ties stay in order of id
@@ -240,7 +188,7 @@ class DepthFirst(_TotSearch):
         level = sorted(children, key=lambda child: child.id)
         grown = self._stack.pop()
         self._visited += 1
-        if self._solved(level):
+        if self._is_solved(level):
             self._stack.clear()
             return
         ranked = sorted(self._worth_growing(level), key=lambda pair: -pair[0])  # stable

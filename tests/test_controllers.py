@@ -20,8 +20,8 @@ from arbor.controllers.dpts import DPTS
 from arbor.controllers.dvts import DVTS
 from arbor.controllers.ets import ETS
 from arbor.controllers.mcts import MCTS
-from arbor.controllers.ranking import mean_logprob
 from arbor.controllers.rebase import Rebase
+from arbor.controllers.search import mean_logprob
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
 from arbor.tree import NodeState, ThoughtTree
@@ -118,13 +118,11 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
         width=small,
         simulations=st.integers(1, 12),
         leaves=small,
-        virtual_loss=st.integers(0, 2),
         rollout=st.sampled_from([0, 1, 3, None]),
         rollout_width=small,
         reward=st.sampled_from(["last", "mean", "max"]),
         rollout_weight=st.sampled_from([0.5, 1.0]),
         backup=st.sampled_from(["mean", "max"]),
-        widening=st.sampled_from([None, 0.5, 1.0]),
         threshold=thresholds,
         stop_value=stops,
     ),
