@@ -32,13 +32,10 @@ _STANDALONE = re.compile(r"(?<![\w'’])\(?([A-Z])\)?(?![\w'’])")
 
 
 @dataclass(frozen=True)
-class Choice:
+class Letters(Grader):
     """Letters compared as letters; ``(b)``, ``B.`` and ``B. gravity`` are B."""
 
     version = "choice/3"
-
-    def check(self) -> None:
-        """No package is needed."""
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""
@@ -108,13 +105,8 @@ class ARC(Worded):
     example = "Which of these attracts iron?\nA. a magnet\nB. a mirror\nC. a candle"
     columns = Columns(("question", "problem"), ("answerKey", "answer"))
 
-    @property
-    def name(self) -> str:
-        return "arc"
-
-    @property
-    def judge(self) -> Grader:
-        return Choice()
+    name = "arc"
+    judge = Letters()
 
     def parse(self, text: str) -> Problem:
         """See `Task.parse`; options of a text are its last lines, with letters or numbers."""

@@ -228,9 +228,7 @@ class Chains(Generated):
 
     example = "Facts: Tom has 4 more than Amy. Amy has 3. How many does Tom have?"
 
-    @property
-    def name(self) -> str:
-        return "chains"
+    name = "chains"
 
     @property
     def people(self) -> Sequence[str]:

@@ -11,11 +11,13 @@ Source: Game of 24 as a search problem is Yao et al., Tree of Thoughts (arXiv 23
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
+import operator
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -39,7 +41,12 @@ _LISTED = re.compile(rf"(?<![\w./-]){_STEP.pattern}")  # also after a bullet or 
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", "·": "*", "⋅": "*", "∗": "*"})
 _LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": ""}
 _LABEL = re.compile(r"^(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*)", re.IGNORECASE)
-_TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 _LONGEST_ANSWER = 500
 _EXAMPLE: State = (2, 3, 5, 12)  # the numbers of the example in the question for next steps
 _LINES = 8  # of that example
@@ -161,57 +168,7 @@ def exact_steps(state: State) -> list[ParsedStep]:
 
 def legal_steps(state: tuple[int, ...]) -> list[ParsedStep]:
     """The steps of `exact_steps` that stay among the non-negative integers."""
-    steps = []
-    for a, b, rest in _pairs(state):
-        lines: list[tuple[Number, str, Number, Number]] = [
-            (a, "+", b, a + b),
-            (b, "-", a, b - a),
-            (a, "*", b, a * b),
-        ]
-        if a != 0 and b % a == 0:
-            lines.append((b, "/", a, b // a))
-        elif a == 0 and b != 0:
-            lines.append((a, "/", b, 0))
-        for x, sign, y, result in lines:
-            steps.append(ParsedStep(x, sign, y, result, tuple(sorted((*rest, result)))))
-    return steps
-
-
-def _two(a: Number, b: Number, target: Number) -> bool:
-    """Whether two numbers reach the target, without making a fraction."""
-    return (
-        a + b == target
-        or a - b == target
-        or b - a == target
-        or a * b == target
-        or (b != 0 and a == target * b)
-        or (a != 0 and b == target * a)
-    )
-
-
-def _quotient_and(p: int, q: int, z: int, t: int) -> bool:
-    """Whether p/q and z reach t; q > 0, integers only."""
-    tq, zq = t * q, z * q
-    return (
-        p + zq == tq
-        or p - zq == tq
-        or zq - p == tq
-        or p * z == tq
-        or (z != 0 and p == tq * z)
-        or (p != 0 and zq == t * p)
-    )
-
-
-def _three(a: int, b: int, c: int, t: int) -> bool:
-    """Whether three non-negative integers reach t, fractions included."""
-    for x, y, z in ((a, b, c), (a, c, b), (b, c, a)):
-        if _two(x + y, z, t) or _two(abs(y - x), z, t) or _two(x * y, z, t):
-            return True
-        if x and _quotient_and(y, x, z, t):
-            return True
-        if y and _quotient_and(x, y, z, t):
-            return True
-    return False
+    return [step for step in exact_steps(state) if isinstance(step.result, int)]
 
 
 @lru_cache(maxsize=1 << 19)
@@ -219,29 +176,15 @@ def can_reach(state: State, target: int) -> bool:
     """Whether a sorted state can reach the target with each number used once; exact, memoised."""
     if len(state) == 1:
         return state[0] == target
-    if len(state) == 2:
-        return _two(state[0], state[1], target)
-    if len(state) == 3 and state[0] >= 0:
-        a, b, c = state
-        if isinstance(a, int) and isinstance(b, int) and isinstance(c, int):
-            return _three(a, b, c, target)
-    later: list[State] = []
-    for step in exact_steps(state):
-        if isinstance(step.result, Fraction):
-            later.append(step.left)
-        elif can_reach(step.left, target):
-            return True
-    return any(can_reach(left, target) for left in later)
-
-
-@lru_cache(maxsize=1 << 18)
-def solution_paths(state: State, target: int) -> int:
-    """Number of distinct paths (sequences of `exact_steps` lines) from a state to the target."""
-    if len(state) == 1:
-        return int(state[0] == target)
-    if not can_reach(state, target):
-        return 0
-    return sum(solution_paths(step.left, target) for step in exact_steps(state))
+    if len(state) == 2:  # without making a fraction
+        a, b = state
+        return (
+            target in (a + b, a - b, b - a, a * b)
+            or (b != 0 and a == target * b)
+            or (a != 0 and b == target * a)
+        )
+    whole_first = sorted(exact_steps(state), key=lambda step: isinstance(step.result, Fraction))
+    return any(can_reach(step.left, target) for step in whole_first)
 
 
 def solve(numbers: Sequence[int], target: int) -> list[str] | None:
@@ -284,69 +227,6 @@ def compose(numbers: Sequence[int], thoughts: Sequence[str]) -> str | None:
     return items[0][1]
 
 
-class _Parser:
-    """Recursive descent over + - * / and parentheses; non-negative integers only."""
-
-    def __init__(self, text: str) -> None:
-        self.tokens: list[str] = []
-        self.leaves: list[int] = []
-        at, text = 0, text.rstrip()
-        while at < len(text):
-            match = _TOKEN.match(text, at)
-            if match is None:
-                raise ValueError(
-                    f"'{text[at:].strip()[:12]}' is neither a number nor one of + - * / ( )"
-                )
-            self.tokens.append(match[1] or match[2])
-            at = match.end()
-        self.at = 0
-
-    def _peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
-
-    def parse(self) -> Fraction:
-        value = self._sum()
-        if self._peek():
-            raise ValueError(f"'{self._peek()}' where an operator or the end should be")
-        return value
-
-    def _sum(self) -> Fraction:
-        value = self._product()
-        while (sign := self._peek()) in ("+", "-"):
-            self.at += 1
-            other = self._product()
-            value = value + other if sign == "+" else value - other
-        return value
-
-    def _product(self) -> Fraction:
-        value = self._atom()
-        while (sign := self._peek()) in ("*", "/"):
-            self.at += 1
-            other = self._atom()
-            if sign == "/" and other == 0:
-                raise ValueError("a division by zero")
-            value = value * other if sign == "*" else value / other
-        return value
-
-    def _atom(self) -> Fraction:
-        token = self._peek()
-        self.at += 1
-        if token == "(":
-            value = self._sum()
-            if self._peek() != ")":
-                raise ValueError("a parenthesis that is not closed")
-            self.at += 1
-            return value
-        if not token.isdigit():
-            raise ValueError(
-                f"'{token}' where a number should be" if token else "an unfinished expression"
-            )
-        if len(token) > 1 and token[0] == "0":
-            raise ValueError(f"'{token}' is not how a number is written")
-        self.leaves.append(int(token))
-        return Fraction(int(token))
-
-
 def parse_expression(text: str) -> tuple[Fraction, list[int]]:
     """Exact value of an expression and its numbers, left to right. Parses, never evaluates.
 
@@ -356,8 +236,29 @@ def parse_expression(text: str) -> tuple[Fraction, list[int]]:
     """
     if len(text) > _LONGEST_ANSWER:
         raise ValueError(f"longer than {_LONGEST_ANSWER} characters")
-    parser = _Parser(text)
-    return parser.parse(), parser.leaves
+    if stray := re.search(r"[^0-9\s+*/()-]", text):
+        raise ValueError(f"'{stray[0]}' is neither a number nor one of + - * / ( )")
+    if zero := re.search(r"\b0[0-9]+", text):
+        raise ValueError(f"'{zero[0]}' is not how a number is written")
+    leaves: list[int] = []
+
+    def value_of(part: ast.expr) -> Fraction:
+        match part:
+            case ast.Constant(value=int(number)):
+                leaves.append(number)
+                return Fraction(number)
+            case ast.BinOp(left, sign, right) if type(sign) in _OPERATORS:
+                one, two = value_of(left), value_of(right)
+                if isinstance(sign, ast.Div) and two == 0:
+                    raise ValueError("a division by zero")
+                return _OPERATORS[type(sign)](one, two)
+        raise ValueError("not numbers with + - * or / between them")
+
+    try:
+        whole = ast.parse(" ".join(text.split()), mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError("an operator, a number or a parenthesis is missing") from error
+    return value_of(whole), leaves
 
 
 def normalise(answer: str) -> str:
@@ -394,9 +295,7 @@ class Countdown(Generated):
     targets: tuple[int, int] = (10, 99)
     words: bool = field(default=False, metadata=ONLY_IF_SET)
 
-    @property
-    def name(self) -> str:
-        return "countdown"
+    name = "countdown"
 
     @property
     def boundary(self) -> BlockLimits:

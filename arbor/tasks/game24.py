@@ -1,10 +1,10 @@
 """Game of 24: make 24 from four numbers; text form ``4 5 6 10``.
 
 The classic puzzles are the 1,362 multisets of four numbers from 1 to 13 that can make 24. All of
-them are held out: ``hard`` holds the hundred with the fewest distinct solutions, where solutions
-are distinct if their lines are (`arbor.tasks.countdown.solution_paths`; ties by content id),
-``validation`` and ``test`` share the rest by content id. ``train`` has solvable multisets of four
-numbers from 1 to 25 with at least one above 13.
+them are held out: ``hard`` holds the hundred with the fewest solutions, which are paths of
+`arbor.tasks.countdown.exact_steps` (ties by content id), ``validation`` and ``test`` share the rest
+by content id. ``train`` has solvable multisets of four numbers from 1 to 25 with at least one above
+13.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ class Game24(Countdown):
     splits = (*Countdown.splits, "hard")
     solved = tuple((numbers, 24) for numbers in countdown_words.EXAMPLES)
 
-    @property
-    def name(self) -> str:
-        return "game24"
+    name = "game24"
 
     @property
     def boundary(self) -> BlockLimits:

@@ -80,9 +80,7 @@ class Recall(Generated):
 
     example = "Rooms: K has B R. B is empty. R is empty. Find R from K"
 
-    @property
-    def name(self) -> str:
-        return "recall"
+    name = "recall"
 
     @property
     def boundary(self) -> BlockLimits:

@@ -37,7 +37,7 @@ from pathlib import Path
 
 from arbor.errors import UsageError
 from arbor.tasks.base import Grade
-from arbor.tasks.grading.base import graded
+from arbor.tasks.grading.base import Grader, graded
 from arbor.tasks.grading.exact import canonical
 from arbor.tasks.grading.extraction import marked
 from arbor.tasks.grading.intervals import as_interval, is_interval
@@ -57,7 +57,7 @@ _CONDITION = re.compile(r"\||:|\\(?:mid|in)\b")  # of a set that is not a list o
 
 
 @dataclass(frozen=True)
-class Mathematics:
+class Mathematics(Grader):
     """Expressions compared by value.
 
     Attributes:
