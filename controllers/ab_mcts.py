@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from arbor.tree import Node, ThoughtTree
 
@@ -25,10 +25,9 @@ class ABMCTS:
                    further up to the posterior of every block on the path and to CONT of its parent
 
     The posteriors of the mean value are normal-inverse-chi-square (m = 0, kappa = 1, nu = 1,
-    tau^2 = 0.1 before any observation) or Beta (a = b = 1/2).
+    tau^2 = 0.1 before any observation).
 
     Args:
-        posterior: ``gaussian`` or ``beta``.
         thoughts: grown in all, one by each descent.
         leaves: descents in one ask, all from the same posteriors; 1 is the sequential search.
         threshold: a thought grows only if its value is above this; the default leaves out what a
@@ -41,11 +40,10 @@ class ABMCTS:
     answer, refined by its children), so CONT never goes on with a finished path, one at the depth
     limit or a refuted thought; a thought that repeats the text of an earlier sibling is
     given up, and its value counts for GEN only; there is one model, so no choice between several;
-    AB-MCTS-M, whose mixed model is fitted by sampling, is not implemented. `threshold` and
-    `stop_value` are new (-1 and None for the published behaviour).
+    Beta posteriors and AB-MCTS-M, whose mixed model is fitted by sampling, are not implemented.
+    `threshold` and `stop_value` are new (-1 and None for the published behaviour).
     """
 
-    posterior: Literal["gaussian", "beta"] = "gaussian"
     thoughts: int = 128
     leaves: int = 4
     threshold: float = 0.0
@@ -63,7 +61,7 @@ class ABMCTS:
         return self.thoughts
 
 
-class Gaussian:
+class Posterior:
     """Normal-inverse-chi-square posterior of a mean (Murphy, Probabilistic Machine Learning:
     Advanced Topics, section 3.4.3.3)."""
 
@@ -93,26 +91,6 @@ class Gaussian:
         return rng.normalvariate(m, math.sqrt(variance / kappa))
 
 
-class Beta:
-    """Beta posterior of a mean in [0, 1]."""
-
-    def __init__(self) -> None:
-        self._a = self._b = 0.5
-
-    def observe(self, value: float) -> None:
-        inside = min(max(value, 0.0), 1.0)
-        self._a += inside
-        self._b += 1 - inside
-
-    def parameters(self) -> tuple[float, float]:
-        """a and b."""
-        return self._a, self._b
-
-    def draw(self, rng: random.Random) -> float:
-        """A mean from the posterior."""
-        return rng.betavariate(self._a, self._b)
-
-
 class ABMCTSSearch(Rounds[ABMCTS]):
     """The posteriors of one problem."""
 
@@ -120,9 +98,9 @@ class ABMCTSSearch(Rounds[ABMCTS]):
         super().__init__(settings, tree, max_depth)
         self._rng = random.Random(settings.seed)
         self._left = settings.thoughts
-        self._wider: dict[int, Gaussian | Beta] = {}  # GEN, by block
-        self._deeper: dict[int, Gaussian | Beta] = {}  # CONT, by block
-        self._own: dict[int, Gaussian | Beta] = {}  # of a block, as a child
+        self._wider: defaultdict[int, Posterior] = defaultdict(Posterior)  # GEN, by block
+        self._deeper: defaultdict[int, Posterior] = defaultdict(Posterior)  # CONT, by block
+        self._own: defaultdict[int, Posterior] = defaultdict(Posterior)  # of a block, as a child
         self._children: dict[int, list[Node]] = {}  # to go on with
         self._texts: dict[int, set[str]] = {}  # of all children so far
         self._draw()
@@ -166,31 +144,26 @@ class ABMCTSSearch(Rounds[ABMCTS]):
         """The block that grows a thought."""
         node = self._tree.root
         while children := self._children.get(node.id, []):
-            wider = self._posterior(self._wider, node).draw(self._rng)
-            deeper = self._posterior(self._deeper, node).draw(self._rng)
+            wider = self._wider[node.id].draw(self._rng)
+            deeper = self._deeper[node.id].draw(self._rng)
             if wider >= deeper:
                 break
-            draws = [self._posterior(self._own, child).draw(self._rng) for child in children]
+            draws = [self._own[child.id].draw(self._rng) for child in children]
             node = children[draws.index(max(draws))]
         return node
 
     def _back_up(self, child: Node) -> None:
         parent = child.parent
         assert parent is not None  # the root is nobody's child
-        self._posterior(self._wider, parent).observe(child.value)
-        self._posterior(self._own, child).observe(child.value)
+        self._wider[parent.id].observe(child.value)
+        self._own[child.id].observe(child.value)
         node = parent
         while node.parent is not None:
-            self._posterior(self._own, node).observe(child.value)
-            self._posterior(self._deeper, node.parent).observe(child.value)
+            self._own[node.id].observe(child.value)
+            self._deeper[node.parent.id].observe(child.value)
             node = node.parent
         texts = self._texts.setdefault(parent.id, set())
         again = child.text.strip() in texts
         texts.add(child.text.strip())
         if not again and self._may_grow(child):
             self._children.setdefault(parent.id, []).append(child)
-
-    def _posterior(self, of: dict[int, Gaussian | Beta], node: Node) -> Gaussian | Beta:
-        if node.id not in of:
-            of[node.id] = Gaussian() if self._settings.posterior == "gaussian" else Beta()
-        return of[node.id]

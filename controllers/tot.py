@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,8 +35,6 @@ class ToT:
             (`Sampling.arithmetic`); repeats are left out. ``propose``, the paper's choice for Game
             of 24 and crosswords: one completion lists next thoughts, and the first k different
             ones grow; for tasks that can ask for them (`arbor.tasks.base.Proposes`).
-        select: ``greedy``, the best by value; or ``sample``, `beam` draws in proportion to value
-            (bfs).
         threshold: v_th, a state grows only if its value is above this (Algorithm 2). The default
             leaves out what a verifier refutes.
         max_per_state: children of one state that are visited (dfs).
@@ -45,7 +42,6 @@ class ToT:
         stop_value: the search ends as soon as a finished path is worth this much; None for never. 1
             is a proof from the exact verifier; a model that judges itself stays below it, so its
             searches run to their end.
-        seed: of the draws of ``sample``; with the blocks' keys it fixes them.
 
     Differs from the paper and the released code:
 
@@ -56,13 +52,10 @@ class ToT:
       sort.
     - BFS applies the threshold too (released: hopeless states are kept if there are not b others);
       -1 for released.
-    - ``sample`` draws with replacement, as released. A state drawn m times grows m x width thoughts
-      (released: m copies of it in the level); when no state is above the threshold the search ends
-      (released: a division by zero).
+    - The best states by value are the next level; the other selection of the released code, draws
+      in proportion to value, is not implemented.
     - ``propose`` keeps at most `width` lines, each different one once and as the task reads it, and
-      leaves out a last line that was cut off (released: every line as it is). With
-      ``select=sample`` a state drawn m times keeps up to m x width lines of one completion
-      (released: m completions).
+      leaves out a last line that was cut off (released: every line as it is).
     - DFS values all children of a state in one batch before it visits the first (the notebook: one
       by one, in order of how sure the proposals were), so its order is by value. `max_visited`
       counts states that grow; the notebook counts states it looked at.
@@ -75,12 +68,10 @@ class ToT:
     strategy: Literal["bfs", "dfs"] = "bfs"
     beam: int = 5
     width: int = 10
-    select: Literal["greedy", "sample"] = "greedy"
     threshold: float = 0.0
     max_per_state: int = 3
     max_visited: int = 100
     stop_value: float | None = 1.0
-    seed: int = 0
     generate: Generate = field(default="sample", metadata={"only_if_set": True})
 
     def __post_init__(self) -> None:
@@ -93,8 +84,7 @@ class ToT:
     def max_blocks(self, max_depth: int) -> int:
         """The largest number of blocks of a search; some searches reach it.
 
-        bfs    sum of n_d over the depths, n_1 = width, n_d = width min(beam, n_(d-1)), or
-               width beam for ``select=sample``
+        bfs    sum of n_d over the depths, n_1 = width, n_d = width min(beam, n_(d-1))
         dfs    width min(max_visited, 1 + c + c^2 + ... + c^(max_depth - 1)),
                c = min(width, max_per_state)
 
@@ -105,7 +95,7 @@ class ToT:
             level = self.width
             total = level + asked
             for _ in range(max_depth - 1):
-                states = self.beam if self.select == "sample" else min(self.beam, level)
+                states = min(self.beam, level)
                 level = self.width * states
                 total += level + asked * states
             return total
@@ -122,49 +112,29 @@ class ToT:
 class _TotSearch(Rounds[ToT]):
     """Common parts of breadth-first and depth-first search."""
 
-    def _expansion(self, leaf: Node, times: int = 1) -> Expansion:
-        return Expansion(leaf, times * self._settings.width, self._settings.generate)
+    def _expansion(self, leaf: Node) -> Expansion:
+        return Expansion(leaf, self._settings.width, self._settings.generate)
 
-    def _worth_growing(self, level: Sequence[Node]) -> list[tuple[float, Node]]:
-        """The states that may grow, with their values (0 for repeats), in order of the level."""
+    def _best(self, level: Sequence[Node], most: int) -> list[Node]:
+        """The states that may grow, best first; repeats count 0, and ties stay in order of id."""
         worth = [
             (0.0 if again else child.value, child)
             for child, again in zip(level, repeats(level), strict=True)
+            if self._may_grow(child)
         ]
-        return [
-            (value, child)
-            for value, child in worth
-            if self._may_grow(child) and value > self._settings.threshold
-        ]
+        able = [pair for pair in worth if pair[0] > self._settings.threshold]
+        return [child for _, child in sorted(able, key=lambda pair: -pair[0])[:most]]  # stable
 
 
 class BreadthFirst(_TotSearch, Levels[ToT]):
-    """Algorithm 1: level by level. `_next` is the level with the thoughts each state grows."""
+    """Algorithm 1: level by level."""
 
     def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
         super().__init__(settings, tree, max_depth)
         self._next = [self._expansion(tree.root)]
 
     def _chosen(self, level: Sequence[Node]) -> list[Expansion]:
-        able = self._worth_growing(level)
-        return self._sampled(able) if self._settings.select == "sample" else self._greedy(able)
-
-    def _greedy(self, able: Sequence[tuple[float, Node]]) -> list[Expansion]:
-        ranked = sorted(able, key=lambda pair: -pair[0])  # stable: ties stay in order of id
-        return [self._expansion(child) for _, child in ranked[: self._settings.beam]]
-
-    def _sampled(self, able: Sequence[tuple[float, Node]]) -> list[Expansion]:
-        if not able or sum(value for value, _ in able) <= 0:
-            return []
-        keys = " ".join(".".join(map(str, child.key)) for _, child in able)
-        drawn = random.Random(f"{self._settings.seed} {keys}").choices(
-            range(len(able)), weights=[value for value, _ in able], k=self._settings.beam
-        )
-        return [
-            self._expansion(child, drawn.count(place))
-            for place, (_, child) in enumerate(able)
-            if place in drawn
-        ]
+        return [self._expansion(child) for child in self._best(level, self._settings.beam)]
 
 
 class DepthFirst(_TotSearch):
@@ -191,8 +161,7 @@ class DepthFirst(_TotSearch):
         if self._is_solved(level):
             self._stack.clear()
             return
-        ranked = sorted(self._worth_growing(level), key=lambda pair: -pair[0])  # stable
-        visit = [child for _, child in ranked[: self._settings.max_per_state]]
+        visit = self._best(level, self._settings.max_per_state)
         self._stack.extend(reversed(visit))
         kept = {child.id for child in visit}
         give_up(child for child in level if child.id not in kept)

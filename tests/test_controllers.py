@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
+from support.fakes import Script, Thought, grow, hashed, run, scripted
 
 from arbor.controllers.ab_mcts import ABMCTS
 from arbor.controllers.base import Controller
@@ -49,12 +48,10 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
         strategy=st.sampled_from(["bfs", "dfs"]),
         beam=small,
         width=small,
-        select=st.sampled_from(["greedy", "sample"]),
         threshold=thresholds,
         max_per_state=small,
         max_visited=st.integers(1, 12),
         stop_value=stops,
-        seed=st.integers(0, 3),
     ),
     st.builds(
         DPTS,
@@ -83,7 +80,6 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
     ),
     st.builds(
         ABMCTS,
-        posterior=st.sampled_from(["gaussian", "beta"]),
         thoughts=st.integers(1, 20),
         leaves=small,
         threshold=thresholds,
@@ -247,9 +243,6 @@ def test_beam_on_a_tree_computed_by_hand() -> None:
     assert done.state(0) is done.state(3) is done.state(2, 0) is done.state(2, 1, 1) is PRUNED
 
 
-# Chain --------------------------------------------------------------------------------------------
-
-
 # Beam ---------------------------------------------------------------------------------------------
 
 
@@ -288,31 +281,12 @@ def test_a_finished_path_of_little_worth_gives_its_place_up_but_is_not_forgotten
 
 
 def test_a_search_with_nothing_above_the_threshold_ends_without_an_answer() -> None:
-    for controller in (
-        ToT(),
-        ToT(select="sample"),
-        ToT("dfs"),
-        Beam(),
-        ToT(select="sample", threshold=-1),
-    ):
+    for controller in (ToT(), ToT("dfs"), Beam()):
         done = run(controller, scripted({}, otherwise=Thought("no", 0.0)), max_depth=3)
 
         assert len(done.asked) == 1
         assert done.best == []
         assert all(node.state is PRUNED for node in list(done.tree)[1:])
-
-
-def test_sampling_draws_in_proportion_to_value_and_with_replacement() -> None:
-    script = scripted({(0,): Thought("a", 0.2), (1,): Thought("b", 0.6), (2,): Thought("c", 0.0)})
-    drawn: Counter[Key] = Counter()
-
-    for seed in range(150):
-        done = run(ToT(select="sample", beam=5, width=3, seed=seed), script, max_depth=2)
-        assert sum(width for _, width in done.asked[1]) == 5 * 3
-        drawn.update({key: width // 3 for key, width in done.asked[1]})
-
-    assert drawn[(2,)] == 0
-    assert drawn[(1,)] / (5 * 150) == pytest.approx(0.75, abs=0.05)
 
 
 # Any controller, any tree -------------------------------------------------------------------------
@@ -430,7 +404,6 @@ def test_room_and_the_order_of_telling_change_nothing(
         (ToT, {"max_per_state": 0}),
         (ToT, {"max_visited": 0}),
         (ToT, {"strategy": "mcts"}),
-        (ToT, {"select": "best"}),
     ],
     ids=str,
 )
@@ -440,6 +413,3 @@ def test_settings_out_of_range_are_refused_by_name(cls: type, fields: dict[str, 
 
     assert caught.value.code == "setting-range"
     assert next(iter(fields)) in caught.value.message
-
-
-# Ranking ------------------------------------------------------------------------------------------

@@ -236,11 +236,11 @@ def test_a_grade_of_a_plug_in_is_checked(grade: Any) -> None:
 @settings(max_examples=200)
 @given(st.text(max_size=40), st.text("0123456789,.$%/\\{}()=-_exπ boxed", max_size=30))
 def test_no_text_breaks_a_grader_and_an_answer_equals_itself(one: str, two: str) -> None:
-    for grader in (ExactGrader(), Numeric(), Integer(least=-(10**40), most=10**40), Letters()):
+    for grader in (ExactGrader(), Numeric(), Integer(), Letters()):
         for text in (one, two):
             grade = grader.grade(text, two or "1")
             assert grade.reason and grade.method
-            if grade.extracted is not None and grader != Integer(-(10**40), 10**40):
+            if grade.extracted is not None and not isinstance(grader, Integer):
                 assert grader.grade(text, text).correct
     never_equal(one, two)
     never_equal(two, two)
