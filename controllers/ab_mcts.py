@@ -57,7 +57,6 @@ class ABMCTS:
         return ABMCTSSearch(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
-        """`thoughts`."""
         return self.thoughts
 
 

@@ -53,7 +53,6 @@ class Beam:
         return BeamSearch(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
-        """beam_size x width x max_depth."""
         return self.beam_size * self.width * max_depth
 
 

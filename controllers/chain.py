@@ -52,7 +52,6 @@ class Chain:
         return ChainSearch(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
-        """samples x max_depth."""
         return self.samples * max_depth
 
 

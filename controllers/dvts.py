@@ -48,7 +48,6 @@ class DVTS:
         return DVTSSearch(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
-        """subtrees x width x max_depth."""
         return self.subtrees * self.width * max_depth
 
 

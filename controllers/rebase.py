@@ -57,7 +57,6 @@ class Rebase:
         return RebaseSearch(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
-        """width x max_depth."""
         return self.width * max_depth
 
 

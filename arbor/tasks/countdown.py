@@ -7,6 +7,11 @@ their exact result, and what is left afterwards. A path ends when one number is 
 Source: Game of 24 as a search problem is Yao et al., Tree of Thoughts (arXiv 2305.10601), section
 4.1. Differs from its released grader, which evaluates model text: here an answer is parsed by
 `parse_expression`, all arithmetic is exact (integers and fractions), and every line is checked.
+
+In words, for models that were not trained on it, the prompts have the forms of that paper: solved
+inputs before the problem, a step on each line, and a value prompt whose labels are sure, likely and
+impossible. Three things differ: text and puzzles are arbor's own, the last step is not written
+again as an expression, and a label is read at once, without lines of calculation before it.
 """
 
 from __future__ import annotations
@@ -21,11 +26,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from arbor.components import ONLY_IF_SET
 from arbor.support.texts import clipped
-from arbor.tasks import countdown_words
 from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
@@ -51,6 +55,18 @@ _LONGEST_ANSWER = 500
 _EXAMPLE: State = (2, 3, 5, 12)  # the numbers of the example in the question for next steps
 _LINES = 8  # of that example
 _LARGEST_INPUT = 999_999
+
+# worth of a label, in the released proportion of 20, 1 and 0.001
+LABELS: Mapping[str, float] = {" sure": 1.0, " likely": 0.05, " impossible": 0.0}
+_JUDGED = (
+    ("4 20", 24, "sure"),
+    ("7 9", 24, "impossible"),
+    ("4 9 11", 24, "sure"),
+    ("3 5 8", 24, "likely"),
+    ("1 2 2", 24, "impossible"),
+    ("3 5 9", 60, "likely"),
+    ("6 8", 48, "sure"),
+)
 
 
 def _plain(value: Fraction) -> Number:
@@ -352,33 +368,38 @@ class Countdown(Generated):
                 yield problem
 
     def in_words(self) -> Countdown:
-        """See `PutsInWords`."""
         return dataclasses.replace(self, words=True)
 
-    @property
-    def solved(self) -> Sequence[tuple[tuple[int, ...], int]]:
-        """Numbers and targets of the examples in words."""
-        return countdown_words.OTHER_EXAMPLES
+    # numbers and targets of the examples in words
+    solved: ClassVar[Sequence[tuple[tuple[int, ...], int]]] = (
+        ((2, 5, 7, 10), 45),
+        ((3, 4, 6, 9, 20), 74),
+        ((1, 5, 8, 11), 58),
+    )
 
     def prompt(self, problem: Problem) -> str:
         numbers, target = sorted(problem.data["numbers"]), problem.data["target"]
-        if self.words:
-            asked = countdown_words.numbers_line(numbers, target)
-            return countdown_words.text_prompt(self._examples(), asked, target)
-        return f"Target {target} (left: {' '.join(map(str, numbers))})\n"
+        if not self.words:
+            return f"Target {target} (left: {' '.join(map(str, numbers))})\n"
+        shown = "".join(f"{asked}\nSteps:\n{steps}\n" for asked, steps in self._examples())
+        return f"{_instruction(target)}\n\n{shown}{_in_words(numbers, target)}\nSteps:\n"
 
     def turns(self, problem: Problem) -> list[dict[str, str]]:
-        """See `GivesTurns`."""
+        """See `GivesTurns`; the examples in words are earlier turns."""
         if not self.words:
             return [{"role": "user", "content": self.prompt(problem)}]
         numbers, target = sorted(problem.data["numbers"]), problem.data["target"]
-        asked = countdown_words.numbers_line(numbers, target)
-        return countdown_words.turns(self._examples(), asked, target)
+        messages: list[dict[str, str]] = []
+        for asked, steps in self._examples():
+            first = asked if messages else f"{_instruction(target)}\n\n{asked}"
+            messages.append({"role": "user", "content": first})
+            messages.append({"role": "assistant", "content": steps.rstrip("\n")})
+        return [*messages, {"role": "user", "content": _in_words(numbers, target)}]
 
     def _examples(self) -> list[tuple[str, str]]:
         """Problems and their steps."""
         return [
-            (countdown_words.numbers_line(numbers, target), "".join(solve(numbers, target) or ()))
+            (_in_words(numbers, target), "".join(solve(numbers, target) or ()))
             for numbers, target in self.solved
         ]
 
@@ -428,8 +449,12 @@ class Countdown(Generated):
         numbers = problem.data["numbers"]
         steps = replay(numbers, thoughts)
         left = "no numbers" if steps is None else _shown(steps[-1].left if steps else numbers)
-        text = countdown_words.value_question(left, problem.data["target"])
-        return Question(text, countdown_words.LABELS)
+        judged = "".join(f"{given} -> {goal}: {label}\n" for given, goal, label in _JUDGED)
+        return Question(
+            "\nCan the numbers that are left reach the target, each used once? "
+            f"sure, likely or impossible.\n{judged}{left} -> {problem.data['target']}:",
+            LABELS,
+        )
 
     def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
         """See `Proposes`: one example and the numbers that are left, as in the released prompt."""
@@ -443,6 +468,20 @@ class Countdown(Generated):
         found = (_LISTED.search(line) for line in text.translate(_SIGNS).splitlines())
         steps = (parse_step(match[0].strip("\n")) for match in found if match)
         return [step.text for step in steps if step is not None]
+
+
+def _instruction(target: int) -> str:
+    """What is asked in words, and the form of a line."""
+    return (
+        f"Reach {target} with all of the numbers, each used exactly once, with + - * and /. In each "
+        "step two of the numbers that are left become one. Write only the steps, each on a line of "
+        "its own, followed by the numbers that are left after it, as in the examples."
+    )
+
+
+def _in_words(numbers: Sequence[int], target: int) -> str:
+    """A problem as the model is shown it."""
+    return f"Numbers: {' '.join(map(str, numbers))} (target {target})"
 
 
 def _shown(numbers: Sequence[Number]) -> str:
