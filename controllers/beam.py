@@ -49,20 +49,19 @@ class Beam:
     def __post_init__(self) -> None:
         check_settings(self, {"beam_size": 1, "width": 1})
 
-    def start(self, tree: ThoughtTree, max_depth: int) -> BeamSearch:
-        return BeamSearch(self, tree, max_depth)
+    def start(self, tree: ThoughtTree, max_depth: int) -> ThoughtBeam:
+        return ThoughtBeam(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
         return self.beam_size * self.width * max_depth
 
 
-class BeamSearch(Levels[Beam]):
+class ThoughtBeam(Levels[Beam]):
     """The beam of one problem; `_places` holds the finished paths with a place."""
 
     def __init__(self, settings: Beam, tree: ThoughtTree, max_depth: int) -> None:
-        super().__init__(settings, tree, max_depth)
+        super().__init__(settings, tree, max_depth, settings.beam_size * settings.width)
         self._places: list[Node] = []
-        self._next = [Expansion(tree.root, settings.beam_size * settings.width)]
 
     def _chosen(self, level: Sequence[Node]) -> list[Expansion]:
         settings = self._settings

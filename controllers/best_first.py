@@ -53,10 +53,9 @@ class BestFirstSearch(Rounds[BestFirst]):
     """The frontier of one problem; `_frontier` is in the order in which leaves grow."""
 
     def __init__(self, settings: BestFirst, tree: ThoughtTree, max_depth: int) -> None:
-        super().__init__(settings, tree, max_depth)
+        super().__init__(settings, tree, max_depth, settings.width)
         self._left = settings.expansions
         self._frontier: list[Node] = []
-        self._next = [Expansion(tree.root, settings.width)]
 
     def tell(self, children: Sequence[Node]) -> None:
         settings = self._settings

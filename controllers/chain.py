@@ -49,7 +49,7 @@ class Chain:
         return f"`chain` with {self.samples} samples; with --aggregate majority, self-consistency."
 
     def start(self, tree: ThoughtTree, max_depth: int) -> ChainSearch:
-        return ChainSearch(self, tree, max_depth)
+        return ChainSearch(self, tree, max_depth, self.samples)
 
     def max_blocks(self, max_depth: int) -> int:
         return self.samples * max_depth
@@ -60,10 +60,6 @@ BEST_OF_N = Chain(samples=16, registered_as="best-of-n")
 
 class ChainSearch(Levels[Chain]):
     """The chains of one problem."""
-
-    def __init__(self, settings: Chain, tree: ThoughtTree, max_depth: int) -> None:
-        super().__init__(settings, tree, max_depth)
-        self._next = [Expansion(tree.root, settings.samples)]
 
     def reads(self, children: Sequence[Node]) -> Sequence[Node]:
         return ()

@@ -45,7 +45,7 @@ class DVTS:
         check_settings(self, {"subtrees": 1, "width": 1})
 
     def start(self, tree: ThoughtTree, max_depth: int) -> DVTSSearch:
-        return DVTSSearch(self, tree, max_depth)
+        return DVTSSearch(self, tree, max_depth, self.subtrees * self.width)
 
     def max_blocks(self, max_depth: int) -> int:
         return self.subtrees * self.width * max_depth
@@ -53,10 +53,6 @@ class DVTS:
 
 class DVTSSearch(Levels[DVTS]):
     """The subtrees of one problem; the first `width` children of the root are in subtree 0."""
-
-    def __init__(self, settings: DVTS, tree: ThoughtTree, max_depth: int) -> None:
-        super().__init__(settings, tree, max_depth)
-        self._next = [Expansion(tree.root, settings.subtrees * settings.width)]
 
     def _chosen(self, level: Sequence[Node]) -> list[Expansion]:
         width = self._settings.width

@@ -89,9 +89,8 @@ class RebaseSearch(Levels[Settings]):
     """The levels of one problem; `_next` is the level with the thoughts each path grows."""
 
     def __init__(self, settings: Settings, tree: ThoughtTree, max_depth: int) -> None:
-        super().__init__(settings, tree, max_depth)
+        super().__init__(settings, tree, max_depth, settings.width)
         self._left = settings.width  # minus finished paths
-        self._next = [Expansion(tree.root, settings.width)]
 
     def _chosen(self, level: Sequence[Node]) -> list[Expansion]:
         self._left -= sum(child.state is NodeState.TERMINAL for child in level)

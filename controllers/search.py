@@ -85,13 +85,22 @@ Settings = TypeVar("Settings", bound=Stops)
 
 
 class Rounds(Generic[Settings]):
-    """Base of the searches of one problem that go in rounds; `_next` is what grows now."""
+    """Base of the searches of one problem that go in rounds; `_next` is what grows now.
 
-    def __init__(self, settings: Settings, tree: ThoughtTree, max_depth: int) -> None:
+    Args:
+        settings: of the controller.
+        tree: with its root alone.
+        max_depth: blocks on one path.
+        first: children of the root in the first round; 0: a search begins otherwise.
+    """
+
+    def __init__(
+        self, settings: Settings, tree: ThoughtTree, max_depth: int, first: int = 0
+    ) -> None:
         self._settings = settings
         self._tree = tree
         self._max_depth = max_depth
-        self._next: list[Expansion] = []
+        self._next = [Expansion(tree.root, first)] if first else []
 
     def ask(self, room: int) -> list[Expansion]:
         return list(self._next)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from typing import Any
 
 import pytest
 from support.fakes import Key, Script, hashed, run
 
 from arbor.controllers.ab_mcts import ABMCTS, Posterior
-from arbor.errors import UsageError
 
 
 def test_the_gaussian_posterior_by_hand() -> None:
@@ -77,12 +75,3 @@ def test_it_agrees_with_a_reading_of_the_paper_on_random_trees() -> None:
 
         asked = [key for [(key, _)] in done.asked]
         assert asked == read_from_the_paper(script, thoughts, depth, seed)
-
-
-@pytest.mark.parametrize("fields", [{"thoughts": 0}, {"leaves": 0}], ids=str)
-def test_settings_out_of_range_are_refused_by_name(fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as caught:
-        ABMCTS(**fields)
-
-    assert caught.value.code == "setting-range"
-    assert next(iter(fields)) in caught.value.message

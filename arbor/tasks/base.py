@@ -243,7 +243,7 @@ class Versioned(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class DataColumns:
     """Columns of a data file that a task reads; of several names the first that a row has.
 
     Attributes:
@@ -264,7 +264,7 @@ class ReadsRows(Protocol):
     """The part of a task that knows the columns of well-known data files."""
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> DataColumns:
         """The columns by default."""
         ...
 

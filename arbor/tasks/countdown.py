@@ -149,6 +149,14 @@ def replay(numbers: Sequence[int], thoughts: Sequence[str]) -> list[ParsedStep] 
     return steps
 
 
+def left_after(numbers: Sequence[int], thoughts: Sequence[str]) -> State | None:
+    """The numbers that are left after a path, sorted; None if a step of it is not legal."""
+    steps = replay(numbers, thoughts)
+    if steps is None:
+        return None
+    return steps[-1].left if steps else tuple(sorted(numbers))
+
+
 def _pairs(state: State) -> Iterator[tuple[Number, Number, State]]:
     """Every distinct pair (a <= b) of a sorted state, and the rest."""
     seen = []
@@ -405,9 +413,8 @@ class Countdown(Generated):
 
     def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
         """True when one number is left, a line is illegal, or all pairs should have been joined."""
-        if len(thoughts) >= len(problem.data["numbers"]) - 1:
-            return True
-        return replay(problem.data["numbers"], thoughts) is None
+        numbers = problem.data["numbers"]
+        return len(thoughts) >= len(numbers) - 1 or replay(numbers, thoughts) is None
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
         """The expression of the steps; None if it misses the target, which needs no key to see."""
@@ -436,19 +443,14 @@ class Countdown(Generated):
         return Grade(True, extracted, f"Uses every number once and is exactly {target}.")
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
-        numbers = problem.data["numbers"]
-        steps = replay(numbers, thoughts)
-        if steps is None:
-            return 0.0
-        state: State = steps[-1].left if steps else tuple(sorted(numbers))
-        return float(can_reach(state, problem.data["target"]))
+        left = left_after(problem.data["numbers"], thoughts)
+        return float(left is not None and can_reach(left, problem.data["target"]))
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
         if not self.words:
             return Question("Reachable?", {" yes": 1.0, " no": 0.0})
-        numbers = problem.data["numbers"]
-        steps = replay(numbers, thoughts)
-        left = "no numbers" if steps is None else _shown(steps[-1].left if steps else numbers)
+        state = left_after(problem.data["numbers"], thoughts)
+        left = "no numbers" if state is None else " ".join(map(str, state))
         judged = "".join(f"{given} -> {goal}: {label}\n" for given, goal, label in _JUDGED)
         return Question(
             "\nCan the numbers that are left reach the target, each used once? "
@@ -458,8 +460,8 @@ class Countdown(Generated):
 
     def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
         """See `Proposes`: one example and the numbers that are left, as in the released prompt."""
-        steps = replay(problem.data["numbers"], thoughts) or ()
-        left = steps[-1].left if steps else tuple(sorted(problem.data["numbers"]))
+        numbers = problem.data["numbers"]
+        left = left_after(numbers, thoughts) or tuple(sorted(numbers))
         text = f"{_steps_of(_EXAMPLE)}{_example_lines()}{_steps_of(left)}"
         return Proposal(text, 10 * self.boundary.max_tokens, ("\n\n", "Input:"))
 
@@ -482,11 +484,6 @@ def _instruction(target: int) -> str:
 def _in_words(numbers: Sequence[int], target: int) -> str:
     """A problem as the model is shown it."""
     return f"Numbers: {' '.join(map(str, numbers))} (target {target})"
-
-
-def _shown(numbers: Sequence[Number]) -> str:
-    """Numbers in order, with spaces between."""
-    return " ".join(map(str, sorted(numbers)))
 
 
 def _steps_of(state: State) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arbor.errors import InputError
-from arbor.tasks.base import Columns, Grade, Problem, Proposal, Question
+from arbor.tasks.base import DataColumns, Grade, Problem, Proposal, Question
 from arbor.tasks.grading.base import Grader, invalid
 from arbor.tasks.worded import Worded, spoken
 
@@ -113,7 +113,7 @@ class Crosswords(Worded):
     max_depth: int = 10
 
     listed = 10
-    columns = Columns(("clues", "problem"), ("letters", "answer"), lists=True)
+    columns = DataColumns(("clues", "problem"), ("letters", "answer"), lists=True)
 
     example = "\n".join(f"{name}. {clue}" for name, clue in zip(NAMES, EXAMPLE, strict=True))
     name = "crosswords"

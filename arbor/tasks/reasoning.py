@@ -18,10 +18,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from arbor.errors import InputError
-from arbor.tasks.base import Columns, Problem
+from arbor.tasks.base import DataColumns, Problem
 from arbor.tasks.grading import extraction
 from arbor.tasks.grading.base import Grader
-from arbor.tasks.grading.exact import ExactGrader, Integer, Numeric, number_of, said_number
+from arbor.tasks.grading.exact import (
+    ExactGrader,
+    IntegerGrader,
+    NumberGrader,
+    number_of,
+    said_number,
+)
 from arbor.tasks.grading.mathematics import Mathematics
 from arbor.tasks.grading.notation import LONGEST
 from arbor.tasks.worded import Worded
@@ -68,7 +74,7 @@ class Math(Reasoning):
 
     name = "math"
     example = "What is the sum of the solutions of $x^2 - 7x + 10 = 0$?"
-    columns = Columns(("problem", "question"), ("answer", "solution"), ("id", "unique_id"))
+    columns = DataColumns(("problem", "question"), ("answer", "solution"), ("id", "unique_id"))
 
     def entry(
         self, row: Mapping[str, Any], problem: str, answer: str | None
@@ -105,9 +111,9 @@ class GSM8K(Numbers):
     path_tokens: int = 1024
 
     name = "gsm8k"
-    judge = Numeric()
+    judge = NumberGrader()
     example = "A baker makes 4 trays of 12 rolls and sells 30. How many rolls are left?"
-    columns = Columns(("question", "problem"), ("answer",))
+    columns = DataColumns(("question", "problem"), ("answer",))
 
     def entry(
         self, row: Mapping[str, Any], problem: str, answer: str | None
@@ -135,9 +141,9 @@ class AIME(Numbers):
     max_tokens: int = 256
 
     name = "aime"
-    judge = Integer()
+    judge = IntegerGrader()
     example = "Find the remainder when $3^{100}$ is divided by $1000$."
-    columns = Columns(
+    columns = DataColumns(
         ("problem", "Problem", "question"), ("answer", "Answer"), ("id", "ID", "unique_id")
     )
 

@@ -50,7 +50,7 @@ _AND_PART = re.compile(r"(?<=\d)\s+and\s+(?=\d+\s*/\s*\d+$|\\frac)")  # 2 and 1/
 
 
 @dataclass(frozen=True)
-class Numeric(Grader):
+class NumberGrader(Grader):
     """Numbers compared as exact fractions: ``$1,234.50`` is 1234.5, and 72 clips are 72."""
 
     version = "number/3"
@@ -69,7 +69,7 @@ class Numeric(Grader):
 
 
 @dataclass(frozen=True)
-class Integer(Numeric):
+class IntegerGrader(NumberGrader):
     """Integers from 0 to 999, compared as integers: 033 is 33, and 25 is not in 125."""
 
     version = "integer/3"

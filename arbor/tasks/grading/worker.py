@@ -1,4 +1,4 @@
-"""Worker: a process that answers requests and can be killed, with limits of time and memory."""
+"""ScriptProcess: answers requests within limits of time and memory, and can be killed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import IO, Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a worker.
+class ProcessLimits:
+    """ProcessLimits of a worker.
 
     Attributes:
         answer_s: seconds of one answer; then the process is killed.
@@ -45,7 +45,7 @@ class Reply:
     data: Any = None
 
 
-class Worker:
+class ScriptProcess:
     """A process for one script, started at the first request and again after each that ends badly.
 
     The script reads a JSON line with its limits, prints a line when it is ready, then a line for
@@ -56,7 +56,7 @@ class Worker:
         limits: of the process.
     """
 
-    def __init__(self, script: Path, limits: Limits) -> None:
+    def __init__(self, script: Path, limits: ProcessLimits) -> None:
         self._script = script
         self._limits = limits
         self._lock = threading.Lock()
