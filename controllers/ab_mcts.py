@@ -30,9 +30,7 @@ class ABMCTS:
     Args:
         thoughts: grown in all, one by each descent.
         leaves: descents in one ask, all from the same posteriors; 1 is the sequential search.
-        threshold: a thought grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
         seed: of the draws. They come from one generator per search, so they depend on the values
             of the tree and never on the budget.
 

@@ -28,9 +28,7 @@ class Beam:
         width: M, thoughts sampled of each beam.
         dedup: of paths with the same thoughts, only the first may hold a place
             (`filter_duplicates`).
-        threshold: a thought grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
 
     Differs from the released code: a finished path keeps its place while it is among the best
     (released: it leaves, and the rest is inflated to N again, so more than N paths are made, of

@@ -22,9 +22,7 @@ class BestFirst:
         width: b, thoughts sampled of a leaf.
         expansions: c, leaves grown in all, the root included.
         leaves: leaves grown in one ask, the best ones; 1 is the sequential search of the source.
-        threshold: a thought grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
 
     Differs from the paper: thoughts are text, so no environment is restored by replaying actions;
     of equal values the deeper leaf grows first, then the earlier one; a thought that repeats the

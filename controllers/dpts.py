@@ -57,10 +57,7 @@ class DPTS:
         dominance: the search ends when t_star paths have finished and every leaf in a slot is
             worth less than the best of them (what the released code does with t_star).
         dedup: of siblings with the same thought only the first counts.
-        threshold: a leaf is a candidate only if its value is above this; the default leaves out
-            what a verifier refutes.
-        stop_value: no more leaves grow as soon as a finished path is worth this much; None for
-            never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
         max_visited: leaves that grow, the root included. The search has no bound of its own (the
             paper's is 60 or 120 seconds).
         continuous: see above.

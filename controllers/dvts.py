@@ -25,9 +25,7 @@ class DVTS:
     Args:
         subtrees: N / M, independent greedy searches.
         width: M, thoughts sampled at each step.
-        threshold: a thought grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
 
     Differs from the released code: every thought that ends a path is finished, also where it is not
     the best of its subtree (released: all thoughts of a subtree's last step count as completions,

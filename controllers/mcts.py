@@ -56,9 +56,7 @@ class MCTS:
         rollout_weight: alpha, for ``last`` and ``max``: G = (1 - alpha) value of the expansion's
             best child + alpha that of the rollout.
         backup: ``mean`` or ``max``.
-        threshold: a block grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
 
     Differs from the sources:
 

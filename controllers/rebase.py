@@ -29,9 +29,7 @@ class Rebase:
         width: paths in all; 16 is the least of the source's.
         softmax_temperature: T; 0.2 as released. Small: only the best grow; large: all grow alike.
         dedup: of paths with the same thoughts, only the first may grow.
-        threshold: a thought grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
 
     Differs from the released code (the paper rounds instead of rounding up in order of value): S is
     added up anew for each thought, so that equal values get equal shares; the depth is the task's

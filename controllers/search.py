@@ -68,11 +68,14 @@ def blocks_that_grow(width: int, levels: int, most: int) -> int:
 
 
 class Stops(Protocol):
-    """Settings of a search.
+    """Settings that most searches have.
 
     Attributes:
-        threshold: a thought grows only if its value is above this.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold: a thought grows only if its value is above this; the default, 0, leaves out what
+            a verifier refutes.
+        stop_value: the search ends as soon as a finished path is worth this much; None for never. 1
+            is a proof from the exact verifier; a model that judges itself stays below it, so its
+            searches run to their end.
     """
 
     @property

@@ -35,13 +35,9 @@ class ToT:
             (`Sampling.arithmetic`); repeats are left out. ``propose``, the paper's choice for Game
             of 24 and crosswords: one completion lists next thoughts, and the first k different
             ones grow; for tasks that can ask for them (`arbor.tasks.base.Proposes`).
-        threshold: v_th, a state grows only if its value is above this (Algorithm 2). The default
-            leaves out what a verifier refutes.
+        threshold, stop_value: v_th of Algorithm 2, and when the search ends; see `Stops`.
         max_per_state: children of one state that are visited (dfs).
         max_visited: states that grow, the root included (dfs).
-        stop_value: the search ends as soon as a finished path is worth this much; None for never. 1
-            is a proof from the exact verifier; a model that judges itself stays below it, so its
-            searches run to their end.
 
     Differs from the paper and the released code:
 

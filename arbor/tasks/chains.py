@@ -243,7 +243,6 @@ class Chains(Drawn):
         return BlockLimits(stop=("\n",), max_tokens=longest, max_depth=self.most + 4)
 
     def make(self, facts: Sequence[Fact], asked: str) -> Problem:
-        """The problem of these facts, in this order."""
         text = f"Facts: {'. '.join(fact.text for fact in facts)}. How many does {asked} have?"
         known = quantities(facts)
         data: dict[str, Any] = {
@@ -279,7 +278,6 @@ class Chains(Drawn):
         return self.make(*generate(rng, size, distractors, recall, self.people))
 
     def facts(self, problem: Problem) -> list[Fact]:
-        """The facts of a problem, in the order of its text."""
         facts = [parse_fact(text) for text in problem.data["facts"]]
         return [fact for fact in facts if fact is not None]
 

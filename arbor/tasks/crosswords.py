@@ -162,7 +162,6 @@ class Crosswords(Worded):
         return "\n".join(board) if set("".join(board)) != {EMPTY} else None
 
     def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
-        """Whether the board has empty squares."""
         answer = self.answer(problem, thoughts)
         return answer is not None and EMPTY in answer
 

@@ -87,7 +87,6 @@ class Recall(Drawn):
         return BlockLimits(stop=("\n",), max_tokens=32, max_depth=2 * self.most + 1)
 
     def make(self, rooms: Sequence[tuple[str, tuple[str, ...]]], start: str, goal: str) -> Problem:
-        """The problem of these rooms, in this order."""
         sentences = ". ".join(
             f"{room} has {' '.join(doors)}" if doors else f"{room} is empty"
             for room, doors in rooms
@@ -144,7 +143,6 @@ class Recall(Drawn):
         return self.make(rooms_in_order, names[0], goal)
 
     def solution(self, problem: Problem) -> list[str]:
-        """The thoughts of depth-first search and the answer."""
         rooms = {room: tuple(doors) for room, doors in problem.data["rooms"]}
         return walk(rooms, problem.data["start"], problem.data["goal"])
 

@@ -250,7 +250,6 @@ class PathScoring:
 
     @property
     def done(self) -> bool:
-        """Whether the scores are read."""
         return self._operation is None or self._operation.done
 
     def verdict(self) -> Verdict:
