@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from arbor.errors import UsageError
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, is_open_end
+from .search import Rounds, check_settings, give_up
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,12 @@ class ABMCTS:
                    further up to the posterior of every block on the path and to CONT of its parent
 
     The posteriors of the mean value are normal-inverse-chi-square (m = 0, kappa = 1, nu = 1,
-    tau^2 = 0.1 before any observation) or Beta (a = b = 1/2).
+    tau^2 = 0.1 before any observation).
 
     Args:
-        posterior: ``gaussian`` or ``beta``.
         thoughts: grown in all, one by each descent.
         leaves: descents in one ask, all from the same posteriors; 1 is the sequential search.
-        threshold: a thought grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
         seed: of the draws. They come from one generator per search, so they depend on the values
             of the tree and never on the budget.
 
@@ -42,11 +38,10 @@ class ABMCTS:
     answer, refined by its children), so CONT never goes on with a finished path, one at the depth
     limit or a refuted thought; a thought that repeats the text of an earlier sibling is
     given up, and its value counts for GEN only; there is one model, so no choice between several;
-    AB-MCTS-M, whose mixed model is fitted by sampling, is not implemented. `threshold` and
-    `stop_value` are new (-1 and None for the published behaviour).
+    Beta posteriors and AB-MCTS-M, whose mixed model is fitted by sampling, are not implemented.
+    `threshold` and `stop_value` are new (-1 and None for the published behaviour).
     """
 
-    posterior: Literal["gaussian", "beta"] = "gaussian"
     thoughts: int = 128
     leaves: int = 4
     threshold: float = 0.0
@@ -54,25 +49,16 @@ class ABMCTS:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("thoughts", "leaves"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
-                )
-        if self.posterior not in ("gaussian", "beta"):
-            raise UsageError(
-                "setting-range", f"posterior='{self.posterior}': it must be gaussian or beta."
-            )
+        check_settings(self, {"thoughts": 1, "leaves": 1})
 
     def start(self, tree: ThoughtTree, max_depth: int) -> ABMCTSSearch:
         return ABMCTSSearch(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
-        """`thoughts`."""
         return self.thoughts
 
 
-class Gaussian:
+class Posterior:
     """Normal-inverse-chi-square posterior of a mean (Murphy, Probabilistic Machine Learning:
     Advanced Topics, section 3.4.3.3)."""
 
@@ -102,52 +88,23 @@ class Gaussian:
         return rng.normalvariate(m, math.sqrt(variance / kappa))
 
 
-class Beta:
-    """Beta posterior of a mean in [0, 1]."""
-
-    def __init__(self) -> None:
-        self._a = self._b = 0.5
-
-    def observe(self, value: float) -> None:
-        inside = min(max(value, 0.0), 1.0)
-        self._a += inside
-        self._b += 1 - inside
-
-    def parameters(self) -> tuple[float, float]:
-        """a and b."""
-        return self._a, self._b
-
-    def draw(self, rng: random.Random) -> float:
-        """A mean from the posterior."""
-        return rng.betavariate(self._a, self._b)
-
-
-class ABMCTSSearch:
+class ABMCTSSearch(Rounds[ABMCTS]):
     """The posteriors of one problem."""
 
     def __init__(self, settings: ABMCTS, tree: ThoughtTree, max_depth: int) -> None:
-        self._settings = settings
-        self._tree = tree
-        self._max_depth = max_depth
+        super().__init__(settings, tree, max_depth)
         self._rng = random.Random(settings.seed)
         self._left = settings.thoughts
-        self._wider: dict[int, Gaussian | Beta] = {}  # GEN, by block
-        self._deeper: dict[int, Gaussian | Beta] = {}  # CONT, by block
-        self._own: dict[int, Gaussian | Beta] = {}  # of a block, as a child
+        self._wider: defaultdict[int, Posterior] = defaultdict(Posterior)  # GEN, by block
+        self._deeper: defaultdict[int, Posterior] = defaultdict(Posterior)  # CONT, by block
+        self._own: defaultdict[int, Posterior] = defaultdict(Posterior)  # of a block, as a child
         self._children: dict[int, list[Node]] = {}  # to go on with
         self._texts: dict[int, set[str]] = {}  # of all children so far
-        self._next: list[Expansion] = []
         self._draw()
-
-    def ask(self, room: int) -> list[Expansion]:
-        return list(self._next)
 
     def tell(self, children: Sequence[Node]) -> None:
         level = sorted(children, key=lambda child: child.id)
-        stop = self._settings.stop_value
-        if stop is not None and any(
-            child.state is NodeState.TERMINAL and child.value >= stop for child in level
-        ):
+        if self._is_solved(level):
             self._left, self._next = 0, []
             return
         for child in level:
@@ -155,9 +112,6 @@ class ABMCTSSearch:
         kept = {child.id for each in self._children.values() for child in each}
         give_up((child for child in level if child.id not in kept), lambda node: True)
         self._draw()
-
-    def best(self) -> list[Node]:
-        return finished(self._tree)
 
     def prospects(self) -> Mapping[int, float]:
         """Blocks with the probability that a later descent ends there, in proportion to value."""
@@ -187,31 +141,26 @@ class ABMCTSSearch:
         """The block that grows a thought."""
         node = self._tree.root
         while children := self._children.get(node.id, []):
-            wider = self._posterior(self._wider, node).draw(self._rng)
-            deeper = self._posterior(self._deeper, node).draw(self._rng)
+            wider = self._wider[node.id].draw(self._rng)
+            deeper = self._deeper[node.id].draw(self._rng)
             if wider >= deeper:
                 break
-            draws = [self._posterior(self._own, child).draw(self._rng) for child in children]
+            draws = [self._own[child.id].draw(self._rng) for child in children]
             node = children[draws.index(max(draws))]
         return node
 
     def _back_up(self, child: Node) -> None:
         parent = child.parent
         assert parent is not None  # the root is nobody's child
-        self._posterior(self._wider, parent).observe(child.value)
-        self._posterior(self._own, child).observe(child.value)
+        self._wider[parent.id].observe(child.value)
+        self._own[child.id].observe(child.value)
         node = parent
         while node.parent is not None:
-            self._posterior(self._own, node).observe(child.value)
-            self._posterior(self._deeper, node.parent).observe(child.value)
+            self._own[node.id].observe(child.value)
+            self._deeper[node.parent.id].observe(child.value)
             node = node.parent
         texts = self._texts.setdefault(parent.id, set())
         again = child.text.strip() in texts
         texts.add(child.text.strip())
-        if not again and is_open_end(child, self._max_depth, self._settings.threshold):
+        if not again and self._may_grow(child):
             self._children.setdefault(parent.id, []).append(child)
-
-    def _posterior(self, of: dict[int, Gaussian | Beta], node: Node) -> Gaussian | Beta:
-        if node.id not in of:
-            of[node.id] = Gaussian() if self._settings.posterior == "gaussian" else Beta()
-        return of[node.id]

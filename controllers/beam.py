@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, is_open_end, read_of_level, repeats
+from .search import Levels, check_settings, without_repeats
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,7 @@ class Beam:
         width: M, thoughts sampled of each beam.
         dedup: of paths with the same thoughts, only the first may hold a place
             (`filter_duplicates`).
-        threshold: a thought grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
 
     Differs from the released code: a finished path keeps its place while it is among the best
     (released: it leaves, and the rest is inflated to N again, so more than N paths are made, of
@@ -48,63 +45,31 @@ class Beam:
     stop_value: float | None = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in (("beam_size", self.beam_size), ("width", self.width)):
-            if value < 1:
-                raise UsageError("setting-range", f"{name}={value}: it must be at least 1.")
+        check_settings(self, {"beam_size": 1, "width": 1})
 
-    def start(self, tree: ThoughtTree, max_depth: int) -> BeamSearch:
-        return BeamSearch(self, tree, max_depth)
+    def start(self, tree: ThoughtTree, max_depth: int) -> ThoughtBeam:
+        return ThoughtBeam(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
-        """beam_size x width x max_depth."""
         return self.beam_size * self.width * max_depth
 
 
-class BeamSearch:
+class ThoughtBeam(Levels[Beam]):
     """The beam of one problem; `_places` holds the finished paths with a place."""
 
     def __init__(self, settings: Beam, tree: ThoughtTree, max_depth: int) -> None:
-        self._settings = settings
-        self._tree = tree
-        self._max_depth = max_depth
+        super().__init__(settings, tree, max_depth, settings.beam_size * settings.width)
         self._places: list[Node] = []
-        self._next = [Expansion(tree.root, settings.beam_size * settings.width)]
 
-    def ask(self, room: int) -> list[Expansion]:
-        return list(self._next)
-
-    def reads(self, children: Sequence[Node]) -> Sequence[Node]:
-        return read_of_level(children, self._max_depth)
-
-    def tell(self, children: Sequence[Node]) -> None:
+    def _chosen(self, level: Sequence[Node]) -> list[Expansion]:
         settings = self._settings
-        level = sorted(children, key=lambda child: child.id)
-        done = [child for child in level if child.state is NodeState.TERMINAL]
-        if settings.stop_value is not None and any(n.value >= settings.stop_value for n in done):
-            self._next = []
-            return
-
         # Finished paths of earlier steps have fewer blocks, so a new path can repeat only one of
         # its own step.
-        repeated = repeats(level) if settings.dedup else [False] * len(level)
-        fresh = [child for child, again in zip(level, repeated, strict=True) if not again]
+        fresh = without_repeats(level) if settings.dedup else level
         able = [
             child for child in fresh if child.state is NodeState.TERMINAL or self._may_grow(child)
         ]
         ranked = sorted([*self._places, *able], key=lambda node: (-node.value, node.id))
         beam = ranked[: settings.beam_size]
-
         self._places = [node for node in beam if node.state is NodeState.TERMINAL]
-        growing = [node for node in beam if node.state is NodeState.CLOSED]
-        kept = {node.id for node in growing}
-        give_up(child for child in level if child.id not in kept)
-        self._next = [Expansion(node, settings.width) for node in growing]
-
-    def prospects(self) -> dict[int, float]:
-        return {}  # leaves outside the next round are given up
-
-    def best(self) -> list[Node]:
-        return finished(self._tree)
-
-    def _may_grow(self, node: Node) -> bool:
-        return is_open_end(node, self._max_depth, self._settings.threshold)
+        return [Expansion(node, settings.width) for node in beam if node.state is NodeState.CLOSED]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from arbor.errors import UsageError
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, is_open_end, repeats
+from .search import Rounds, blocks_that_grow, check_settings, give_up, without_repeats
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,7 @@ class BestFirst:
         width: b, thoughts sampled of a leaf.
         expansions: c, leaves grown in all, the root included.
         leaves: leaves grown in one ask, the best ones; 1 is the sequential search of the source.
-        threshold: a thought grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
 
     Differs from the paper: thoughts are text, so no environment is restored by replaying actions;
     of equal values the deeper leaf grows first, then the earlier one; a thought that repeats the
@@ -40,39 +37,23 @@ class BestFirst:
     stop_value: float | None = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("width", "expansions", "leaves"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
-                )
+        check_settings(self, {"width": 1, "expansions": 1, "leaves": 1})
 
     def start(self, tree: ThoughtTree, max_depth: int) -> BestFirstSearch:
         return BestFirstSearch(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
         """width min(expansions, 1 + width + ... + width^(max_depth - 1))."""
-        grown = layer = 1
-        for _ in range(max_depth - 1):
-            if grown >= self.expansions:
-                break
-            layer *= self.width
-            grown += layer
-        return self.width * min(self.expansions, grown)
+        return self.width * blocks_that_grow(self.width, max_depth, self.expansions)
 
 
-class BestFirstSearch:
+class BestFirstSearch(Rounds[BestFirst]):
     """The frontier of one problem; `_frontier` is in the order in which leaves grow."""
 
     def __init__(self, settings: BestFirst, tree: ThoughtTree, max_depth: int) -> None:
-        self._settings = settings
-        self._tree = tree
-        self._max_depth = max_depth
+        super().__init__(settings, tree, max_depth, settings.width)
         self._left = settings.expansions
         self._frontier: list[Node] = []
-        self._next = [Expansion(tree.root, settings.width)]
-
-    def ask(self, room: int) -> list[Expansion]:
-        return list(self._next)
 
     def tell(self, children: Sequence[Node]) -> None:
         settings = self._settings
@@ -80,17 +61,10 @@ class BestFirstSearch:
         grown = [expansion.leaf for expansion in self._next]
         self._left -= len(grown)
         self._next = []
-        if settings.stop_value is not None and any(
-            child.state is NodeState.TERMINAL and child.value >= settings.stop_value
-            for child in level
-        ):
+        if self._is_solved(level):
             self._frontier = []
             return
-        able = [
-            child
-            for child, again in zip(level, repeats(level), strict=True)
-            if not again and is_open_end(child, self._max_depth, settings.threshold)
-        ]
+        able = [child for child in without_repeats(level) if self._may_grow(child)]
         kept = {child.id for child in able}
         give_up(child for child in level if child.id not in kept)
         give_up(grown)
@@ -106,6 +80,3 @@ class BestFirstSearch:
         leaves = self._settings.leaves
         later = self._frontier[: max(0, self._left - len(self._next))]
         return {node.id: 0.5 ** (1 + place // leaves) for place, node in enumerate(later)}
-
-    def best(self) -> list[Node]:
-        return finished(self._tree)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from arbor.errors import UsageError
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up
+from .search import Levels, check_settings
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Chain:
     """
 
     kind: ClassVar[str] = "controller"  # of its names, see `registry.KINDS`
+    threshold: ClassVar[float] = -math.inf  # chains go on whatever they are worth
+    stop_value: ClassVar[float | None] = None
 
     samples: int = 1
     registered_as: str = field(
@@ -39,8 +41,7 @@ class Chain:
     )
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise UsageError("setting-range", f"samples={self.samples}: it must be at least 1.")
+        check_settings(self, {"samples": 1})
 
     @property
     def summary(self) -> str:
@@ -48,41 +49,20 @@ class Chain:
         return f"`chain` with {self.samples} samples; with --aggregate majority, self-consistency."
 
     def start(self, tree: ThoughtTree, max_depth: int) -> ChainSearch:
-        return ChainSearch(self, tree, max_depth)
+        return ChainSearch(self, tree, max_depth, self.samples)
 
     def max_blocks(self, max_depth: int) -> int:
-        """samples x max_depth."""
         return self.samples * max_depth
 
 
 BEST_OF_N = Chain(samples=16, registered_as="best-of-n")
 
 
-class ChainSearch:
+class ChainSearch(Levels[Chain]):
     """The chains of one problem."""
 
-    def __init__(self, settings: Chain, tree: ThoughtTree, max_depth: int) -> None:
-        self._tree = tree
-        self._max_depth = max_depth
-        self._next = [Expansion(tree.root, settings.samples)]
-
-    def ask(self, room: int) -> list[Expansion]:
-        return list(self._next)
-
     def reads(self, children: Sequence[Node]) -> Sequence[Node]:
-        return ()  # chains go on whatever they are worth
+        return ()
 
-    def tell(self, children: Sequence[Node]) -> None:
-        running = [child for child in children if child.state is NodeState.CLOSED]
-        give_up(child for child in running if child.depth >= self._max_depth)
-        self._next = [
-            Expansion(child, 1)
-            for child in sorted(running, key=lambda child: child.id)
-            if child.depth < self._max_depth
-        ]
-
-    def prospects(self) -> dict[int, float]:
-        return {}
-
-    def best(self) -> list[Node]:
-        return finished(self._tree)
+    def _chosen(self, level: Sequence[Node]) -> list[Expansion]:
+        return [Expansion(child, 1) for child in level if self._may_grow(child)]

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, repeats
+from .search import Rounds, blocks_that_grow, check_settings, check_shares, give_up, repeats
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,7 @@ class DPTS:
         dominance: the search ends when t_star paths have finished and every leaf in a slot is
             worth less than the best of them (what the released code does with t_star).
         dedup: of siblings with the same thought only the first counts.
-        threshold: a leaf is a candidate only if its value is above this; the default leaves out
-            what a verifier refutes.
-        stop_value: no more leaves grow as soon as a finished path is worth this much; None for
-            never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
         max_visited: leaves that grow, the root included. The search has no bound of its own (the
             paper's is 60 or 120 seconds).
         continuous: see above.
@@ -105,40 +101,22 @@ class DPTS:
     continuous: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("width", 1), ("parallel", 1), ("max_visited", 1), ("t_star", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be at least {least}."
-                )
-        for name in ("exploration", "lambda_es", "lambda_ds"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 0."
-                )
-        if not 0 <= self.exploit <= 1:
-            raise UsageError("setting-range", f"exploit={self.exploit}: it must be from 0 to 1.")
-        for name, known in (("t_unit", ("ticks", "finished")), ("mean", ("candidates", "kept"))):
-            if getattr(self, name) not in known:
-                raise UsageError(
-                    "setting-range",
-                    f"{name}='{getattr(self, name)}': it must be {' or '.join(known)}.",
-                )
+        check_settings(
+            self,
+            {"width": 1, "parallel": 1, "max_visited": 1}
+            | dict.fromkeys(("t_star", "exploration", "lambda_es", "lambda_ds"), 0),
+        )
+        check_shares(self, "exploit")
 
     def start(self, tree: ThoughtTree, max_depth: int) -> DPTSSearch:
         return DPTSSearch(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
         """width min(max_visited, 1 + width + ... + width^(max_depth - 1))."""
-        grown, layer = 0, 1
-        for _ in range(max_depth):
-            grown += layer
-            if grown >= self.max_visited:
-                break
-            layer *= self.width
-        return self.width * min(self.max_visited, grown)
+        return self.width * blocks_that_grow(self.width, max_depth, self.max_visited)
 
 
-class DPTSSearch:
+class DPTSSearch(Rounds[DPTS]):
     """The slots and candidates of one problem.
 
     Attributes:
@@ -147,15 +125,12 @@ class DPTSSearch:
     """
 
     def __init__(self, settings: DPTS, tree: ThoughtTree, max_depth: int) -> None:
+        super().__init__(settings, tree, max_depth)
         self.continuous = settings.continuous
         self.early_stops = self.deep_seeks = 0
-        self._settings = settings
-        self._tree = tree
-        self._max_depth = max_depth
         self._candidates: dict[int, Node] = {}  # by id
         self._growing: dict[int, bool] = {}  # leaves in slots, by id, and whether each exploits
         self._kept = [tree.root]  # leaves that a slot was handed to and that do not grow yet
-        self._asked: list[Expansion] = []  # of the round
         self._visited = 0  # leaves that grew or grow
         self._grown = 0  # leaves that have grown
         self._finished = 0
@@ -176,7 +151,7 @@ class DPTSSearch:
 
     def ask(self, room: int) -> list[Expansion]:
         if not self.continuous and self._growing:
-            return list(self._asked)
+            return list(self._next)
         settings = self._settings
         slots = settings.parallel
         if settings.adaptive:
@@ -202,8 +177,8 @@ class DPTSSearch:
         for node in picks:
             del self._candidates[node.id]
         self._visited += len(kept) + len(picks)
-        self._asked = [Expansion(node, settings.width) for node in (*kept, *picks)]
-        return list(self._asked)
+        self._next = [Expansion(node, settings.width) for node in (*kept, *picks)]
+        return list(self._next)
 
     def _rank(self, node: Node) -> tuple[float, int]:
         return -self.score(node), node.id
@@ -256,14 +231,10 @@ class DPTSSearch:
             if child.state is NodeState.TERMINAL:
                 if not again:
                     self._back_up(child)
-            elif (
-                again
-                or child.depth >= self._max_depth
-                or not child.value > self._settings.threshold
-            ):
-                give_up([child])
-            else:
+            elif self._may_grow(child) and not again:
                 self._candidates[child.id] = child
+            else:
+                give_up([child])
 
     def _back_up(self, leaf: Node) -> None:
         self._finished += 1
@@ -307,6 +278,3 @@ class DPTSSearch:
                 for node in stopped:
                     del self._candidates[node.id]
                 give_up(stopped)
-
-    def best(self) -> list[Node]:
-        return finished(self._tree)

@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.errors import UsageError
 from arbor.tree import Node, ThoughtTree
 
-from .rebase import RebaseSearch, check_rebase, rebase_widths
+from .rebase import Rebase, RebaseSearch, rebase_widths
+from .search import check_settings
 
 _WORDS = re.compile(r"\w+|[^\w\s]")
 # The solver stops within 1e-6 of the optimum; scaled, within 1e-9 of the objective's units.
@@ -23,7 +23,7 @@ _TIE = 1e-6
 
 
 @dataclass(frozen=True)
-class ETS:
+class ETS(Rebase):
     """Efficient tree search (Hooper et al., arXiv 2502.13575; SqueezeAILab/ETS,
     `select_softmax_costmodel`).
 
@@ -38,14 +38,12 @@ class ETS:
     chosen thoughts; see `Rebase`.
 
     Args:
-        width: paths in all.
-        softmax_temperature: T of REBASE.
         lambda_c: weight of the cost; 0 for REBASE.
         lambda_s: weight of the clusters covered; 0 for none. 1.5 is the released one for width 16.
         cost: ``tokens``, a block's length, so that the cost is the KV that the level holds; or
             ``blocks``, 1 each, as released.
         distance: average cosine distance at which two clusters stay apart.
-        dedup, threshold, stop_value: as in `Rebase`.
+        width, softmax_temperature, dedup, threshold, stop_value: as in `Rebase`.
 
     Differs from the released code: ``cost=tokens`` (in the released code a comment plans it), in
     which the prompt costs nothing, as every choice holds it; thoughts are similar by the cosine of
@@ -54,52 +52,27 @@ class ETS:
     itself are those of `Rebase`.
     """
 
-    width: int = 16
-    softmax_temperature: float = 0.2
     lambda_c: float = 1.0
     lambda_s: float = 1.5
     cost: Literal["tokens", "blocks"] = "tokens"
     distance: float = 0.05
-    dedup: bool = True
-    threshold: float = 0.0
-    stop_value: float | None = 1.0
 
     def __post_init__(self) -> None:
-        check_rebase(self.width, self.softmax_temperature)
-        for name in ("lambda_c", "lambda_s", "distance"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UsageError(
-                    "setting-range",
-                    f"{name}={getattr(self, name)}: it must be a finite number of at least 0.",
-                )
-        if self.cost not in ("tokens", "blocks"):
-            raise UsageError("setting-range", f"cost='{self.cost}': it must be tokens or blocks.")
+        super().__post_init__()
+        check_settings(self, {"lambda_c": 0, "lambda_s": 0, "distance": 0})
 
     def start(self, tree: ThoughtTree, max_depth: int) -> ETSSearch:
         return ETSSearch(self, tree, max_depth)
 
-    def max_blocks(self, max_depth: int) -> int:
-        """width x max_depth."""
-        return self.width * max_depth
 
-
-class ETSSearch(RebaseSearch):
+class ETSSearch(RebaseSearch[ETS]):
     """The levels of one problem."""
 
-    def __init__(self, settings: ETS, tree: ThoughtTree, max_depth: int) -> None:
-        super().__init__(settings, tree, max_depth)
-        self._ets = settings
-
-    def chosen(self, able: Sequence[Node], width: int) -> Sequence[Node]:
-        """The thoughts that the integer program chooses.
-
-        Args:
-            able: thoughts of the level that may grow, in order of id.
-            width: thoughts of the next level.
-        """
+    def _kept(self, able: Sequence[Node], width: int) -> Sequence[Node]:
+        """The thoughts that the integer program chooses."""
         if len(able) < 2:
             return able
-        settings = self._ets
+        settings = self._settings
         widths = rebase_widths([node.value for node in able], width, settings.softmax_temperature)
         clusters = similar([node.text for node in able], settings.distance)
         picked = choose(able, widths, clusters, settings)

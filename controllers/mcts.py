@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, is_open_end
+from .search import Rounds, blocks_that_grow, check_settings, check_shares, give_up
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,8 @@ class MCTS:
         width: children of a block.
         simulations: in all; each grows at most one block, and one more for each step of a rollout.
         leaves: simulations in progress at a time. Their blocks grow in one batch; 1 is the
-            sequential search of the sources.
-        virtual_loss: visits of reward 0 by which a simulation in progress counts on its path, so
-            that the next one goes elsewhere (Chaslot et al. 2008).
+            sequential search of the sources. A simulation in progress counts as a visit of reward 0
+            on its path, so that the next one goes elsewhere (Chaslot et al. 2008).
         rollout: steps after the expansion; 0 takes the value of the new block for the rollout
             (AlphaZero), None goes on to the end of the path.
         rollout_width: children grown at each step of a rollout, at most `width`; they stay in the
@@ -57,12 +56,7 @@ class MCTS:
         rollout_weight: alpha, for ``last`` and ``max``: G = (1 - alpha) value of the expansion's
             best child + alpha that of the rollout.
         backup: ``mean`` or ``max``.
-        widening: k of progressive widening (Couetoux et al. 2011): a block visited N times has at
-            most k N^widening_power children, and at least 1; None: all `width` at once.
-        widening_power: its exponent.
-        threshold: a block grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
 
     Differs from the sources:
 
@@ -74,7 +68,7 @@ class MCTS:
     - `best` returns finished paths, by value, then mean log probability, then id (RAP: votes of
       the edges' rewards; rStar: a second model).
     - `threshold` and `stop_value` are new (-1 and None for the behaviour of RAP and rStar), and so
-      are `leaves` and `virtual_loss`.
+      is `leaves`.
     """
 
     kind: ClassVar[str] = "controller"  # of its names, see `registry.KINDS`
@@ -85,14 +79,11 @@ class MCTS:
     width: int = 4
     simulations: int = 32
     leaves: int = 4
-    virtual_loss: int = 1
     rollout: int | None = 0
     rollout_width: int = 1
     reward: Literal["last", "mean", "max"] = "last"
     rollout_weight: float = 1.0
     backup: Literal["mean", "max"] = "mean"
-    widening: float | None = None
-    widening_power: float = 0.5
     threshold: float = 0.0
     stop_value: float | None = 1.0
     registered_as: str = field(
@@ -100,42 +91,12 @@ class MCTS:
     )
 
     def __post_init__(self) -> None:
-        least_of = {
-            "width": 1,
-            "simulations": 1,
-            "leaves": 1,
-            "rollout_width": 1,
-            "virtual_loss": 0,
-        }
-        for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be at least {least}."
-                )
-        if self.rollout is not None and self.rollout < 0:
-            raise UsageError("setting-range", f"rollout={self.rollout}: it must be at least 0.")
-        if not (self.exploration >= 0 and math.isfinite(self.exploration)):
-            raise UsageError(
-                "setting-range",
-                f"exploration={self.exploration}: it must be a finite number of at least 0.",
-            )
-        for name in ("rollout_weight", "widening_power"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be from 0 to 1."
-                )
-        if self.widening is not None and not 0 < self.widening < math.inf:
-            raise UsageError("setting-range", f"widening={self.widening}: it must be above 0.")
-        for name, known in (
-            ("selection", ("uct", "puct")),
-            ("reward", ("last", "mean", "max")),
-            ("backup", ("mean", "max")),
-        ):
-            if getattr(self, name) not in known:
-                raise UsageError(
-                    "setting-range",
-                    f"{name}='{getattr(self, name)}': it must be {' or '.join(known)}.",
-                )
+        check_settings(
+            self,
+            dict.fromkeys(("width", "simulations", "leaves", "rollout_width"), 1)
+            | {"rollout": 0, "exploration": 0},
+        )
+        check_shares(self, "rollout_weight")
 
     @property
     def summary(self) -> str:
@@ -152,13 +113,7 @@ class MCTS:
         """
         steps = max_depth - 1 if self.rollout is None else min(self.rollout, max_depth - 1)
         most = self.simulations * (self.width + steps * min(self.rollout_width, self.width))
-        total = layer = 0
-        for _ in range(max_depth):
-            layer = self.width * (layer or 1)
-            total += layer
-            if total >= most:
-                break
-        return min(total, most)
+        return min(self.width * blocks_that_grow(self.width, max_depth, most), most)
 
 
 @dataclass(slots=True)
@@ -178,17 +133,15 @@ class _Simulation:
     width: int
 
 
-class MCTSSearch:
+class MCTSSearch(Rounds[MCTS]):
     """The tree statistics and the simulations in progress of one problem."""
 
     def __init__(self, settings: MCTS, tree: ThoughtTree, max_depth: int) -> None:
-        self._settings = settings
-        self._tree = tree
-        self._max_depth = max_depth
-        self._visits: dict[int, int] = {}
+        super().__init__(settings, tree, max_depth)
+        self._visits: Counter[int] = Counter()
         self._rewards: dict[int, float] = {}  # their sum, or the highest
-        self._flying: dict[int, int] = {}  # virtual visits
-        self._asked: dict[int, int] = {}  # children asked for
+        self._flying: Counter[int] = Counter()  # visits of simulations in progress
+        self._asked: Counter[int] = Counter()  # children asked for
         self._children: dict[int, list[Node]] = {}  # grown children, repeats left out
         self._running: list[_Simulation] = []
         self._started = 0
@@ -199,12 +152,8 @@ class MCTSSearch:
         return [Expansion(each.path[-1], each.width) for each in self._running]
 
     def tell(self, children: Sequence[Node]) -> None:
-        settings = self._settings
         level = sorted(children, key=lambda child: child.id)
-        if settings.stop_value is not None and any(
-            child.state is NodeState.TERMINAL and child.value >= settings.stop_value
-            for child in level
-        ):
+        if self._is_solved(level):
             self._running = []
             self._prospects = {}
             return
@@ -224,9 +173,6 @@ class MCTSSearch:
         self._give_up([*level, *grew, *tips])
         self._refill()
 
-    def best(self) -> list[Node]:
-        return finished(self._tree)
-
     def prospects(self) -> Mapping[int, float]:
         """Leaves with the probability that one of the remaining simulations grows them.
 
@@ -240,74 +186,58 @@ class MCTSSearch:
 
     def _refill(self) -> None:
         """Start simulations until `leaves` are in progress."""
-        blocked = {each.path[-1].id: True for each in self._running}
+        blocked = {each.path[-1].id for each in self._running}
         while (
             len(self._running) < self._settings.leaves
             and self._started < self._settings.simulations
             and (path := self._select(blocked)) is not None
         ):
             leaf = path[-1]
-            width = max(1, self._target(leaf) - self._asked.get(leaf.id, 0))
+            width = self._settings.width - self._asked[leaf.id]
             self._started += 1
-            self._asked[leaf.id] = self._asked.get(leaf.id, 0) + width
+            self._asked[leaf.id] = self._settings.width
             self._fly(path, 1)
             rollout = self._settings.rollout
             steps = self._max_depth if rollout is None else rollout
             self._running.append(_Simulation(path, len(path), steps, width))
-            blocked[leaf.id] = True
+            blocked.add(leaf.id)
         self._prospects = None
 
-    def _select(self, blocked: dict[int, bool]) -> list[Node] | None:
+    def _select(self, blocked: set[int]) -> list[Node] | None:
         """The path to the block that grows next; None if there is none.
 
         Args:
-            blocked: ids of blocks below which nothing can be selected now, and whether that is
-                because of a simulation in progress; written.
+            blocked: ids of blocks below which nothing can be selected now; written.
         """
         path = [self._tree.root]
-        while True:
+        while path:
             node = path[-1]
             if node.id not in blocked:
-                asked = self._asked.get(node.id, 0)
-                if asked < self._target(node):
+                if self._asked[node.id] < self._settings.width:
                     return path
-                closed = [
+                options = [
                     child
                     for child in self._children.get(node.id, [])
-                    if child.state is NodeState.CLOSED
+                    if child.state is NodeState.CLOSED and child.id not in blocked
                 ]
-                options = [child for child in closed if child.id not in blocked]
                 if options:
                     path.append(
                         max(options, key=lambda each: (self._score(node, each), each.value))
                     )
                     continue
-                waiting = any(blocked[child.id] for child in closed)
-                if not waiting and asked < self._settings.width:
-                    return path
-                blocked[node.id] = waiting
+                blocked.add(node.id)
             path.pop()
-            if not path:
-                return None
-
-    def _target(self, node: Node) -> int:
-        """Children that a block has on its next visit."""
-        settings = self._settings
-        if settings.widening is None:
-            return settings.width
-        visits = self._visits.get(node.id, 0) + self._flying.get(node.id, 0) + 1
-        count = int(settings.widening * visits**settings.widening_power)
-        return min(settings.width, max(1, count))
+        return None
 
     def _score(self, parent: Node, child: Node) -> float:
         """What selection maximises."""
         settings = self._settings
-        visits, flying = self._visits.get(child.id, 0), self._flying.get(child.id, 0)
+        visits, flying = self._visits[child.id], self._flying[child.id]
         known = max(1, visits)
         value = self._mean(child) * known / (known + flying)
         if visits + flying == 0 and settings.first_play is not None:
             return value + settings.first_play
-        above = max(1, self._visits.get(parent.id, 0) + self._flying.get(parent.id, 0))
+        above = max(1, self._visits[parent.id] + self._flying[parent.id])
         if settings.selection == "uct":
             return value + settings.exploration * math.sqrt(math.log(above) / (known + flying))
         share = self._share(parent, child)
@@ -315,7 +245,7 @@ class MCTSSearch:
 
     def _mean(self, node: Node) -> float:
         """Q."""
-        visits = self._visits.get(node.id, 0)
+        visits = self._visits[node.id]
         if visits == 0:
             return node.value
         total = self._rewards[node.id]
@@ -327,11 +257,10 @@ class MCTSSearch:
         total = sum(map(_likelihood, siblings))
         return _likelihood(child) / total if total > 0 else 1 / len(siblings)
 
-    def _fly(self, path: Sequence[Node], sign: int) -> None:
-        """Add a simulation's virtual visits along a path, or take them back."""
+    def _fly(self, path: Sequence[Node], change: int) -> None:
+        """Count a simulation in progress along a path, or no longer (-1)."""
         for node in path:
-            change = sign * self._settings.virtual_loss
-            self._flying[node.id] = self._flying.get(node.id, 0) + change
+            self._flying[node.id] += change
 
     def _fresh(self, leaf: Node, children: Sequence[Node]) -> list[Node]:
         """The new children of a block that repeat no sibling."""
@@ -370,7 +299,7 @@ class MCTSSearch:
                 if node.parent is not None:
                     total, blocks = total + node.value, blocks + 1
                 reward = total / blocks if blocks else 0.0
-            visits = self._visits.get(node.id, 0)
+            visits = self._visits[node.id]
             before = self._rewards.get(node.id, 0.0)
             if settings.backup == "max":
                 self._rewards[node.id] = max(before, reward) if visits else reward
@@ -393,9 +322,6 @@ class MCTSSearch:
 
     # Blocks
 
-    def _may_grow(self, node: Node) -> bool:
-        return is_open_end(node, self._max_depth, self._settings.threshold)
-
     def _give_up(self, nodes: Sequence[Node]) -> None:
         """Give up those of these blocks that will never grow."""
 
@@ -405,7 +331,7 @@ class MCTSSearch:
             if node.parent is None or node.id in busy:
                 return True
             kept = any(child is node for child in self._children.get(node.parent.id, []))
-            asked = self._asked.get(node.id, 0)
+            asked = self._asked[node.id]
             return kept and self._may_grow(node) and asked < self._settings.width
 
         give_up((node for node in nodes if not lives(node)), lives)
@@ -425,11 +351,7 @@ class MCTSSearch:
                 for child in self._children.get(node.id, [])
                 if child.state is NodeState.CLOSED and child.id not in busy
             ]
-            if (
-                not options
-                and node.id not in busy
-                and self._asked.get(node.id, 0) < self._settings.width
-            ):
+            if not options and node.id not in busy and self._asked[node.id] < self._settings.width:
                 found[node.id] = 1 - (1 - share) ** left
             scores = [max(0.0, self._score(node, child)) for child in options]
             total = sum(scores)

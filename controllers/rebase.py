@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, TypeVar
 
 from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, is_open_end, read_of_level, repeats
+from .search import Levels, check_settings, without_repeats
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class Rebase:
         width: paths in all; 16 is the least of the source's.
         softmax_temperature: T; 0.2 as released. Small: only the best grow; large: all grow alike.
         dedup: of paths with the same thoughts, only the first may grow.
-        threshold: a thought grows only if its value is above this; the default leaves out what a
-            verifier refutes.
-        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+        threshold, stop_value: what grows at all, and when the search ends; see `Stops`.
 
     Differs from the released code (the paper rounds instead of rounding up in order of value): S is
     added up anew for each thought, so that equal values get equal shares; the depth is the task's
@@ -46,28 +44,18 @@ class Rebase:
     stop_value: float | None = 1.0
 
     def __post_init__(self) -> None:
-        check_rebase(self.width, self.softmax_temperature)
+        check_settings(self, {"width": 1})
+        if not 0 < self.softmax_temperature < math.inf:
+            raise UsageError(
+                "setting-range",
+                f"softmax_temperature={self.softmax_temperature}: it must be above 0.",
+            )
 
-    def start(self, tree: ThoughtTree, max_depth: int) -> RebaseSearch:
+    def start(self, tree: ThoughtTree, max_depth: int) -> RebaseSearch[Any]:
         return RebaseSearch(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
-        """width x max_depth."""
         return self.width * max_depth
-
-
-def check_rebase(width: int, softmax_temperature: float) -> None:
-    """Refuse settings that no search has.
-
-    Raises:
-        UsageError: names the setting.
-    """
-    if width < 1:
-        raise UsageError("setting-range", f"width={width}: it must be at least 1.")
-    if not 0 < softmax_temperature < math.inf:
-        raise UsageError(
-            "setting-range", f"softmax_temperature={softmax_temperature}: it must be above 0."
-        )
 
 
 def rebase_widths(values: Sequence[float], width: int, softmax_temperature: float) -> list[int]:
@@ -92,64 +80,29 @@ def rebase_widths(values: Sequence[float], width: int, softmax_temperature: floa
     return widths
 
 
-class Levels(Protocol):
-    """The settings of a search by levels: those of `Rebase`, see there."""
-
-    @property
-    def width(self) -> int: ...
-    @property
-    def softmax_temperature(self) -> float: ...
-    @property
-    def dedup(self) -> bool: ...
-    @property
-    def threshold(self) -> float: ...
-    @property
-    def stop_value(self) -> float | None: ...
+Settings = TypeVar("Settings", bound=Rebase)
 
 
-class RebaseSearch:
+class RebaseSearch(Levels[Settings]):
     """The levels of one problem; `_next` is the level with the thoughts each path grows."""
 
-    def __init__(self, settings: Levels, tree: ThoughtTree, max_depth: int) -> None:
-        self._settings = settings
-        self._tree = tree
-        self._max_depth = max_depth
+    def __init__(self, settings: Settings, tree: ThoughtTree, max_depth: int) -> None:
+        super().__init__(settings, tree, max_depth, settings.width)
         self._left = settings.width  # minus finished paths
-        self._next = [Expansion(tree.root, settings.width)]
 
-    def ask(self, room: int) -> list[Expansion]:
-        return list(self._next)
-
-    def reads(self, children: Sequence[Node]) -> Sequence[Node]:
-        return read_of_level(children, self._max_depth)
-
-    def tell(self, children: Sequence[Node]) -> None:
-        settings = self._settings
-        level = sorted(children, key=lambda child: child.id)
-        done = [child for child in level if child.state is NodeState.TERMINAL]
-        self._next = []
-        if settings.stop_value is not None and any(n.value >= settings.stop_value for n in done):
-            return
-        self._left -= len(done)
-        repeated = repeats(level) if settings.dedup else [False] * len(level)
-        able = [
-            child
-            for child, again in zip(level, repeated, strict=True)
-            if not again and is_open_end(child, self._max_depth, settings.threshold)
+    def _chosen(self, level: Sequence[Node]) -> list[Expansion]:
+        self._left -= sum(child.state is NodeState.TERMINAL for child in level)
+        if self._left <= 0:
+            return []
+        fresh = without_repeats(level) if self._settings.dedup else level
+        kept = self._kept([child for child in fresh if self._may_grow(child)], self._left)
+        values = [child.value for child in kept]
+        widths = rebase_widths(values, self._left, self._settings.softmax_temperature)
+        return [
+            Expansion(child, width) for child, width in zip(kept, widths, strict=True) if width > 0
         ]
-        if self._left > 0:
-            kept = self.chosen(able, self._left)
-            values = [child.value for child in kept]
-            widths = rebase_widths(values, self._left, settings.softmax_temperature)
-            self._next = [
-                Expansion(child, width)
-                for child, width in zip(kept, widths, strict=True)
-                if width > 0
-            ]
-        growing = {expansion.leaf.id for expansion in self._next}
-        give_up(child for child in level if child.id not in growing)
 
-    def chosen(self, able: Sequence[Node], width: int) -> Sequence[Node]:
+    def _kept(self, able: Sequence[Node], width: int) -> Sequence[Node]:
         """The thoughts among which the width is shared: all of them.
 
         Args:
@@ -157,9 +110,3 @@ class RebaseSearch:
             width: thoughts of the next level.
         """
         return able
-
-    def prospects(self) -> dict[int, float]:
-        return {}  # leaves outside the next round are given up
-
-    def best(self) -> list[Node]:
-        return finished(self._tree)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from arbor.errors import UsageError
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion, Generate, Search
-from .ranking import finished, give_up, read_of_level, repeats
+from .search import Levels, Rounds, blocks_that_grow, check_settings, give_up, repeats
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,9 @@ class ToT:
             (`Sampling.arithmetic`); repeats are left out. ``propose``, the paper's choice for Game
             of 24 and crosswords: one completion lists next thoughts, and the first k different
             ones grow; for tasks that can ask for them (`arbor.tasks.base.Proposes`).
-        select: ``greedy``, the best by value; or ``sample``, `beam` draws in proportion to value
-            (bfs).
-        threshold: v_th, a state grows only if its value is above this (Algorithm 2). The default
-            leaves out what a verifier refutes.
+        threshold, stop_value: v_th of Algorithm 2, and when the search ends; see `Stops`.
         max_per_state: children of one state that are visited (dfs).
         max_visited: states that grow, the root included (dfs).
-        stop_value: the search ends as soon as a finished path is worth this much; None for never. 1
-            is a proof from the exact verifier; a model that judges itself stays below it, so its
-            searches run to their end.
-        seed: of the draws of ``sample``; with the blocks' keys it fixes them.
 
     Differs from the paper and the released code:
 
@@ -57,13 +48,10 @@ class ToT:
       sort.
     - BFS applies the threshold too (released: hopeless states are kept if there are not b others);
       -1 for released.
-    - ``sample`` draws with replacement, as released. A state drawn m times grows m x width thoughts
-      (released: m copies of it in the level); when no state is above the threshold the search ends
-      (released: a division by zero).
+    - The best states by value are the next level; the other selection of the released code, draws
+      in proportion to value, is not implemented.
     - ``propose`` keeps at most `width` lines, each different one once and as the task reads it, and
-      leaves out a last line that was cut off (released: every line as it is). With
-      ``select=sample`` a state drawn m times keeps up to m x width lines of one completion
-      (released: m completions).
+      leaves out a last line that was cut off (released: every line as it is).
     - DFS values all children of a state in one batch before it visits the first (the notebook: one
       by one, in order of how sure the proposals were), so its order is by value. `max_visited`
       counts states that grow; the notebook counts states it looked at.
@@ -76,30 +64,14 @@ class ToT:
     strategy: Literal["bfs", "dfs"] = "bfs"
     beam: int = 5
     width: int = 10
-    select: Literal["greedy", "sample"] = "greedy"
     threshold: float = 0.0
     max_per_state: int = 3
     max_visited: int = 100
     stop_value: float | None = 1.0
-    seed: int = 0
     generate: Generate = field(default="sample", metadata={"only_if_set": True})
 
     def __post_init__(self) -> None:
-        for name in ("beam", "width", "max_per_state", "max_visited"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
-                )
-        for name, known in (
-            ("strategy", ("bfs", "dfs")),
-            ("select", ("greedy", "sample")),
-            ("generate", ("sample", "propose")),
-        ):
-            if getattr(self, name) not in known:
-                raise UsageError(
-                    "setting-range",
-                    f"{name}='{getattr(self, name)}': it must be {' or '.join(known)}.",
-                )
+        check_settings(self, {"beam": 1, "width": 1, "max_per_state": 1, "max_visited": 1})
 
     def start(self, tree: ThoughtTree, max_depth: int) -> Search:
         search = BreadthFirst if self.strategy == "bfs" else DepthFirst
@@ -108,8 +80,7 @@ class ToT:
     def max_blocks(self, max_depth: int) -> int:
         """The largest number of blocks of a search; some searches reach it.
 
-        bfs    sum of n_d over the depths, n_1 = width, n_d = width min(beam, n_(d-1)), or
-               width beam for ``select=sample``
+        bfs    sum of n_d over the depths, n_1 = width, n_d = width min(beam, n_(d-1))
         dfs    width min(max_visited, 1 + c + c^2 + ... + c^(max_depth - 1)),
                c = min(width, max_per_state)
 
@@ -120,17 +91,12 @@ class ToT:
             level = self.width
             total = level + asked
             for _ in range(max_depth - 1):
-                states = self.beam if self.select == "sample" else min(self.beam, level)
+                states = min(self.beam, level)
                 level = self.width * states
                 total += level + asked * states
             return total
-        grown, layer, visited = 0, 1, min(self.width, self.max_per_state)
-        for _ in range(max_depth):
-            grown += layer
-            if grown >= self.max_visited:
-                break
-            layer *= visited
-        return (self.width + asked) * min(self.max_visited, grown)
+        visited = min(self.width, self.max_per_state)
+        return (self.width + asked) * blocks_that_grow(visited, max_depth, self.max_visited)
 
     def most_proposals(self, max_depth: int) -> int:
         """See `Proposer`."""
@@ -139,84 +105,32 @@ class ToT:
         return 1 if self.strategy == "dfs" or max_depth == 1 else self.beam
 
 
-class _TotSearch:
+class _TotSearch(Rounds[ToT]):
     """Common parts of breadth-first and depth-first search."""
 
-    def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
-        self._settings = settings
-        self._tree = tree
-        self._max_depth = max_depth
+    def _expansion(self, leaf: Node) -> Expansion:
+        return Expansion(leaf, self._settings.width, self._settings.generate)
 
-    def best(self) -> list[Node]:
-        return finished(self._tree)
-
-    def _expansion(self, leaf: Node, times: int = 1) -> Expansion:
-        return Expansion(leaf, times * self._settings.width, self._settings.generate)
-
-    def _solved(self, children: Sequence[Node]) -> bool:
-        stop = self._settings.stop_value
-        return stop is not None and any(
-            child.state is NodeState.TERMINAL and child.value >= stop for child in children
-        )
-
-    def _worth_growing(self, level: Sequence[Node]) -> list[tuple[float, Node]]:
-        """The states that may grow, with their values (0 for repeats), in order of the level."""
+    def _best(self, level: Sequence[Node], most: int) -> list[Node]:
+        """The states that may grow, best first; repeats count 0, and ties stay in order of id."""
         worth = [
             (0.0 if again else child.value, child)
             for child, again in zip(level, repeats(level), strict=True)
+            if self._may_grow(child)
         ]
-        return [
-            (value, child)
-            for value, child in worth
-            if child.state is NodeState.CLOSED
-            and child.depth < self._max_depth
-            and value > self._settings.threshold
-        ]
+        able = [pair for pair in worth if pair[0] > self._settings.threshold]
+        return [child for _, child in sorted(able, key=lambda pair: -pair[0])[:most]]  # stable
 
 
-class BreadthFirst(_TotSearch):
-    """Algorithm 1: level by level. `_next` is the level with the thoughts each state grows."""
+class BreadthFirst(_TotSearch, Levels[ToT]):
+    """Algorithm 1: level by level."""
 
     def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
         super().__init__(settings, tree, max_depth)
         self._next = [self._expansion(tree.root)]
 
-    def ask(self, room: int) -> list[Expansion]:
-        return list(self._next)
-
-    def prospects(self) -> dict[int, float]:
-        return {}  # leaves outside the next round are given up
-
-    def reads(self, children: Sequence[Node]) -> Sequence[Node]:
-        return read_of_level(children, self._max_depth)
-
-    def tell(self, children: Sequence[Node]) -> None:
-        level = sorted(children, key=lambda child: child.id)
-        self._next = []
-        if self._solved(level):
-            return
-        able = self._worth_growing(level)
-        pick = self._sampled if self._settings.select == "sample" else self._greedy
-        self._next = pick(able)
-        kept = {expansion.leaf.id for expansion in self._next}
-        give_up(child for child in level if child.id not in kept)
-
-    def _greedy(self, able: Sequence[tuple[float, Node]]) -> list[Expansion]:
-        ranked = sorted(able, key=lambda pair: -pair[0])  # stable: ties stay in order of id
-        return [self._expansion(child) for _, child in ranked[: self._settings.beam]]
-
-    def _sampled(self, able: Sequence[tuple[float, Node]]) -> list[Expansion]:
-        if not able or sum(value for value, _ in able) <= 0:
-            return []
-        keys = " ".join(".".join(map(str, child.key)) for _, child in able)
-        drawn = random.Random(f"{self._settings.seed} {keys}").choices(
-            range(len(able)), weights=[value for value, _ in able], k=self._settings.beam
-        )
-        return [
-            self._expansion(child, drawn.count(place))
-            for place, (_, child) in enumerate(able)
-            if place in drawn
-        ]
+    def _chosen(self, level: Sequence[Node]) -> list[Expansion]:
+        return [self._expansion(child) for child in self._best(level, self._settings.beam)]
 
 
 class DepthFirst(_TotSearch):
@@ -240,11 +154,10 @@ class DepthFirst(_TotSearch):
         level = sorted(children, key=lambda child: child.id)
         grown = self._stack.pop()
         self._visited += 1
-        if self._solved(level):
+        if self._is_solved(level):
             self._stack.clear()
             return
-        ranked = sorted(self._worth_growing(level), key=lambda pair: -pair[0])  # stable
-        visit = [child for _, child in ranked[: self._settings.max_per_state]]
+        visit = self._best(level, self._settings.max_per_state)
         self._stack.extend(reversed(visit))
         kept = {child.id for child in visit}
         give_up(child for child in level if child.id not in kept)

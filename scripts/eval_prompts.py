@@ -29,9 +29,9 @@ from arbor.model.sampling_params import Sampling
 from arbor.run.choices import PathTokens
 from arbor.run.conversation import conversation_tokens, plain_decoding
 from arbor.tasks.base import Problem
-from arbor.tasks.gsm8k import GSM8K
 from arbor.tasks.plain_text import SteppedText, plain_problem
 from arbor.tasks.prompt_template import read_template
+from arbor.tasks.reasoning import GSM8K
 from arbor.tasks.worded import ends_paragraph, is_open
 
 ASK = "Please reason step by step, and put your final answer within \\boxed{}."

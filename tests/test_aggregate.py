@@ -21,8 +21,7 @@ from arbor.run.answers import AnswerGroups, compares_answers, ranked
 from arbor.tasks.base import Problem
 from arbor.tasks.grading import mathematics
 from arbor.tasks.grading.worker import Reply
-from arbor.tasks.math import Math
-from arbor.tasks.reasoning import Reasoning
+from arbor.tasks.reasoning import Math, Reasoning
 from arbor.tree import Node, NodeState, ThoughtTree
 
 pytestmark = pytest.mark.usefixtures("loaded_once")

@@ -13,12 +13,9 @@ import pytest
 from support import answer_forms as forms
 from support.real_data import VARIABLE, data_folder
 
-from arbor.tasks.aime import AIME
 from arbor.tasks.base import Problem
 from arbor.tasks.grading.number_words import in_digits
-from arbor.tasks.gsm8k import GSM8K
-from arbor.tasks.math import Math
-from arbor.tasks.reasoning import Reasoning
+from arbor.tasks.reasoning import AIME, GSM8K, Math, Reasoning
 
 TASKS: dict[str, Any] = {
     "gsm8k": GSM8K(),

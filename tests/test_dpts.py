@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from support.fakes import Key, Run, Script, Thought, grow, hashed, run, scripted
 from arbor import Solver
 from arbor.controllers.base import Expansion
 from arbor.controllers.dpts import DPTS, DPTSSearch
-from arbor.errors import UsageError
 from arbor.events import Verified
 from arbor.measure.replay import RecordedSearch, replay
 from arbor.model.checkpoint import Checkpoint
@@ -164,32 +162,6 @@ def test_a_leaf_in_a_slot_keeps_it_and_its_role() -> None:
         every += roles.values()
     assert {True, False} == set(every)
     assert len(every) > 200
-
-
-# The settings -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"width": 0},
-        {"parallel": 0},
-        {"max_visited": 0},
-        {"t_star": -1},
-        {"exploit": 1.5},
-        {"exploration": -1.0},
-        {"lambda_es": math.nan},
-        {"lambda_ds": math.inf},
-        {"t_unit": "seconds"},
-        {"mean": "all"},
-    ],
-    ids=str,
-)
-def test_settings_out_of_range_are_refused_by_name(fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(fields))) as caught:
-        DPTS(**fields)
-
-    assert caught.value.code == "setting-range"
 
 
 # Any tree -----------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from arbor.errors import UsageError
 from arbor.run.plugin_answers import checked_task
-from arbor.tasks.arc import Choice, stated_letter
+from arbor.tasks.arc import LetterGrader, stated_letter
 from arbor.tasks.base import Grade, Problem
 from arbor.tasks.grading import mathematics
 from arbor.tasks.grading.base import Grader
-from arbor.tasks.grading.exact import Exact, Integer, Numeric
+from arbor.tasks.grading.exact import ExactGrader, IntegerGrader, NumberGrader
 from arbor.tasks.grading.extraction import hashed
 from arbor.tasks.grading.mathematics import Mathematics, never_equal
 from arbor.tasks.reasoning import Reasoning
@@ -89,7 +89,7 @@ def test_mathematics_decides_the_pairs_that_other_graders_get_wrong(
 def test_the_exact_grader_accepts_no_pair_that_mathematics_refuses(
     key: str, answer: str, equal: bool, differs: str
 ) -> None:
-    assert equal or not Exact().grade(answer, key).correct
+    assert equal or not ExactGrader().grade(answer, key).correct
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,9 @@ def test_the_last_box_is_the_answer(text: str, key: str, correct: bool) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, "", "  ", r"\boxed{}", "x" * 500])
-@pytest.mark.parametrize("grader", [Exact(), MATH, Numeric(), Integer(), Choice()])
+@pytest.mark.parametrize(
+    "grader", [ExactGrader(), MATH, NumberGrader(), IntegerGrader(), LetterGrader()]
+)
 def test_a_text_without_an_answer_is_invalid(grader: Grader, answer: str | None) -> None:
     grade = grader.grade(answer, "7")
 
@@ -146,7 +148,7 @@ def test_mathematics_without_the_library_names_the_extra(monkeypatch: Any) -> No
     ],
 )
 def test_numbers_are_compared_as_numbers(text: str, key: str, correct: bool) -> None:
-    assert Numeric().grade(text, key).correct is correct
+    assert NumberGrader().grade(text, key).correct is correct
 
 
 @pytest.mark.parametrize(
@@ -236,11 +238,11 @@ def test_a_grade_of_a_plug_in_is_checked(grade: Any) -> None:
 @settings(max_examples=200)
 @given(st.text(max_size=40), st.text("0123456789,.$%/\\{}()=-_exπ boxed", max_size=30))
 def test_no_text_breaks_a_grader_and_an_answer_equals_itself(one: str, two: str) -> None:
-    for grader in (Exact(), Numeric(), Integer(least=-(10**40), most=10**40), Choice()):
+    for grader in (ExactGrader(), NumberGrader(), IntegerGrader(), LetterGrader()):
         for text in (one, two):
             grade = grader.grade(text, two or "1")
             assert grade.reason and grade.method
-            if grade.extracted is not None and grader != Integer(-(10**40), 10**40):
+            if grade.extracted is not None and not isinstance(grader, IntegerGrader):
                 assert grader.grade(text, text).correct
     never_equal(one, two)
     never_equal(two, two)

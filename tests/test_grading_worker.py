@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arbor.tasks.grading.mathematics import SCRIPT, Mathematics, worker
-from arbor.tasks.grading.worker import Limits, Worker
+from arbor.tasks.grading.worker import ProcessLimits, ScriptProcess
 
 ECHO = """
 import json, os, sys, time
@@ -29,10 +29,10 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def echo(tmp_path: Path) -> Iterator[Worker]:
+def echo(tmp_path: Path) -> Iterator[ScriptProcess]:
     script = tmp_path / "echo.py"
     script.write_text(ECHO)
-    found = Worker(script, Limits(answer_s=1.0))
+    found = ScriptProcess(script, ProcessLimits(answer_s=1.0))
     yield found
     found.close()
 
@@ -40,7 +40,9 @@ def echo(tmp_path: Path) -> Iterator[Worker]:
 @pytest.mark.parametrize(
     ("request_", "status"), [("sleep", "timeout"), ("die", "crashed"), ("garbage", "crashed")]
 )
-def test_a_process_that_hangs_or_ends_is_replaced(echo: Worker, request_: str, status: str) -> None:
+def test_a_process_that_hangs_or_ends_is_replaced(
+    echo: ScriptProcess, request_: str, status: str
+) -> None:
     first = echo.ask({"say": "before"}).data["process"]
 
     assert echo.ask({request_: True}).status == status
@@ -90,7 +92,7 @@ def test_a_process_that_is_killed_is_a_crash_and_the_next_answer_is_graded() -> 
 
 def test_memory_beyond_the_limit_ends_in_a_verdict() -> None:
     pytest.importorskip("math_verify")
-    small = Worker(SCRIPT, Limits(answer_s=20, memory_bytes=512 << 20))
+    small = ScriptProcess(SCRIPT, ProcessLimits(answer_s=20, memory_bytes=512 << 20))
 
     reply = small.ask({"expected": "x+1", "answer": "2^{10^{10}}"})
 

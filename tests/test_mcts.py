@@ -10,7 +10,6 @@ import pytest
 from support.fakes import Key, Script, Thought, hashed, run, scripted
 
 from arbor.controllers.mcts import MCTS
-from arbor.errors import UsageError
 from arbor.tree import NodeState
 
 CLOSED, PRUNED, TERMINAL = NodeState.CLOSED, NodeState.PRUNED, NodeState.TERMINAL
@@ -140,31 +139,3 @@ def test_it_agrees_with_a_reading_of_the_paper_on_random_trees(selection: Any, b
         asked = [(key, width) for level in done.asked for key, width in level]
         read = read_from_the_paper(script, settings, depth)
         assert asked == [(key, settings.width) for key in read]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"width": 0},
-        {"simulations": 0},
-        {"leaves": 0},
-        {"virtual_loss": -1},
-        {"rollout": -1},
-        {"rollout_width": 0},
-        {"exploration": -1.0},
-        {"exploration": math.nan},
-        {"rollout_weight": 2.0},
-        {"widening": 0.0},
-        {"widening_power": -1.0},
-        {"selection": "ucb"},
-        {"reward": "sum"},
-        {"backup": "sum"},
-    ],
-    ids=str,
-)
-def test_settings_out_of_range_are_refused_by_name(fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as caught:
-        MCTS(**fields)
-
-    assert caught.value.code == "setting-range"
-    assert next(iter(fields)) in caught.value.message

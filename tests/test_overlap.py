@@ -16,7 +16,7 @@ from support.fakes import FakeTask, Key, Script, hashed
 from torch import Tensor
 
 from arbor.controllers.base import Expansion
-from arbor.controllers.ranking import finished, give_up
+from arbor.controllers.search import finished, give_up
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import BudgetInfeasible, UsageError

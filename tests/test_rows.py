@@ -21,8 +21,7 @@ from arbor.errors import ArborError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.rows import csv_rows, hub_rows, json_rows, jsonl_rows
 from arbor.tasks.base import Task
-from arbor.tasks.gsm8k import GSM8K
-from arbor.tasks.reasoning import Reasoning
+from arbor.tasks.reasoning import GSM8K, Reasoning
 
 MANY = 1_000_000
 

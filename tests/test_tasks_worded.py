@@ -10,12 +10,9 @@ import pytest
 
 from arbor.errors import InputError, UsageError
 from arbor.registry import BUILTIN
-from arbor.tasks.aime import AIME
 from arbor.tasks.arc import ARC
 from arbor.tasks.base import Converses, Guesses, Task, Versioned
-from arbor.tasks.gsm8k import GSM8K
-from arbor.tasks.math import Math
-from arbor.tasks.reasoning import Reasoning
+from arbor.tasks.reasoning import AIME, GSM8K, Math, Reasoning
 from arbor.tasks.worded import spoken
 
 TASKS: list[Any] = [AIME(), ARC(), GSM8K(), Math(grader="exact"), Reasoning()]

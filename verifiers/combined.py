@@ -65,24 +65,20 @@ class Combined:
 
     @property
     def needs_model(self) -> bool:
-        """Whether a part asks the search's model."""
         return any(part.needs_model for part in self.parts)
 
     @property
     def compares(self) -> bool:
-        """Whether a part does."""
         return any(isinstance(part, Compares) and part.compares for part in self.parts)
 
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
-        """The combined values, part by part."""
         return self.combined(
             [part.verify(task, problem, candidates, engine) for part in self.parts]
         )
 
     def combined(self, verdicts: Sequence[Verdict]) -> Verdict:
-        """One verdict from those of the parts."""
         steps = any(verdict.scores for verdict in verdicts)
         gate = next((verdict.gate for verdict in verdicts if verdict.gate), None)
         exits = next((verdict.exits for verdict in verdicts if verdict.exits), None)

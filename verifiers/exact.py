@@ -18,9 +18,7 @@ class Exact:
     A value of 1 is a proof: a finished path worth 1 solves the problem, and a search may stop.
     """
 
-    @property
-    def needs_model(self) -> bool:
-        return False
+    needs_model = False
 
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker

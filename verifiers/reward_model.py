@@ -1,8 +1,8 @@
-"""Reward models as verifiers: their settings. The model itself runs in an engine of its own."""
+"""Reward models as verifiers: their settings. The models run in engines of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arbor.aggregate.base import Steps, check_steps
@@ -12,17 +12,14 @@ from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
 from .base import Asker, Placement, Verdict, VerifierModel
-from .reward.format import OUTCOME, PROCESS, RewardFormat, RewardSettings
+from .reward.format import OUTCOME, PROCESS, RewardSettings
 
 
 @dataclass(frozen=True)
 class RewardModel(RewardSettings):
     """A verifier that asks a reward model in an engine of its own."""
 
-    @property
-    def needs_model(self) -> bool:
-        """False: the search's own model is not asked."""
-        return False
+    needs_model = False  # of the search
 
     def own_model(self, placement: Placement) -> VerifierModel:
         """The reward model, located and not loaded.
@@ -77,15 +74,7 @@ class OutcomeRewardModel(RewardModel):
     1, so no score is a proof.
     """
 
-    @classmethod
-    def families(cls) -> Mapping[str, RewardFormat]:
-        """``chat`` and ``text``."""
-        return OUTCOME
-
-    @property
-    def path_value(self) -> Steps | None:
-        """None: the path has one score."""
-        return None
+    families = OUTCOME
 
 
 @dataclass(frozen=True)
@@ -107,18 +96,14 @@ class ProcessRewardModel(RewardModel):
     1, so no score is a proof.
     """
 
+    families = PROCESS
+
     steps: Steps = "last"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_steps(self.steps)
 
-    @classmethod
-    def families(cls) -> Mapping[str, RewardFormat]:
-        """``math-shepherd``, ``qwen-prm`` and ``trl``."""
-        return PROCESS
-
     @property
     def path_value(self) -> Steps | None:
-        """By `steps`."""
         return self.steps

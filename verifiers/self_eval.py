@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,8 +21,30 @@ if TYPE_CHECKING:
 CERTAIN = 1 - 2**-20
 
 
+class AsksOnce(ABC):
+    """Base of the verifiers that ask all of their questions to the search's model at once."""
+
+    needs_model = True
+
+    def verify(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
+    ) -> Verdict:
+        """Values of the candidates, by one `engine.ask`; see `inquire`."""
+        from arbor.engine.step import NO_LOGITS
+
+        inquiry = self.inquire(task, problem, candidates, engine)
+        nodes, questions = inquiry.nodes, inquiry.questions
+        return inquiry.verdict(engine.ask(nodes, questions) if nodes else NO_LOGITS)
+
+    @abstractmethod
+    def inquire(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], encoder: Encoder
+    ) -> Inquiry:
+        """See `Inquires`."""
+
+
 @dataclass(frozen=True)
-class SelfEval:
+class SelfEval(AsksOnce):
     """Asks the model about every state and reads the probabilities of its next token as a value.
 
         value = sum_w p(w) v(w),   p = softmax of the logits of the verdicts w only, temperature 1
@@ -40,19 +63,6 @@ class SelfEval:
     (released: sure 20, likely 1, impossible 0.001, summed). A value never reaches 1 (`CERTAIN`),
     however sure the model is.
     """
-
-    @property
-    def needs_model(self) -> bool:
-        return True
-
-    def verify(
-        self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
-    ) -> Verdict:
-        """Values of the candidates, by one `engine.ask`; see `inquire`."""
-        inquiry = self.inquire(task, problem, candidates, engine)
-        if not inquiry.nodes:
-            return Verdict((), 0)
-        return inquiry.verdict(engine.ask(inquiry.nodes, inquiry.questions))
 
     def inquire(
         self, task: Task, problem: Problem, candidates: Sequence[Node], encoder: Encoder

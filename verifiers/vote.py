@@ -12,8 +12,8 @@ from arbor.errors import UsageError
 from arbor.tasks.base import BlockLimits, Problem, Question, Task
 from arbor.tree import Node
 
-from .base import Asker, Encoder, Inquiry, Verdict
-from .self_eval import CERTAIN, asked_tokens, expected_worth, verdict_tokens
+from .base import Encoder, Inquiry, Verdict
+from .self_eval import CERTAIN, AsksOnce, asked_tokens, expected_worth, verdict_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ MOST_CHOICES = 9  # one digit each
 
 
 @dataclass(frozen=True)
-class Vote:
+class Vote(AsksOnce):
     """Shows the model several states together and takes its shares of the vote as values.
 
         value of choice i = p(i),   p = softmax of the logits of the choices' numbers, temperature 1
@@ -50,20 +50,6 @@ class Vote:
             raise UsageError(
                 "setting-range", f"choices={self.choices}: it must be from 2 to {MOST_CHOICES}."
             )
-
-    @property
-    def needs_model(self) -> bool:
-        return True
-
-    def verify(
-        self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
-    ) -> Verdict:
-        """Values of the candidates, by one `engine.ask`; see `inquire`."""
-        from arbor.engine.step import NO_LOGITS
-
-        inquiry = self.inquire(task, problem, candidates, engine)
-        nodes, questions = inquiry.nodes, inquiry.questions
-        return inquiry.verdict(engine.ask(nodes, questions) if nodes else NO_LOGITS)
 
     def inquire(
         self, task: Task, problem: Problem, candidates: Sequence[Node], encoder: Encoder

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arbor.errors import InputError
-from arbor.tasks.base import Columns, Grade, Problem
+from arbor.tasks.base import DataColumns, Grade, Problem
 from arbor.tasks.grading.base import Grader, graded, invalid
 from arbor.tasks.grading.extraction import stated
 from arbor.tasks.grading.notation import normalise
@@ -32,13 +32,10 @@ _STANDALONE = re.compile(r"(?<![\w'’])\(?([A-Z])\)?(?![\w'’])")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Letters compared as letters; ``(b)``, ``B.`` and ``B. gravity`` are B."""
+class LetterGrader(Grader):
+    """LetterGrader compared as letters; ``(b)``, ``B.`` and ``B. gravity`` are B."""
 
     version = "choice/3"
-
-    def check(self) -> None:
-        """No package is needed."""
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""
@@ -106,15 +103,10 @@ class ARC(Worded):
     path_tokens: int = 1024
 
     example = "Which of these attracts iron?\nA. a magnet\nB. a mirror\nC. a candle"
-    columns = Columns(("question", "problem"), ("answerKey", "answer"))
+    columns = DataColumns(("question", "problem"), ("answerKey", "answer"))
 
-    @property
-    def name(self) -> str:
-        return "arc"
-
-    @property
-    def judge(self) -> Grader:
-        return Choice()
+    name = "arc"
+    judge = LetterGrader()
 
     def parse(self, text: str) -> Problem:
         """See `Task.parse`; options of a text are its last lines, with letters or numbers."""

@@ -224,18 +224,6 @@ class Proposes(Protocol):
 
 
 @runtime_checkable
-class ComparesAnswers(Protocol):
-    """The part of a task whose answers may be equal in different canonical forms, for votes.
-
-    Without it two answers are equal if the grader extracts the same text from them.
-    """
-
-    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
-        """Whether two answers are the same; the answer key of `problem` plays no part."""
-        ...
-
-
-@runtime_checkable
 class Guesses(Protocol):
     """The part of a task whose `answer` may be a guess, which results then mark as one."""
 
@@ -255,7 +243,7 @@ class Versioned(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class DataColumns:
     """Columns of a data file that a task reads; of several names the first that a row has.
 
     Attributes:
@@ -276,7 +264,7 @@ class ReadsRows(Protocol):
     """The part of a task that knows the columns of well-known data files."""
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> DataColumns:
         """The columns by default."""
         ...
 

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from arbor.errors import UsageError
 from arbor.support.texts import clipped
-from arbor.tasks.base import BlockLimits, Grade, Problem, Question
-from arbor.tasks.generated import Generated
-from arbor.tasks.splits import content_id, split_of
+from arbor.tasks.base import BlockLimits, Grade, Problem
+from arbor.tasks.generated import Drawn
+from arbor.tasks.splits import content_id
 
 # fmt: off
 NAMES = (
@@ -197,7 +197,7 @@ def generate(
 
 
 @dataclass(frozen=True)
-class Chains(Generated):
+class Chains(Drawn):
     """Dependency-chain word problems.
 
     Attributes:
@@ -228,9 +228,7 @@ class Chains(Generated):
 
     example = "Facts: Tom has 4 more than Amy. Amy has 3. How many does Tom have?"
 
-    @property
-    def name(self) -> str:
-        return "chains"
+    name = "chains"
 
     @property
     def people(self) -> Sequence[str]:
@@ -245,7 +243,6 @@ class Chains(Generated):
         return BlockLimits(stop=("\n",), max_tokens=longest, max_depth=self.most + 4)
 
     def make(self, facts: Sequence[Fact], asked: str) -> Problem:
-        """The problem of these facts, in this order."""
         text = f"Facts: {'. '.join(fact.text for fact in facts)}. How many does {asked} have?"
         known = quantities(facts)
         data: dict[str, Any] = {
@@ -274,24 +271,13 @@ class Chains(Generated):
             raise self._invalid(text, f"leaves open how many {asks[1]} has")
         return self.make(facts, asks[1])
 
-    def _generate(self, split: str) -> Iterator[Problem]:
-        rng = random.Random(f"chains {split}")
-        while True:
-            problem = self.draw(rng, rng.randint(self.fewest, self.most))
-            if split_of(problem.id) == split:
-                yield problem
-
-    def draw(self, rng: random.Random, steps: int) -> Problem:
-        """One problem of so many steps, of any split."""
-        distractors = rng.randint(0, min(self.distractors, len(self.people) - steps))
+    def draw(self, rng: random.Random, size: int) -> Problem:
+        """One problem of so many people in its chain, of any split."""
+        distractors = rng.randint(0, min(self.distractors, len(self.people) - size))
         recall = rng.randint(1, self.recall)
-        return self.make(*generate(rng, steps, distractors, recall, self.people))
-
-    def prompt(self, problem: Problem) -> str:
-        return problem.text + "\n"
+        return self.make(*generate(rng, size, distractors, recall, self.people))
 
     def facts(self, problem: Problem) -> list[Fact]:
-        """The facts of a problem, in the order of its text."""
         facts = [parse_fact(text) for text in problem.data["facts"]]
         return [fact for fact in facts if fact is not None]
 
@@ -304,9 +290,6 @@ class Chains(Generated):
             lines.append(fact.line(known))
             known[fact.who] = fact.work(known)[1]
         return [*lines, f"Answer: {known[problem.data['asked']]}\n"]
-
-    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
-        return bool(thoughts) and thoughts[-1].startswith("Answer:")
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
         match = _ANSWER.fullmatch(thoughts[-1]) if thoughts else None
@@ -346,6 +329,3 @@ class Chains(Generated):
                 return 0.0
             known[fact.who] = fact.work(known)[1]
         return 1.0
-
-    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        return Question("Correct?", {" yes": 1.0, " no": 0.0})

@@ -7,23 +7,29 @@ their exact result, and what is left afterwards. A path ends when one number is 
 Source: Game of 24 as a search problem is Yao et al., Tree of Thoughts (arXiv 2305.10601), section
 4.1. Differs from its released grader, which evaluates model text: here an answer is parsed by
 `parse_expression`, all arithmetic is exact (integers and fractions), and every line is checked.
+
+In words, for models that were not trained on it, the prompts have the forms of that paper: solved
+inputs before the problem, a step on each line, and a value prompt whose labels are sure, likely and
+impossible. Three things differ: text and puzzles are arbor's own, the last step is not written
+again as an expression, and a label is read at once, without lines of calculation before it.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
+import operator
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from arbor.components import ONLY_IF_SET
 from arbor.support.texts import clipped
-from arbor.tasks import countdown_words
 from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
@@ -39,11 +45,28 @@ _LISTED = re.compile(rf"(?<![\w./-]){_STEP.pattern}")  # also after a bullet or 
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", "·": "*", "⋅": "*", "∗": "*"})
 _LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": ""}
 _LABEL = re.compile(r"^(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*)", re.IGNORECASE)
-_TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 _LONGEST_ANSWER = 500
 _EXAMPLE: State = (2, 3, 5, 12)  # the numbers of the example in the question for next steps
 _LINES = 8  # of that example
 _LARGEST_INPUT = 999_999
+
+# worth of a label, in the released proportion of 20, 1 and 0.001
+LABELS: Mapping[str, float] = {" sure": 1.0, " likely": 0.05, " impossible": 0.0}
+_JUDGED = (
+    ("4 20", 24, "sure"),
+    ("7 9", 24, "impossible"),
+    ("4 9 11", 24, "sure"),
+    ("3 5 8", 24, "likely"),
+    ("1 2 2", 24, "impossible"),
+    ("3 5 9", 60, "likely"),
+    ("6 8", 48, "sure"),
+)
 
 
 def _plain(value: Fraction) -> Number:
@@ -126,6 +149,14 @@ def replay(numbers: Sequence[int], thoughts: Sequence[str]) -> list[ParsedStep] 
     return steps
 
 
+def left_after(numbers: Sequence[int], thoughts: Sequence[str]) -> State | None:
+    """The numbers that are left after a path, sorted; None if a step of it is not legal."""
+    steps = replay(numbers, thoughts)
+    if steps is None:
+        return None
+    return steps[-1].left if steps else tuple(sorted(numbers))
+
+
 def _pairs(state: State) -> Iterator[tuple[Number, Number, State]]:
     """Every distinct pair (a <= b) of a sorted state, and the rest."""
     seen = []
@@ -161,57 +192,7 @@ def exact_steps(state: State) -> list[ParsedStep]:
 
 def legal_steps(state: tuple[int, ...]) -> list[ParsedStep]:
     """The steps of `exact_steps` that stay among the non-negative integers."""
-    steps = []
-    for a, b, rest in _pairs(state):
-        lines: list[tuple[Number, str, Number, Number]] = [
-            (a, "+", b, a + b),
-            (b, "-", a, b - a),
-            (a, "*", b, a * b),
-        ]
-        if a != 0 and b % a == 0:
-            lines.append((b, "/", a, b // a))
-        elif a == 0 and b != 0:
-            lines.append((a, "/", b, 0))
-        for x, sign, y, result in lines:
-            steps.append(ParsedStep(x, sign, y, result, tuple(sorted((*rest, result)))))
-    return steps
-
-
-def _two(a: Number, b: Number, target: Number) -> bool:
-    """Whether two numbers reach the target, without making a fraction."""
-    return (
-        a + b == target
-        or a - b == target
-        or b - a == target
-        or a * b == target
-        or (b != 0 and a == target * b)
-        or (a != 0 and b == target * a)
-    )
-
-
-def _quotient_and(p: int, q: int, z: int, t: int) -> bool:
-    """Whether p/q and z reach t; q > 0, integers only."""
-    tq, zq = t * q, z * q
-    return (
-        p + zq == tq
-        or p - zq == tq
-        or zq - p == tq
-        or p * z == tq
-        or (z != 0 and p == tq * z)
-        or (p != 0 and zq == t * p)
-    )
-
-
-def _three(a: int, b: int, c: int, t: int) -> bool:
-    """Whether three non-negative integers reach t, fractions included."""
-    for x, y, z in ((a, b, c), (a, c, b), (b, c, a)):
-        if _two(x + y, z, t) or _two(abs(y - x), z, t) or _two(x * y, z, t):
-            return True
-        if x and _quotient_and(y, x, z, t):
-            return True
-        if y and _quotient_and(x, y, z, t):
-            return True
-    return False
+    return [step for step in exact_steps(state) if isinstance(step.result, int)]
 
 
 @lru_cache(maxsize=1 << 19)
@@ -219,29 +200,15 @@ def can_reach(state: State, target: int) -> bool:
     """Whether a sorted state can reach the target with each number used once; exact, memoised."""
     if len(state) == 1:
         return state[0] == target
-    if len(state) == 2:
-        return _two(state[0], state[1], target)
-    if len(state) == 3 and state[0] >= 0:
-        a, b, c = state
-        if isinstance(a, int) and isinstance(b, int) and isinstance(c, int):
-            return _three(a, b, c, target)
-    later: list[State] = []
-    for step in exact_steps(state):
-        if isinstance(step.result, Fraction):
-            later.append(step.left)
-        elif can_reach(step.left, target):
-            return True
-    return any(can_reach(left, target) for left in later)
-
-
-@lru_cache(maxsize=1 << 18)
-def solution_paths(state: State, target: int) -> int:
-    """Number of distinct paths (sequences of `exact_steps` lines) from a state to the target."""
-    if len(state) == 1:
-        return int(state[0] == target)
-    if not can_reach(state, target):
-        return 0
-    return sum(solution_paths(step.left, target) for step in exact_steps(state))
+    if len(state) == 2:  # without making a fraction
+        a, b = state
+        return (
+            target in (a + b, a - b, b - a, a * b)
+            or (b != 0 and a == target * b)
+            or (a != 0 and b == target * a)
+        )
+    whole_first = sorted(exact_steps(state), key=lambda step: isinstance(step.result, Fraction))
+    return any(can_reach(step.left, target) for step in whole_first)
 
 
 def solve(numbers: Sequence[int], target: int) -> list[str] | None:
@@ -284,69 +251,6 @@ def compose(numbers: Sequence[int], thoughts: Sequence[str]) -> str | None:
     return items[0][1]
 
 
-class _Parser:
-    """Recursive descent over + - * / and parentheses; non-negative integers only."""
-
-    def __init__(self, text: str) -> None:
-        self.tokens: list[str] = []
-        self.leaves: list[int] = []
-        at, text = 0, text.rstrip()
-        while at < len(text):
-            match = _TOKEN.match(text, at)
-            if match is None:
-                raise ValueError(
-                    f"'{text[at:].strip()[:12]}' is neither a number nor one of + - * / ( )"
-                )
-            self.tokens.append(match[1] or match[2])
-            at = match.end()
-        self.at = 0
-
-    def _peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
-
-    def parse(self) -> Fraction:
-        value = self._sum()
-        if self._peek():
-            raise ValueError(f"'{self._peek()}' where an operator or the end should be")
-        return value
-
-    def _sum(self) -> Fraction:
-        value = self._product()
-        while (sign := self._peek()) in ("+", "-"):
-            self.at += 1
-            other = self._product()
-            value = value + other if sign == "+" else value - other
-        return value
-
-    def _product(self) -> Fraction:
-        value = self._atom()
-        while (sign := self._peek()) in ("*", "/"):
-            self.at += 1
-            other = self._atom()
-            if sign == "/" and other == 0:
-                raise ValueError("a division by zero")
-            value = value * other if sign == "*" else value / other
-        return value
-
-    def _atom(self) -> Fraction:
-        token = self._peek()
-        self.at += 1
-        if token == "(":
-            value = self._sum()
-            if self._peek() != ")":
-                raise ValueError("a parenthesis that is not closed")
-            self.at += 1
-            return value
-        if not token.isdigit():
-            raise ValueError(
-                f"'{token}' where a number should be" if token else "an unfinished expression"
-            )
-        if len(token) > 1 and token[0] == "0":
-            raise ValueError(f"'{token}' is not how a number is written")
-        self.leaves.append(int(token))
-        return Fraction(int(token))
-
-
 def parse_expression(text: str) -> tuple[Fraction, list[int]]:
     """Exact value of an expression and its numbers, left to right. Parses, never evaluates.
 
@@ -356,8 +260,29 @@ def parse_expression(text: str) -> tuple[Fraction, list[int]]:
     """
     if len(text) > _LONGEST_ANSWER:
         raise ValueError(f"longer than {_LONGEST_ANSWER} characters")
-    parser = _Parser(text)
-    return parser.parse(), parser.leaves
+    if stray := re.search(r"[^0-9\s+*/()-]", text):
+        raise ValueError(f"'{stray[0]}' is neither a number nor one of + - * / ( )")
+    if zero := re.search(r"\b0[0-9]+", text):
+        raise ValueError(f"'{zero[0]}' is not how a number is written")
+    leaves: list[int] = []
+
+    def value_of(part: ast.expr) -> Fraction:
+        match part:
+            case ast.Constant(value=int(number)):
+                leaves.append(number)
+                return Fraction(number)
+            case ast.BinOp(left, sign, right) if type(sign) in _OPERATORS:
+                one, two = value_of(left), value_of(right)
+                if isinstance(sign, ast.Div) and two == 0:
+                    raise ValueError("a division by zero")
+                return _OPERATORS[type(sign)](one, two)
+        raise ValueError("not numbers with + - * or / between them")
+
+    try:
+        whole = ast.parse(" ".join(text.split()), mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError("an operator, a number or a parenthesis is missing") from error
+    return value_of(whole), leaves
 
 
 def normalise(answer: str) -> str:
@@ -394,9 +319,7 @@ class Countdown(Generated):
     targets: tuple[int, int] = (10, 99)
     words: bool = field(default=False, metadata=ONLY_IF_SET)
 
-    @property
-    def name(self) -> str:
-        return "countdown"
+    name = "countdown"
 
     @property
     def boundary(self) -> BlockLimits:
@@ -453,41 +376,45 @@ class Countdown(Generated):
                 yield problem
 
     def in_words(self) -> Countdown:
-        """See `PutsInWords`."""
         return dataclasses.replace(self, words=True)
 
-    @property
-    def solved(self) -> Sequence[tuple[tuple[int, ...], int]]:
-        """Numbers and targets of the examples in words."""
-        return countdown_words.OTHER_EXAMPLES
+    # numbers and targets of the examples in words
+    solved: ClassVar[Sequence[tuple[tuple[int, ...], int]]] = (
+        ((2, 5, 7, 10), 45),
+        ((3, 4, 6, 9, 20), 74),
+        ((1, 5, 8, 11), 58),
+    )
 
     def prompt(self, problem: Problem) -> str:
         numbers, target = sorted(problem.data["numbers"]), problem.data["target"]
-        if self.words:
-            asked = countdown_words.numbers_line(numbers, target)
-            return countdown_words.text_prompt(self._examples(), asked, target)
-        return f"Target {target} (left: {' '.join(map(str, numbers))})\n"
+        if not self.words:
+            return f"Target {target} (left: {' '.join(map(str, numbers))})\n"
+        shown = "".join(f"{asked}\nSteps:\n{steps}\n" for asked, steps in self._examples())
+        return f"{_instruction(target)}\n\n{shown}{_in_words(numbers, target)}\nSteps:\n"
 
     def turns(self, problem: Problem) -> list[dict[str, str]]:
-        """See `GivesTurns`."""
+        """See `GivesTurns`; the examples in words are earlier turns."""
         if not self.words:
             return [{"role": "user", "content": self.prompt(problem)}]
         numbers, target = sorted(problem.data["numbers"]), problem.data["target"]
-        asked = countdown_words.numbers_line(numbers, target)
-        return countdown_words.turns(self._examples(), asked, target)
+        messages: list[dict[str, str]] = []
+        for asked, steps in self._examples():
+            first = asked if messages else f"{_instruction(target)}\n\n{asked}"
+            messages.append({"role": "user", "content": first})
+            messages.append({"role": "assistant", "content": steps.rstrip("\n")})
+        return [*messages, {"role": "user", "content": _in_words(numbers, target)}]
 
     def _examples(self) -> list[tuple[str, str]]:
         """Problems and their steps."""
         return [
-            (countdown_words.numbers_line(numbers, target), "".join(solve(numbers, target) or ()))
+            (_in_words(numbers, target), "".join(solve(numbers, target) or ()))
             for numbers, target in self.solved
         ]
 
     def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
         """True when one number is left, a line is illegal, or all pairs should have been joined."""
-        if len(thoughts) >= len(problem.data["numbers"]) - 1:
-            return True
-        return replay(problem.data["numbers"], thoughts) is None
+        numbers = problem.data["numbers"]
+        return len(thoughts) >= len(numbers) - 1 or replay(numbers, thoughts) is None
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
         """The expression of the steps; None if it misses the target, which needs no key to see."""
@@ -516,26 +443,25 @@ class Countdown(Generated):
         return Grade(True, extracted, f"Uses every number once and is exactly {target}.")
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
-        numbers = problem.data["numbers"]
-        steps = replay(numbers, thoughts)
-        if steps is None:
-            return 0.0
-        state: State = steps[-1].left if steps else tuple(sorted(numbers))
-        return float(can_reach(state, problem.data["target"]))
+        left = left_after(problem.data["numbers"], thoughts)
+        return float(left is not None and can_reach(left, problem.data["target"]))
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
         if not self.words:
             return Question("Reachable?", {" yes": 1.0, " no": 0.0})
-        numbers = problem.data["numbers"]
-        steps = replay(numbers, thoughts)
-        left = "no numbers" if steps is None else _shown(steps[-1].left if steps else numbers)
-        text = countdown_words.value_question(left, problem.data["target"])
-        return Question(text, countdown_words.LABELS)
+        state = left_after(problem.data["numbers"], thoughts)
+        left = "no numbers" if state is None else " ".join(map(str, state))
+        judged = "".join(f"{given} -> {goal}: {label}\n" for given, goal, label in _JUDGED)
+        return Question(
+            "\nCan the numbers that are left reach the target, each used once? "
+            f"sure, likely or impossible.\n{judged}{left} -> {problem.data['target']}:",
+            LABELS,
+        )
 
     def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
         """See `Proposes`: one example and the numbers that are left, as in the released prompt."""
-        steps = replay(problem.data["numbers"], thoughts) or ()
-        left = steps[-1].left if steps else tuple(sorted(problem.data["numbers"]))
+        numbers = problem.data["numbers"]
+        left = left_after(numbers, thoughts) or tuple(sorted(numbers))
         text = f"{_steps_of(_EXAMPLE)}{_example_lines()}{_steps_of(left)}"
         return Proposal(text, 10 * self.boundary.max_tokens, ("\n\n", "Input:"))
 
@@ -546,9 +472,18 @@ class Countdown(Generated):
         return [step.text for step in steps if step is not None]
 
 
-def _shown(numbers: Sequence[Number]) -> str:
-    """Numbers in order, with spaces between."""
-    return " ".join(map(str, sorted(numbers)))
+def _instruction(target: int) -> str:
+    """What is asked in words, and the form of a line."""
+    return (
+        f"Reach {target} with all of the numbers, each used exactly once, with + - * and /. In each "
+        "step two of the numbers that are left become one. Write only the steps, each on a line of "
+        "its own, followed by the numbers that are left after it, as in the examples."
+    )
+
+
+def _in_words(numbers: Sequence[int], target: int) -> str:
+    """A problem as the model is shown it."""
+    return f"Numbers: {' '.join(map(str, numbers))} (target {target})"
 
 
 def _steps_of(state: State) -> str:

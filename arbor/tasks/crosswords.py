@@ -6,9 +6,15 @@ names no word of the board or changes a letter.
 
 Source: Yao et al., Tree of Thoughts (arXiv 2305.10601), section 4.3: the share of letters, of words
 and of games that are right. Differs from its released code, which puts the board and the state of
-every clue into a new prompt for each thought: here a path is one text, which the questions follow
-(`arbor.tasks.crosswords_words`). There the deepest state counts; so here a path that ends early has
-the board of its legal lines as a guess.
+every clue into a new prompt for each thought: here a path is one text, and questions follow it.
+There the deepest state counts; so here a path that ends early has the board of its legal lines as a
+guess.
+
+The questions have the forms of Tree of Thoughts: the board and the clues of the words that are
+open, answered by lines such as ``h1. apple (medium)``; and clues with the letters that are known,
+answered by sure, maybe or impossible. Three things differ: text and examples are arbor's own, one
+verdict is for all clues instead of one for each, and it is read at once, without lines of reasoning
+before it.
 """
 
 from __future__ import annotations
@@ -19,8 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arbor.errors import InputError
-from arbor.tasks import crosswords_words
-from arbor.tasks.base import Columns, Grade, Problem, Proposal, Question
+from arbor.tasks.base import DataColumns, Grade, Problem, Proposal, Question
 from arbor.tasks.grading.base import Grader, invalid
 from arbor.tasks.worded import Worded, spoken
 
@@ -30,11 +35,11 @@ NAMES = tuple(f"{side}{place}" for side in "hv" for place in range(1, SIZE + 1))
 
 _CLUE = re.compile(r"\s*([hv][1-5])\s*[.:]\s*(\S.*)")
 _WORD = re.compile(r"\s*([hv][1-5])\s*[.:]\s*([A-Za-z]{5})\s*")
-_CONFIDENCES = crosswords_words.CONFIDENCES
+CONFIDENCES = ("certain", "high", "medium", "low")
 # after the mark of a list, and before a remark such as (certain)
 _PROPOSED = re.compile(
     rf"(?:[-*\s]|[0-9]{{1,3}}[.)]\s)*{_WORD.pattern}(?![A-Za-z])"
-    rf"(?:[\W_]*({'|'.join(_CONFIDENCES)})\b)?",
+    rf"(?:[\W_]*({'|'.join(CONFIDENCES)})\b)?",
     re.IGNORECASE,
 )
 _NO_WORD = "done"  # a line that fills no word, which ends a path
@@ -51,19 +56,33 @@ EXAMPLE = (
     "Random part of a signal",
     "From Athens",
 )
-EXAMPLE_WORD = "stung"  # the first of its words
+EXAMPLE_WORD = "stung"  # the first of its words, on the board of the example of a list
+LISTED = ("h2. tenor (certain)", "h3. untie (high)", "h4. sound (low)", "v4. noise (medium)")
+ASKED = (
+    "List words of five letters that fit open clues and the letters on the board, one on each line, "
+    f"with how sure each is: {', '.join(CONFIDENCES[:-1])} or {CONFIDENCES[-1]}."
+)
+BOARD = "Board:"  # begins a state
+
+LABELS: Mapping[str, float] = {" sure": 1.0, " maybe": 0.5, " impossible": 0.0}
+# clues and how likely it is that words meet them all
+JUDGED = (
+    ((("It pumps blood", "HE_R_"), ("Sap of a pine", "R_S__")), 1.0),
+    ((("Wrong use", "ABUSE"), ("Insults", "ZX___")), 0.0),
+    ((("What is left of a fire", "E__E_"), ("Fashion of the day", "T_E__")), 0.5),
+    ((("Glowing piece of coal", "TRUMP"),), 0.0),
+    ((("Direction of the market", "TREND"),), 1.0),
+)
 
 Board = tuple[str, ...]  # rows of `SIZE` signs each
+Clues = Sequence[tuple[str, str]]  # clues, and the letters of their words
 
 
 @dataclass(frozen=True)
-class BoardGrader:
+class BoardGrader(Grader):
     """Boards letter by letter; correct if all of them are right."""
 
     version = "crosswords/1"
-
-    def check(self) -> None:
-        """No package is needed."""
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`; the scores are ``letter``, ``word`` and ``game``."""
@@ -94,19 +113,11 @@ class Crosswords(Worded):
     max_depth: int = 10
 
     listed = 10
-    columns = Columns(("clues", "problem"), ("letters", "answer"), lists=True)
+    columns = DataColumns(("clues", "problem"), ("letters", "answer"), lists=True)
 
-    @property
-    def example(self) -> str:
-        return "\n".join(f"{name}. {clue}" for name, clue in zip(NAMES, EXAMPLE, strict=True))
-
-    @property
-    def name(self) -> str:
-        return "crosswords"
-
-    @property
-    def judge(self) -> Grader:
-        return BoardGrader()
+    example = "\n".join(f"{name}. {clue}" for name, clue in zip(NAMES, EXAMPLE, strict=True))
+    name = "crosswords"
+    judge = BoardGrader()
 
     def parse(self, text: str) -> Problem:
         """See `Task.parse`."""
@@ -151,7 +162,6 @@ class Crosswords(Worded):
         return "\n".join(board) if set("".join(board)) != {EMPTY} else None
 
     def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
-        """Whether the board has empty squares."""
         answer = self.answer(problem, thoughts)
         return answer is not None and EMPTY in answer
 
@@ -178,18 +188,19 @@ class Crosswords(Worded):
         asked = known or [(clue, word) for _, clue, word in clues]
         own = (self.yes, self.no) != (Worded.yes, Worded.no)
         verdicts = dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0)
-        labels = verdicts if own else crosswords_words.LABELS
-        return Question(f"\n{crosswords_words.value_question(asked, labels)}", labels)
+        labels = verdicts if own else LABELS
+        return Question(f"\n{value_question(asked, labels)}", labels)
 
     def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
         """See `Proposes`; a list ends where the model goes on with a board."""
-        return replace(super().proposal(problem, thoughts), stop=(crosswords_words.BOARD,))
+        return replace(super().proposal(problem, thoughts), stop=(BOARD,))
 
     def list_question(self, problem: Problem, thoughts: Sequence[str]) -> str:
-        example = Problem("", self.name, self.example)
-        return crosswords_words.list_question(
-            _state(problem, thoughts), _state(example, [f"{NAMES[0]}. {EXAMPLE_WORD}\n"])
+        example = _list_head(
+            Problem("", self.name, self.example), [f"{NAMES[0]}. {EXAMPLE_WORD}\n"]
         )
+        listed = "\n".join(LISTED)
+        return f"{ASKED}\n\n{example}{listed}\n\n{_list_head(problem, thoughts)}"
 
     def proposals(self, problem: Problem, thoughts: Sequence[str], text: str) -> list[str]:
         """See `Proposes`: lines with a word that fits on the board, the surest first; without one,
@@ -208,7 +219,7 @@ class Crosswords(Worded):
 def _doubt(proposed: re.Match[str]) -> int:
     """The place of a proposal's confidence, the highest first; the last without one."""
     confidence = (proposed[3] or "").lower()
-    return _CONFIDENCES.index(confidence) if confidence else len(_CONFIDENCES)
+    return CONFIDENCES.index(confidence) if confidence else len(CONFIDENCES)
 
 
 def _clues_of(problem: Problem, board: Board) -> list[tuple[str, str, str]]:
@@ -216,14 +227,6 @@ def _clues_of(problem: Problem, board: Board) -> list[tuple[str, str, str]]:
     found = (_CLUE.fullmatch(line) for line in problem.text.splitlines())
     clues = [(match[1], match[2]) for match in found if match]
     return [(*clue, word) for clue, word in zip(clues, words_of(board), strict=True)]
-
-
-def _state(problem: Problem, thoughts: Sequence[str]) -> str:
-    """The board of a path and its open clues, as the model is shown them."""
-    board, _ = filled(thoughts)
-    clues = _clues_of(problem, board)
-    opened = [(f"{name}. {clue}", word) for name, clue, word in clues if EMPTY in word]
-    return crosswords_words.state(board, opened)
 
 
 def filled(thoughts: Sequence[str]) -> tuple[Board, bool]:
@@ -267,3 +270,47 @@ def board_of(text: str) -> Board | None:
     if not re.fullmatch(rf"[A-Z{EMPTY}]{{{SIZE * SIZE}}}", signs):
         return None
     return tuple(signs[at : at + SIZE] for at in range(0, len(signs), SIZE))
+
+
+# Questions
+
+
+def value_question(clues: Clues, labels: Mapping[str, float]) -> str:
+    """The question whether words can meet all of these clues, up to its label.
+
+    Args:
+        clues: asked about.
+        labels: label -> its worth; an example is left out where none has its worth.
+    """
+    label_of: dict[float, str] = {}
+    for label, worth in labels.items():
+        label_of.setdefault(worth, label)
+    shown = "".join(
+        f"{_line(judged)} ->{label_of[worth]}\n" for judged, worth in JUDGED if worth in label_of
+    )
+    *others, last = map(str.strip, label_of.values())
+    return (
+        "Can a word of five letters meet each clue, with the letters that are known? "
+        f"{', '.join(others)} or {last}.\n{shown}{_line(clues)} ->"
+    )
+
+
+def _list_head(problem: Problem, thoughts: Sequence[str]) -> str:
+    """The board of a path, its open clues, and the head of a list of next words."""
+    board, _ = filled(thoughts)
+    clues = _clues_of(problem, board)
+    shown = "\n".join(
+        _known(f"{name}. {clue}", word) for name, clue, word in clues if EMPTY in word
+    )
+    rows = "\n".join(map(" ".join, board))
+    return f"{BOARD}\n{rows}\nOpen clues:\n{shown}\nPossible words:\n"
+
+
+def _line(clues: Clues) -> str:
+    """Clues on one line."""
+    return "; ".join(_known(clue, letters) for clue, letters in clues)
+
+
+def _known(clue: str, letters: str) -> str:
+    """A clue with the letters of its word; with spaces between each is a token of its own."""
+    return f"{clue}: {' '.join(letters)}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from arbor.errors import InputError
 from arbor.support.texts import clipped, refuse_surrogates
-from arbor.tasks.base import SPLITS, Problem
+from arbor.tasks.base import SPLITS, Problem, Question
+from arbor.tasks.splits import split_of
 
 
 class Generated(ABC):
@@ -59,3 +61,34 @@ class Generated(ABC):
         return InputError(
             "problem-invalid", f"'{shown}': {why}.", f"Try: {self.example}", text=shown
         )
+
+
+class Drawn(Generated):
+    """Base class: problems drawn by their size; a path ends with a line that begins ``Answer:``.
+
+    Attributes:
+        fewest, most: the smallest and the largest size.
+    """
+
+    fewest: int
+    most: int
+
+    @abstractmethod
+    def draw(self, rng: random.Random, size: int) -> Problem:
+        """One problem of a size, of any split."""
+
+    def _generate(self, split: str) -> Iterator[Problem]:
+        rng = random.Random(f"{self.name} {split}")
+        while True:
+            problem = self.draw(rng, rng.randint(self.fewest, self.most))
+            if split_of(problem.id) == split:
+                yield problem
+
+    def prompt(self, problem: Problem) -> str:
+        return f"{problem.text}\n"
+
+    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        return bool(thoughts) and thoughts[-1].startswith("Answer:")
+
+    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
+        return Question("Correct?", {" yes": 1.0, " no": 0.0})

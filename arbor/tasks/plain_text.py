@@ -29,15 +29,12 @@ class PlainText:
         raise NotImplementedError("a prompt is given as token ids")
 
     def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
-        """None."""
         return iter(())
 
     def prompt(self, problem: Problem) -> str:
-        """The text of the prompt."""
         return problem.text
 
     def prompt_tokens(self, problem: Problem) -> Sequence[int]:
-        """The token ids of the prompt."""
         tokens: Sequence[int] = problem.data["tokens"]
         return tokens
 
@@ -58,7 +55,6 @@ class PlainText:
         return 1.0
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        """None is asked."""
         raise NotImplementedError("a text to continue is not judged")
 
 
@@ -98,7 +94,6 @@ class SteppedText(PlainText):
         return cut_at("".join(thoughts), self.ends)
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        """Whether the text is right so far."""
         subject = "answer" if self.is_terminal(problem, thoughts) else "reasoning so far"
         gap = "" if thoughts and thoughts[-1].endswith("\n") else "\n\n"
         text = f"{gap}Is the {subject} correct? Answer yes or no.\nAnswer:"

@@ -22,7 +22,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from arbor.errors import InputError, UsageError, unknown_setting
 from arbor.support.texts import surrogate_of
@@ -34,8 +34,7 @@ _FIELD = re.compile(r"\{(problem|solution|examples)\}")
 _KEYS = ("schema", "system", "prompt", "example", "examples", "chat", "propose")
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
+class SolvedExample(NamedTuple):
     """A solved problem in a prompt."""
 
     problem: str
@@ -59,7 +58,7 @@ class PromptTemplate:
 
     prompt: str
     example: str = ""
-    examples: tuple[Example, ...] = ()
+    examples: tuple[SolvedExample, ...] = ()
     system: str = ""
     propose: str = ""
     chat: str = ""
@@ -152,7 +151,7 @@ def _template(file: Path, path: str, changed: int) -> PromptTemplate:
             raise _invalid(
                 path, f"has an example {number} without problem and solution", "[[examples]]"
             )
-        examples.append(Example(_text(row, "problem", path), _text(row, "solution", path)))
+        examples.append(SolvedExample(_text(row, "problem", path), _text(row, "solution", path)))
     if examples and ("{examples}" not in prompt or "{solution}" not in example):
         raise _invalid(
             path,

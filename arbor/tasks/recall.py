@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from arbor.errors import UsageError
 from arbor.support.texts import clipped
-from arbor.tasks.base import BlockLimits, Grade, Problem, Question
-from arbor.tasks.generated import Generated
-from arbor.tasks.splits import content_id, split_of
+from arbor.tasks.base import BlockLimits, Grade, Problem
+from arbor.tasks.generated import Drawn
+from arbor.tasks.splits import content_id
 
 ROOMS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _ROOM = re.compile(r"([A-Z]) (?:is empty|has ([A-Z](?: [A-Z])*))")
@@ -57,7 +57,7 @@ def walk(doors: dict[str, tuple[str, ...]], start: str, goal: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Recall(Generated):
+class Recall(Drawn):
     """Depth-first search through rooms.
 
     Attributes:
@@ -80,16 +80,13 @@ class Recall(Generated):
 
     example = "Rooms: K has B R. B is empty. R is empty. Find R from K"
 
-    @property
-    def name(self) -> str:
-        return "recall"
+    name = "recall"
 
     @property
     def boundary(self) -> BlockLimits:
         return BlockLimits(stop=("\n",), max_tokens=32, max_depth=2 * self.most + 1)
 
     def make(self, rooms: Sequence[tuple[str, tuple[str, ...]]], start: str, goal: str) -> Problem:
-        """The problem of these rooms, in this order."""
         sentences = ". ".join(
             f"{room} has {' '.join(doors)}" if doors else f"{room} is empty"
             for room, doors in rooms
@@ -132,16 +129,9 @@ class Recall(Generated):
             raise self._invalid(text, f"has no way from {start} to {goal}")
         return self.make(rooms, start, goal)
 
-    def _generate(self, split: str) -> Iterator[Problem]:
-        rng = random.Random(f"recall {split}")
-        while True:
-            problem = self.draw(rng, rng.randint(self.fewest, self.most))
-            if split_of(problem.id) == split:
-                yield problem
-
-    def draw(self, rng: random.Random, rooms: int) -> Problem:
+    def draw(self, rng: random.Random, size: int) -> Problem:
         """One problem of so many rooms, of any split; the goal is an empty room."""
-        names = rng.sample(ROOMS, rooms)
+        names = rng.sample(ROOMS, size)
         doors: dict[str, list[str]] = {names[0]: []}
         for name in names[1:]:
             parent = rng.choice([room for room in doors if len(doors[room]) < 3][-4:])
@@ -152,16 +142,9 @@ class Recall(Generated):
         rng.shuffle(rooms_in_order)
         return self.make(rooms_in_order, names[0], goal)
 
-    def prompt(self, problem: Problem) -> str:
-        return problem.text + "\n"
-
     def solution(self, problem: Problem) -> list[str]:
-        """The thoughts of depth-first search and the answer."""
         rooms = {room: tuple(doors) for room, doors in problem.data["rooms"]}
         return walk(rooms, problem.data["start"], problem.data["goal"])
-
-    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
-        return bool(thoughts) and thoughts[-1].startswith("Answer:")
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
         match = re.fullmatch(r"Answer: ([A-Z](?: [A-Z])*)\n?", thoughts[-1]) if thoughts else None
@@ -179,6 +162,3 @@ class Recall(Generated):
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
         """1 while the path is the beginning of the depth-first walk; else 0."""
         return float(list(thoughts) == self.solution(problem)[: len(thoughts)])
-
-    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        return Question("Correct?", {" yes": 1.0, " no": 0.0})

@@ -156,7 +156,6 @@ class Worded(ABC):
 
     @property
     def grading(self) -> str:
-        """See `arbor.tasks.base.Versioned`."""
         return self.judge.version
 
     def parse(self, text: str) -> Problem:
@@ -190,22 +189,18 @@ class Worded(ABC):
         return self.prompt_template().text(problem.text, self.shots)
 
     def turns(self, problem: Problem) -> list[dict[str, str]]:
-        """See `GivesTurns`."""
         return self.prompt_template().turns(problem.text, self.shots)
 
     @property
     def system_message(self) -> str:
-        """See `arbor.tasks.base.Converses`."""
         return self.system or self.prompt_template().system
 
     @property
     def uses_chat(self) -> bool:
-        """See `arbor.tasks.base.Converses`."""
         return self.chat == "auto"
 
     @property
     def prompt_version(self) -> str:
-        """See `arbor.tasks.base.Converses`."""
         return self.prompt_template().digest(self.shots)
 
     def prompt_template(self) -> PromptTemplate:
@@ -243,7 +238,6 @@ class Worded(ABC):
         return self.stated(problem, text) is None and self.guess(problem, text) is not None
 
     def grade(self, problem: Problem, answer: str | None) -> Grade:
-        """The judgement of the task's grader."""
         return self.judge.grade(answer, problem.expected)
 
     def same_answer(

@@ -98,7 +98,6 @@ class RewardEngine:
     # Life
 
     def describe(self) -> ModelInfo:
-        """The sizes of the model, from its config alone."""
         return self._checkpoint.read().info
 
     def load(self) -> Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from arbor.aggregate.base import Steps
 from arbor.budget import Budget
@@ -114,6 +114,8 @@ class RewardSettings:
             ``\\s`` a space, which the command line removes at the ends.
     """
 
+    families: ClassVar[Mapping[str, RewardFormat]]  # formats of this kind of reward model, by name
+
     model: str = ""
     family: str = "auto"
     budget: float | str = "full"
@@ -132,25 +134,17 @@ class RewardSettings:
     label: int | None = None
 
     def __post_init__(self) -> None:
-        families = self.families()
-        if self.family not in ("auto", *families):
-            raise UsageError(
-                "setting-range",
-                f"family='{self.family}': it must be auto, {' or '.join(families)}.",
-            )
+        if self.family not in ("auto", *self.families):
+            known = " or ".join(self.families)
+            raise UsageError("setting-range", f"family='{self.family}': it must be auto, {known}.")
         Budget.parse(self.budget)
         if self.label is not None and self.label < 0:
             raise UsageError("setting-range", f"label={self.label}: classes are counted from 0.")
 
-    @classmethod
-    def families(cls) -> Mapping[str, RewardFormat]:
-        """The formats of this kind of reward model, by name."""
-        raise NotImplementedError
-
     @property
     def path_value(self) -> Steps | None:
         """The value of a path from the scores of its steps; None: the path has one score."""
-        raise NotImplementedError
+        return None
 
     def format(self, family: str) -> RewardFormat:
         """The format of a family, with the parts that the settings replace."""
@@ -161,7 +155,7 @@ class RewardSettings:
         }
         texts = ("prompt", "first", "between", "separator", "end", "good", "bad")
         given |= {name: _unescaped(given[name]) for name in texts if name in given}
-        found = dataclasses.replace(self.families()[family], **given)
+        found = dataclasses.replace(self.families[family], **given)
         # a separator of the user's own may be any text, unless it looks like a special token
         own = found.separator.strip()
         if self.separator is not None:

@@ -30,7 +30,7 @@ class StepTokens(Protocol):
 
 
 @dataclass
-class Cost:
+class RewardCost:
     """A listener that counts what the reward model's engine does for one search.
 
     Attributes:
@@ -101,7 +101,7 @@ class Mirror:
         self.end = list(end)
         self.steps = steps
         self.values = values
-        self.cost, self._reported = Cost(), Cost()
+        self.cost, self._reported = RewardCost(), RewardCost()
         self.explain = explain
         self._step_tokens = step_tokens
         self._context = context
@@ -119,7 +119,7 @@ class Mirror:
             emit=self.cost,
         )
 
-    def begin(self, candidates: Sequence[Node]) -> Scoring:
+    def begin(self, candidates: Sequence[Node]) -> PathScoring:
         """Begin to score the paths of blocks; all that are new in one operation.
 
         Raises:
@@ -139,7 +139,7 @@ class Mirror:
                     tokens=node.end + len(self.end),
                     context=self._context,
                 )
-        return Scoring(self, ends, fresh)
+        return PathScoring(self, ends, fresh)
 
     def scored(self, nodes: Sequence[Node], scores: Tensor) -> None:
         """Keep the scores of blocks.
@@ -221,7 +221,7 @@ class Mirror:
         return self._children[key]
 
 
-class Scoring:
+class PathScoring:
     """A verdict in progress.
 
     Args:
@@ -250,7 +250,6 @@ class Scoring:
 
     @property
     def done(self) -> bool:
-        """Whether the scores are read."""
         return self._operation is None or self._operation.done
 
     def verdict(self) -> Verdict:

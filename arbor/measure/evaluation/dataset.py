@@ -14,7 +14,7 @@ from typing import Any
 from arbor.errors import ArborError, InputError, UsageError
 from arbor.measure.evaluation.rows import DataRow
 from arbor.support.texts import clipped, surrogate_of
-from arbor.tasks.base import Columns, Problem, ReadsRows, Task
+from arbor.tasks.base import DataColumns, Problem, ReadsRows, Task
 from arbor.tasks.splits import DATASET_SPLITS, content_id, dataset_split_of
 
 BLANK = " \t\r\n"  # an answer key of these alone is empty
@@ -161,7 +161,7 @@ class _SampleReader:
         self._task = task
         self._name = name
         self._rows = task if isinstance(task, ReadsRows) else None
-        columns = Columns() if self._rows is None else self._rows.columns
+        columns = DataColumns() if self._rows is None else self._rows.columns
         self._problem = columns.problem if input_key is None else (input_key,)
         self._answer = columns.answer if target_key is None else (target_key,)
         self._needs_answer = target_key is not None

@@ -18,12 +18,12 @@ class Grader(Protocol):
         ...
 
     def check(self) -> None:
-        """Refuse to begin where something is missing.
+        """Refuse to begin where something is missing; most graders need nothing.
 
         Raises:
             UsageError: names the package to install.
         """
-        ...
+        return
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """Judge an answer by the key; without a key, extract only."""

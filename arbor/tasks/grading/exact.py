@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from arbor.tasks.base import Grade
-from arbor.tasks.grading.base import graded, invalid
+from arbor.tasks.grading.base import Grader, graded, invalid
 from arbor.tasks.grading.extraction import EMPTY_BOX, marked, numbers_in, single_number, stated
 from arbor.tasks.grading.notation import LONGEST, normalise, number, same
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactGrader(Grader):
     """No rounding, no tolerance, no factor of 100: 4.6667 is not 14/3, and 50 % is 50, not 0.5."""
 
     version = "exact/3"
-
-    def check(self) -> None:
-        """No package is needed."""
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""
@@ -47,17 +44,17 @@ _CHANGED = re.compile(
     r"\d\s*(?:[kKM]\b|squared|cubed|[xyzn]\b|[_^!])"
 )  # a number that is not the value
 
+LARGEST = 999  # integer
+
 _AND_PART = re.compile(r"(?<=\d)\s+and\s+(?=\d+\s*/\s*\d+$|\\frac)")  # 2 and 1/3 cups
 
 
 @dataclass(frozen=True)
-class Numeric:
+class NumberGrader(Grader):
     """Numbers compared as exact fractions: ``$1,234.50`` is 1234.5, and 72 clips are 72."""
 
     version = "number/3"
-
-    def check(self) -> None:
-        """No package is needed."""
+    method = "number"
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""
@@ -68,40 +65,23 @@ class Numeric:
             return Grade(False, str(value), "The problem has no answer key.")
         key = number_of(expected)
         shown = expected if key is None else str(key)
-        return graded(value == key, str(value), shown, "number")
+        return graded(value == key, str(value), shown, self.method)
 
 
 @dataclass(frozen=True)
-class Integer:
-    """Integers compared as integers: 033 is 33, and 25 is not in 125.
+class IntegerGrader(NumberGrader):
+    """Integers from 0 to 999, compared as integers: 033 is 33, and 25 is not in 125."""
 
-    Attributes:
-        least, most: the range of valid answers; any other number is wrong.
-    """
-
-    least: int = 0
-    most: int = 999
-
-    @property
-    def version(self) -> str:
-        return "integer/3"
-
-    def check(self) -> None:
-        """No package is needed."""
+    version = "integer/3"
+    method = "integer"
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
-        """See `Grader.grade`."""
+        """See `Grader.grade`; any other number is wrong."""
         value = number_of(answer)
-        if value is None:
-            return invalid("There is no number in the answer.")
-        if value.denominator != 1 or not self.least <= value <= self.most:
-            reason = f"Is {value}, not an integer from {self.least} to {self.most}."
-            return Grade(False, str(value), reason, "integer")
-        if expected is None:
-            return Grade(False, str(value), "The problem has no answer key.")
-        key = number_of(expected)
-        shown = expected if key is None else str(key)
-        return graded(value == key, str(value), shown, "integer")
+        if value is not None and (value.denominator != 1 or not 0 <= value <= LARGEST):
+            reason = f"Is {value}, not an integer from 0 to {LARGEST}."
+            return Grade(False, str(value), reason, self.method)
+        return super().grade(answer, expected)
 
 
 def said_number(text: str) -> str | None:

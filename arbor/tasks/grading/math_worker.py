@@ -1,4 +1,4 @@
-"""The process that compares mathematics by math-verify; `Worker` runs this file as a script.
+"""The process that compares mathematics by math-verify; `ScriptProcess` runs this file as a script.
 
 A verdict of the library is kept unless the two differ as numbers: it takes 1/2006! for 1/2004!, and
 0.3333333 for 1/3. Numbers are therefore compared again, at 60 digits.

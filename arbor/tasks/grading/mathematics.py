@@ -16,9 +16,9 @@ Kept from it: an unordered list (1,2 and 2,1), ±2 and 2,-2, 50 % and 0.5 as wel
 It misses a column vector written as a point, and products with i in another order.
 
 The library evaluates powers and factorials of any size (``9^{9^{9^{9}}}``), and its own time limit
-needs the main thread; so it runs in a `Worker`, which is killed after some seconds. Numbers of over
-a million digits are not evaluated. An answer that ran out of time, ended the process or
-needs such a number is wrong, with the method ``timeout``, ``crashed`` or ``too-large``.
+needs the main thread; so it runs in a `ScriptProcess`, which is killed after some
+seconds. Numbers of over a million digits are not evaluated. An answer that ran out of time, ended
+the process or needs such a number is wrong: ``timeout``, ``crashed`` or ``too-large``.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from pathlib import Path
 
 from arbor.errors import UsageError
 from arbor.tasks.base import Grade
-from arbor.tasks.grading.base import graded
+from arbor.tasks.grading.base import Grader, graded
 from arbor.tasks.grading.exact import canonical
 from arbor.tasks.grading.extraction import marked
 from arbor.tasks.grading.intervals import as_interval, is_interval
 from arbor.tasks.grading.notation import has_factor, is_percentage, normalise, number, same
-from arbor.tasks.grading.worker import Limits, Reply, Worker
+from arbor.tasks.grading.worker import ProcessLimits, Reply, ScriptProcess
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ _CONDITION = re.compile(r"\||:|\\(?:mid|in)\b")  # of a set that is not a list o
 
 
 @dataclass(frozen=True)
-class Mathematics:
+class Mathematics(Grader):
     """Expressions compared by value.
 
     Attributes:
@@ -106,17 +106,15 @@ class Mathematics:
             return graded(False, extracted, key, "text")
         self.check()
         reply = _compare(two, one, self.seconds)
-        if reply.status == "answered" and reply.data.get("too_large"):
-            reason = (
-                f"too-large: the comparison with {key} needs a number of over a million digits."
-            )
-            return Grade(False, extracted, reason, "too-large")
-        if reply.status != "answered":
-            what = f"longer than {self.seconds:g} s" if reply.status == "timeout" else "no result"
-            reason = f"{reply.status}: the comparison with {key} took {what}."
-            if reply.status == "crashed":
-                reason = f"crashed: the process that compared it with {key} ended."
-            return Grade(False, extracted, reason, reply.status)
+        too_large = reply.status == "answered" and reply.data.get("too_large")
+        outcome = "too-large" if too_large else reply.status
+        if outcome != "answered":
+            why = {
+                "too-large": f"the comparison with {key} needs a number of over a million digits",
+                "timeout": f"the comparison with {key} took longer than {self.seconds:g} s",
+                "crashed": f"the process that compared it with {key} ended",
+            }[outcome]
+            return Grade(False, extracted, f"{outcome}: {why}.", outcome)
         equal = reply.data.get("equal") is True
         if reply.data.get("library") is True and not equal:
             logger.info("%s calls %s and %s equal; as numbers they differ", PACKAGE, key, extracted)
@@ -222,9 +220,9 @@ def _library_version() -> str:
 
 
 @functools.cache
-def worker(seconds: float) -> Worker:
+def worker(seconds: float) -> ScriptProcess:
     """The process of this program for comparisons of at most so many seconds."""
-    found = Worker(SCRIPT, Limits(answer_s=seconds))
+    found = ScriptProcess(SCRIPT, ProcessLimits(answer_s=seconds))
     atexit.register(found.close)
     return found
 

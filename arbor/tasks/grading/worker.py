@@ -1,25 +1,24 @@
-"""Worker: a process that answers requests and can be killed, with limits of time and memory."""
+"""ScriptProcess: answers requests within limits of time and memory, and can be killed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import queue
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a worker.
+class ProcessLimits:
+    """ProcessLimits of a worker.
 
     Attributes:
         answer_s: seconds of one answer; then the process is killed.
@@ -45,7 +44,7 @@ class Reply:
     data: Any = None
 
 
-class Worker:
+class ScriptProcess:
     """A process for one script, started at the first request and again after each that ends badly.
 
     The script reads a JSON line with its limits, prints a line when it is ready, then a line for
@@ -56,12 +55,11 @@ class Worker:
         limits: of the process.
     """
 
-    def __init__(self, script: Path, limits: Limits) -> None:
+    def __init__(self, script: Path, limits: ProcessLimits) -> None:
         self._script = script
         self._limits = limits
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._lines: queue.Queue[str | None] = queue.Queue()
         self._owner = 0
 
     @property
@@ -95,7 +93,7 @@ class Worker:
             self._end()
 
     def _start(self, seconds: float) -> Reply:
-        self._owner, self._lines = os.getpid(), queue.Queue()
+        self._owner = os.getpid()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(self._script)],
@@ -109,53 +107,28 @@ class Worker:
         except OSError as error:
             self._process = None
             return Reply("crashed", error.strerror)
-        output = self._process.stdout
-        assert output is not None
-        threading.Thread(
-            target=_read_lines, args=(output, self._lines), name="arbor-grader", daemon=True
-        ).start()
         limits = {"memory_bytes": self._limits.memory_bytes, "answer_s": self._limits.answer_s}
         return self._request(limits, max(0.0, seconds))
 
     def _request(self, request: Mapping[str, Any], seconds: float) -> Reply:
         process = self._process
-        assert process is not None and process.stdin is not None
+        assert process is not None and process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
-            line = self._lines.get(timeout=seconds)
-        except queue.Empty:
-            self._end()
-            return Reply("timeout")
-        except OSError:
-            line = None
+            if wait([process.stdout.fileno()], seconds):
+                return Reply("answered", json.loads(process.stdout.readline()))
+            reply = Reply("timeout")
+        except (OSError, ValueError):  # its pipe is closed, or what it wrote is not a reply
+            reply = Reply("crashed")
         except BaseException:  # Ctrl-C: an answer that comes later belongs to no request
             self._end()
             raise
-        if line is None:
-            self._end()
-            return Reply("crashed")
-        try:
-            return Reply("answered", json.loads(line))
-        except ValueError:
-            self._end()
-            return Reply("crashed")
+        self._end()
+        return reply
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None or self._owner != os.getpid():
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None and pipe is not process.stdout:  # its reader closes that one
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        process.wait()
-
-
-def _read_lines(output: IO[str], lines: queue.Queue[str | None]) -> None:
-    """Puts the lines of a process in the queue, then None."""
-    with contextlib.suppress(OSError, ValueError), output:
-        for line in output:
-            lines.put(line)
-    lines.put(None)
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.communicate()
