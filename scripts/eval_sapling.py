@@ -69,7 +69,7 @@ def area_of(groups: Sequence[Sequence[tuple[float, bool]]]) -> dict[str, Any]:
         "n_states": len(states),
         "n_problems": len(groups),
         "positive": round(float(labels.mean()), 3),
-        "interval": [round(end, 4) for end in bootstrap_groups(problems, of, resamples=200)],
+        "interval": [round(end, 4) for end in bootstrap_groups(problems, of)],
     }
 
 

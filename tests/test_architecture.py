@@ -100,7 +100,6 @@ PACKAGES = {
     "integrations.inspect_ai": {"anyio", "inspect_ai"},
     "integrations.kvpress": {"torch"},
     "integrations.lm_eval": {"lm_eval"},
-    "integrations.notebook": {"IPython", "rich"},
     "integrations.ray": {"ray"},
     "integrations.server": {
         "click",
@@ -110,7 +109,6 @@ PACKAGES = {
         "starlette",
         "uvicorn",
     },
-    "integrations.telemetry": {"opentelemetry"},
     "measure": {"datasets", "numpy", "pyarrow", "scipy", "torch"},
     "memory": {"numpy", "torch"},
     "model": {

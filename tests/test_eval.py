@@ -288,7 +288,12 @@ ROWS = [
         for nothing in ('""', "null", "NaN")
     ),
     (broken('{"problem": NaN, "answer": 1}\n'), 4, "dataset-invalid", ("no text in 'problem'",)),
-    (broken('[{"problem": "a", "answer": "1"}', "x.json"), 4, "dataset-invalid", ("no end",)),
+    (
+        broken('[{"problem": "a", "answer": "1"}', "x.json"),
+        4,
+        "dataset-invalid",
+        ("line 1 is not JSON",),
+    ),
     (broken("problem\tanswer\na\t1\t2\n", "x.tsv"), 4, "dataset-invalid", ("line 2 has more",)),
     (broken("a,b,a\n1,2,3\n", "x.csv"), 4, "dataset-invalid", ("names the column 'a' twice",)),
     (broken("problem,answer\na\n", "x.csv"), 4, "dataset-invalid", ("line 2 has no 'answer'",)),

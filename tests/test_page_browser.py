@@ -24,7 +24,6 @@ from arbor.events import (
     Opened,
 )
 from arbor.measure.evaluation.page import index_page
-from arbor.measure.evaluation.run_timeline import BINS, Bar, RunTimeline
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.write import to_line
 from arbor.view import html_page, notebook_frame, read_page_trace, write_page
@@ -275,26 +274,6 @@ def test_an_evaluation_is_sorted_by_a_click(page: Page, tmp_path: Path) -> None:
     assert order_after(0) == ["c", "b", "a"]
     assert order_after(5) == ["b", "c", "a"], "numbers are sorted as numbers"
     assert page.errors == []
-
-
-def evaluation(folder: Path, samples: int, lanes: int = 3) -> Path:
-    """The page of a run with so many samples, each of a second, and every third wrong."""
-    rows, bars = [], []
-    for place in range(samples):
-        name = f"s{place:05}"
-        row = {"id": name, "problem": f"Problem {place} of these", "answer": "1", "expected": "1"}
-        row |= {"correct": place % 3 != 0, "trace": f"traces/{name}.arbor.jsonl.gz"}
-        rows.append(row)
-        bars.append(Bar(place, place // lanes * 1.0, 1.0, place % lanes))
-    seconds = bars[-1].start_s + 1
-    used = tuple(place % 500 for place in range(BINS))
-    timeline = RunTimeline(seconds, used, (600,) * BINS, tuple(bars), (seconds / 2,))
-    page = folder / "index.html"
-    pages = {row["trace"]: f"traces/{row['id']}.html" for row in rows}
-    accuracy = (0.667, 0.6, 0.7)
-    text = index_page("run", [], rows, pages, accuracy=accuracy, timeline=timeline, key="k")
-    page.write_text(text, encoding="utf-8")
-    return page
 
 
 # How it looks

@@ -94,7 +94,6 @@ class Endless(io.TextIOBase):
     def __init__(self, first: str, line: str) -> None:
         self.given = 0
         self._lines = itertools.chain([first], itertools.repeat(line, MANY))
-        self._rest = ""
 
     def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
         self.given += 1
@@ -103,20 +102,11 @@ class Endless(io.TextIOBase):
     def __next__(self) -> str:
         return self.readline()
 
-    def read(self, size: int | None = -1, /) -> str:
-        assert size is not None and size > 0, "it is not read as a whole"
-        text = self._rest
-        while len(text) < size:
-            text += self.readline()
-        self._rest = text[size:]
-        return text[:size]
-
 
 @pytest.mark.parametrize(
     ("reader", "first", "line"),
     [
         (jsonl_rows, "", '{"problem": "1+1"}\n'),
-        (json_rows, "[\n", '{"problem": "1+1"},\n'),
         (json_rows, "\n", '{"problem": "1+1"}\n'),
         (csv_rows, "problem,answer\n", "1+1,2\n"),
     ],

@@ -12,8 +12,8 @@ from arbor.errors import ArborError, UsageError
 from arbor.measure.outcomes import Job, JobOutcome
 
 RUNNING = "ray"  # the cluster that runs already, as a user writes it
-_NUMBER = re.compile(r"[1-9][0-9]{0,3}")
-_ADDRESS = re.compile(r"ray|ray://\S+:[0-9]{1,5}|[^\s/@]+:[0-9]{1,5}")
+_ADDRESS = r"ray|ray://\S+:[0-9]{1,5}|[^\s/@]+:[0-9]{1,5}"
+_PLACE = re.compile(rf"(?P<number>[1-9][0-9]{{0,3}})(?:@(?P<at>{_ADDRESS}))?|(?P<only>{_ADDRESS})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,15 @@ class WorkerPlace:
         Raises:
             UsageError: another form.
         """
-        number, at, address = str(text).strip().partition("@")
-        if not at and not _NUMBER.fullmatch(number):
-            number, address = "", number
-        if isinstance(text, bool) or (at and not number):
-            raise _wrong(text)
-        if number and not _NUMBER.fullmatch(number):
-            raise _wrong(text)
-        if (at or not number) and not _ADDRESS.fullmatch(address):
-            raise _wrong(text)
-        return cls(int(number) if number else None, address or None)
+        match = _PLACE.fullmatch(str(text).strip())
+        if match is None or isinstance(text, bool):
+            raise UsageError(
+                "workers",
+                f"--workers {text}: neither a number of workers nor a Ray cluster.",
+                "As in --workers 2, --workers ray, --workers ray://head:10001, or --workers 8@ray.",
+            )
+        number = match["number"]
+        return cls(int(number) if number else None, match["at"] or match["only"])
 
     def __str__(self) -> str:
         parts = (None if self.number is None else str(self.number), self.address)
@@ -74,14 +73,6 @@ def check_workers(share: str, device: str) -> None:
             f"--device {device} with --workers: Ray gives each worker a GPU of its own.",
             "Take --device cuda; CUDA_VISIBLE_DEVICES selects GPUs.",
         )
-
-
-def _wrong(text: object) -> UsageError:
-    return UsageError(
-        "workers",
-        f"--workers {text}: neither a number of workers nor a Ray cluster.",
-        "As in --workers 2, --workers ray, --workers ray://head:10001, or --workers 8@ray.",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,9 @@ class JobOutcome:
     Attributes:
         job: the job.
         result: its solution, or the error that ended it.
-        seconds: ``cpu_s`` and ``wall_s``, see `Seconds`.
+        seconds: ``wall_s`` from its beginning to its end, and ``cpu_s``: that time too, or, where
+            several jobs are in progress, the process's since the last one was finished, so that the
+            sum is right.
         tokens_reused: see `ReusedTokens`.
         traced: whether its trace holds anything.
     """
@@ -57,36 +59,6 @@ class JobOutcome:
     seconds: dict[str, float]
     tokens_reused: int = 0
     traced: bool = False
-
-
-class Seconds:
-    """Seconds of each job.
-
-    Alone, they are those from its beginning to its end. Where several are in progress, a job's
-    wall time is that too, and its CPU time that of the process since the last job was finished, so
-    that the sum is right.
-
-    Args:
-        several: whether several are in progress at a time.
-    """
-
-    def __init__(self, several: bool) -> None:
-        self._several = several
-        self._cpu_s = time.process_time()
-        self._began: dict[int, float] = {}
-
-    def begin(self, place: int) -> None:
-        """Begin a job."""
-        self._began[place] = time.perf_counter()
-        if not self._several:
-            self._cpu_s = time.process_time()
-
-    def end(self, place: int) -> dict[str, float]:
-        """End a job; its seconds by name."""
-        now, cpu_s = time.perf_counter(), time.process_time()
-        wall_s, used_s = now - self._began.pop(place, now), cpu_s - self._cpu_s
-        self._cpu_s = cpu_s
-        return {"cpu_s": round(used_s, 6), "wall_s": round(wall_s, 6)}
 
 
 def outcomes(
@@ -108,7 +80,8 @@ def outcomes(
         outcomes, each when its trace is whole. Closing the generator gives up what is in progress;
         traces that hold no event are removed.
     """
-    seconds = Seconds(concurrency > 1)
+    began: dict[int, tuple[float, float]] = {}  # wall and CPU seconds
+    finished_s = time.process_time()
     writers: dict[int, TraceWriter] = {}
     reused: defaultdict[int, ReusedTokens] = defaultdict(ReusedTokens)
     begun: dict[int, Job] = {}  # by their number in this engine
@@ -125,7 +98,7 @@ def outcomes(
             if job is None:
                 yield None
                 continue
-            seconds.begin(number)
+            began[number] = time.perf_counter(), time.process_time()
             options = job.options.copy()
             if job.trace is not None:
                 options["trace"] = writers[number] = TraceWriter(job.trace, text=job.trace_text)
@@ -139,7 +112,14 @@ def outcomes(
             for which, result in results:
                 job, tokens = begun.pop(which), reused.pop(which, ReusedTokens()).total
                 traced = _close(writers.pop(which, None))
-                yield JobOutcome(job, result, seconds.end(which), tokens, traced)
+                began_s, began_cpu_s = began.pop(which)
+                now_s = time.process_time()
+                seconds = {
+                    "cpu_s": round(now_s - (began_cpu_s if concurrency == 1 else finished_s), 6),
+                    "wall_s": round(time.perf_counter() - began_s, 6),
+                }
+                finished_s = now_s
+                yield JobOutcome(job, result, seconds, tokens, traced)
     finally:
         for writer in writers.values():
             _close(writer)

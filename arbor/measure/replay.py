@@ -309,20 +309,16 @@ class _RecordedBlocks(ModelSampler):
         self._blocks = record.blocks
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
-        """The recorded tokens."""
         return [self._of(row.node).ids[len(row.node.tokens)] for row in rows]
 
     def stop(self, node: Node, growth: Growth) -> StopReason | None:
-        """Where the recorded block ended."""
         block = self._of(node)
         return block.stop if len(node.tokens) == len(block.ids) else None
 
     def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
-        """As recorded."""
         return [self._of(node).confidence for node in nodes]
 
     def finish(self, node: Node) -> None:
-        """As recorded."""
         if node.state is NodeState.PRUNED:  # cut short, unlike the recorded block
             return super().finish(node)
         block = self._of(node)
@@ -342,16 +338,13 @@ class _InTurns:
         self._turn = turn
 
     def encode(self, text: str) -> list[int]:
-        """See `Encoder`."""
         return self._engine.encode(text)
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
-        """See `Asker`."""
         assert isinstance(self._engine, Asker)
         return self._engine.ask(nodes, questions)
 
     def turn(self, message: str, answer: str = "") -> list[int] | None:
-        """See `TakesTurns`."""
         return None if self._turn is None else self._turn.encode(message, answer)
 
 
@@ -368,7 +361,6 @@ class _Judge:
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
-        """See `combined`."""
         parts = self.parts
         return self.combined([part.verify(task, problem, candidates, engine) for part in parts])
 
@@ -395,7 +387,6 @@ class _Part:
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
-        """The questions are asked where the verifier asks this model."""
         if not self.needs_model:
             return self._recorded(candidates, Verdict((), 0))
         asker = _InTurns(engine, self._turn)

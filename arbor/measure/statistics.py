@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 RESAMPLES = 10_000
+GROUPED = 1000  # resamples of groups, whose statistics are slow
 BATCH_VALUES = 1 << 22  # values resampled at once
 
 
@@ -38,56 +39,38 @@ def clopper_pearson(right: int, n: int, level: float = 0.95) -> tuple[float, flo
 def bootstrap(
     values: Sequence[float] | np.ndarray[Any, Any],
     statistic: Literal["mean", "median"] = "mean",
-    level: float = 0.95,
 ) -> tuple[float, float]:
-    """Percentile interval of a mean or a median over `RESAMPLES` resamples; deterministic.
+    """Percentile interval (95 %) of a statistic over `RESAMPLES` resamples; deterministic.
 
     Args:
         values: at least one.
-        statistic: the statistic of a resample.
-        level: share of the resamples within the interval.
+        statistic: of a resample.
     """
     data = np.asarray(values, dtype=float)
     assert data.ndim == 1 and len(data), "no values to resample"
-    return _percentile_interval(
-        data,
-        np.mean if statistic == "mean" else np.median,
-        level,
-        RESAMPLES,
-        vectorized=True,
-    )
+    of = np.mean if statistic == "mean" else np.median
+    return _percentile_interval(data, of, RESAMPLES, vectorized=True)
 
 
 def bootstrap_groups(
-    groups: np.ndarray[Any, Any],
-    statistic: Callable[[np.ndarray[Any, Any]], float],
-    level: float = 0.95,
-    resamples: int = 1000,
+    groups: np.ndarray[Any, Any], statistic: Callable[[np.ndarray[Any, Any]], float]
 ) -> tuple[float, float]:
-    """Percentile interval of any statistic of grouped values; whole groups are resampled.
+    """Percentile interval (95 %) of any statistic of grouped values; whole groups are resampled.
 
     Args:
         groups: [N], the group of each value.
         statistic: of the values at these indices, int64 [M].
-        level: share of the resamples within the interval.
-        resamples: number of resamples; deterministic for the same groups.
     """
     members = [np.flatnonzero(groups == each) for each in np.unique(groups)]
 
     def of_groups(drawn: np.ndarray[Any, Any]) -> float:
         return statistic(np.concatenate([members[each] for each in drawn]))
 
-    return _percentile_interval(
-        np.arange(len(members)), of_groups, level, resamples, vectorized=False
-    )
+    return _percentile_interval(np.arange(len(members)), of_groups, GROUPED, vectorized=False)
 
 
 def _percentile_interval(
-    data: np.ndarray[Any, Any],
-    statistic: Callable[..., Any],
-    level: float,
-    resamples: int,
-    vectorized: bool,
+    data: np.ndarray[Any, Any], statistic: Callable[..., Any], resamples: int, vectorized: bool
 ) -> tuple[float, float]:
     """Percentile bootstrap; `statistic` takes an `axis` if it is vectorized."""
     from scipy.stats import bootstrap as resampled
@@ -101,7 +84,6 @@ def _percentile_interval(
         n_resamples=resamples,
         batch=max(1, BATCH_VALUES // len(data)),
         vectorized=vectorized,
-        confidence_level=level,
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval

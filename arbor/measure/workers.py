@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -41,15 +42,17 @@ from arbor.support.atomic_write import write_atomically
 from arbor.tasks.base import Problem
 from arbor.trace.write import TraceWriter
 
+TRIES = 3  # workers that may die with one problem
+POLL_S = 0.25  # in which a signal is noticed
+PATIENCE_S = 20.0  # without any worker, before the reason is named
+PARTS = ("task", "controller", "verifier", "aggregate", "policy")
+
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Ticket:
-    """A job that is not finished.
-
-    Attributes:
-        job: the job.
-        deaths: workers that died while they had it.
-    """
+    """A job that is not finished, and the workers that died while they had it."""
 
     job: Job
     deaths: int = 0
@@ -136,21 +139,10 @@ class HandOut:
 
     def _read_ahead(self) -> None:
         """Read jobs until every place of every worker could have one."""
-        while not self._exhausted and len(self._ready) < self._workers * self._places:
-            try:
-                job = next(self._source)
-            except StopIteration:
-                self._exhausted = True
-                return
-            self._ready.append(Ticket(job))
-
-
-TRIES = 3  # workers that may die with one problem
-POLL_S = 0.25  # in which a signal is noticed
-PATIENCE_S = 20.0  # without any worker, before the reason is named
-PARTS = ("task", "controller", "verifier", "aggregate", "policy")
-
-logger = logging.getLogger(__name__)
+        wanted = self._workers * self._places - len(self._ready)
+        read = [Ticket(job) for job in itertools.islice(self._source, max(0, wanted))]
+        self._exhausted = self._exhausted or len(read) < wanted
+        self._ready += read
 
 
 class Workers:

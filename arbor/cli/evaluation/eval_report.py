@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from arbor._version import __version__
 from arbor.cli.evaluation.eval_dataset import name_of
-from arbor.errors import InputError, UsageError
+from arbor.errors import UsageError
 from arbor.measure.evaluation.compare import difference_text, is_decided
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import (
@@ -25,10 +24,8 @@ from arbor.measure.evaluation.folder import (
     write_sample_pages,
 )
 from arbor.measure.evaluation.list_page import RunFacts
-from arbor.measure.evaluation.page import ComparedRun, index_page
-from arbor.measure.evaluation.results import compare, is_right, results
-from arbor.measure.evaluation.run_timeline import from_page, run_timeline, timeline_key
-from arbor.measure.statistics import clopper_pearson
+from arbor.measure.evaluation.page import index_page
+from arbor.measure.evaluation.results import compare, results
 from arbor.support.atomic_write import write_atomically
 from arbor.support.texts import human_bytes
 from arbor.trace.write import finite
@@ -86,47 +83,26 @@ def write_results(
 def write_index(folder: Path, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
     """Writes the page of a run, with links to the pages of its searches.
 
-    Traces are read where they have changed since the page was written.
+    Args:
+        folder: of the run.
+        found: the results, as in ``results.json``.
+        rows: rows of ``samples.jsonl``.
 
     Raises:
         UsageError: it cannot be written.
     """
     title, pages = f"arbor eval {name_of(str(found['dataset']))}", linked_pages(folder, rows)
-    key = timeline_key(folder, rows)
-    timeline = from_page(folder / PAGE, key) or run_timeline(folder, rows)
     accuracy = (found["accuracy"], *found["interval"]) if found["n"] else None
-    other = None if "comparison" not in found else _other(folder, found["comparison"]["with"], rows)
     text = index_page(
         title,
         result_lines(found),
         rows,
         pages,
         accuracy=accuracy,
-        timeline=timeline,
-        key=key,
-        other=other,
         made=RunFacts.read(folder),
     )
     write_atomically(folder / PAGE, text)
     return folder / PAGE
-
-
-def _other(folder: Path, path: str, rows: Sequence[Mapping[str, Any]]) -> ComparedRun | None:
-    """The run that a run is compared with, for its page; None where it is not there any more."""
-    try:
-        there, _ = read_rows(Path(path))
-    except InputError:
-        return None
-    common = {str(row["id"]): there[row["id"]] for row in rows if row["id"] in there}
-    right, n = sum(map(is_right, common.values())), len(common)
-    if not n:
-        return None
-    return ComparedRun(
-        os.path.relpath(path, folder),
-        common,
-        linked_pages(Path(path), common.values()),
-        (right / n, *clopper_pearson(right, n)),
-    )
 
 
 def write_samples(folder: Path) -> list[str]:

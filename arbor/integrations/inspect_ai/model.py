@@ -28,7 +28,6 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from arbor.errors import ArborError, InputError, UsageError
-from arbor.events import Boundary, Opened
 from arbor.model.sampling_params import Sampling
 from arbor.run.choices import PathTokens, PlainAnswers, RunCost, TextStream, TextToken
 from arbor.run.conversation import (
@@ -233,34 +232,46 @@ class ArborAPI(ModelAPI):
         shared = self._shared()
         try:
             with self._planning:
-                planned = self._planned(shared, asked)
+                run, left = self._planned(shared, asked)
         except InputError as error:
             if error.code != "problem-too-long":
                 raise
             return ModelOutput.from_content(
                 self.model_name, "", stop_reason="model_length", error=str(error)
             )
-        job = call.begin(shared, planned.run)
+        job = call.begin(shared, run)
         solution = job.solution()
-        made = _searched if planned.searched else _decoded
-        choices, cost = made(job, solution, planned, self._decode)
+        if asked.search is None:
+            texts, cost = _decoded(job, asked, left, self._decode)
+        else:
+            texts, cost = _searched(job, solution, asked, left, self._decode)
         return ModelOutput(
             model=self.model_name,
-            choices=[each.choice(self.model_name) for each in choices],
+            choices=[self._choice(*each) for each in texts],
             usage=ModelUsage(
                 input_tokens=cost.prompt,
                 output_tokens=cost.generated,
                 total_tokens=cost.prompt + cost.generated,
                 input_tokens_cache_read=cost.reused,
             ),
-            metadata={"arbor": _facts(solution, asked.seed, planned.searched)},
+            metadata={"arbor": _facts(solution, asked.seed, asked.search is not None)},
+        )
+
+    def _choice(
+        self, text: str, stop_reason: StopReason, tokens: Sequence[TextToken]
+    ) -> ChatCompletionChoice:
+        content = [Logprob(token=each.text, logprob=each.logprob) for each in tokens]
+        return ChatCompletionChoice(
+            message=ChatMessageAssistant(content=text, model=self.model_name, source="generate"),
+            stop_reason=stop_reason,
+            logprobs=Logprobs(content=content) if content else None,
         )
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._solver.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _planned(self, shared: SharedEngine, asked: _MessageRequest) -> _Planned:
-        """The run of a message.
+    def _planned(self, shared: SharedEngine, asked: _MessageRequest) -> tuple[Run, int | None]:
+        """The run of a message; tokens left in the context, where that is less than was asked for.
 
         Raises:
             ArborError: it cannot be run; an `InputError` where the conversation fills the context.
@@ -282,7 +293,7 @@ class ArborAPI(ModelAPI):
                 system, problem = problem_of(asked.messages)
                 changes = self._parts(shared, search, sampling)
                 changes["task"] = with_system(changes["task"], system)
-                return _Planned(shared.prepare(problem, options, **changes), asked, None)
+                return shared.prepare(problem, options, **changes), None
         text, left = self._conversation(shared, asked)
         most = min(asked.max_tokens, left)
         if search is None:
@@ -294,8 +305,8 @@ class ArborAPI(ModelAPI):
             changes["boundary"] = limited(
                 changes["boundary"], search.max_depth, path_tokens=search.path_tokens
             )
-        cut = left < asked.max_tokens
-        return _Planned(shared.prepare(text, options, **changes), asked, left if cut else None)
+        cut = left if left < asked.max_tokens else None
+        return shared.prepare(text, options, **changes), cut
 
     def _conversation(self, shared: SharedEngine, asked: _MessageRequest) -> tuple[Problem, int]:
         """The conversation as a text to continue, and the tokens that the context has left."""
@@ -448,88 +459,40 @@ class _MessageRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A run that has not begun.
-
-    Attributes:
-        run: the search, or plain decoding.
-        asked: what it answers.
-        left: tokens left in the context, where that is less than was asked for.
-    """
-
-    run: Run
-    asked: _MessageRequest
-    left: int | None
-
-    @property
-    def searched(self) -> bool:
-        return self.asked.search is not None
-
-    def stop_reason(self, ended: bool, tokens: int) -> StopReason:
-        if ended:
-            return "stop"
-        return "model_length" if self.left is not None and tokens >= self.left else "max_tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class _Completion:
-    text: str
-    stop_reason: StopReason
-    tokens: Sequence[TextToken]
-
-    def choice(self, model: str) -> ChatCompletionChoice:
-        content = [Logprob(token=each.text, logprob=each.logprob) for each in self.tokens]
-        return ChatCompletionChoice(
-            message=ChatMessageAssistant(content=self.text, model=model, source="generate"),
-            stop_reason=self.stop_reason,
-            logprobs=Logprobs(content=content) if content else None,
-        )
+Choice = tuple[str, StopReason, Sequence[TextToken]]
 
 
 def _decoded(
-    job: SearchJob, solution: Solution, planned: _Planned, decode: Any
-) -> tuple[list[_Completion], RunCost]:
+    job: SearchJob, asked: _MessageRequest, left: int | None, decode: Any
+) -> tuple[list[Choice], RunCost]:
     """The choices of plain decoding."""
-    asked = planned.asked
     answers = PlainAnswers(
         decode, job.run.prompt, asked.choices, asked.ends, with_logprobs=asked.with_logprobs
     )
     texts = [""] * asked.choices
     tokens: list[list[TextToken]] = [[] for _ in texts]
-    lengths, stopped = [0] * asked.choices, [False] * asked.choices
-    number: dict[int, int] = {}  # of the choice, by block
+    cut: StopReason = "max_tokens" if left is None else "model_length"
+    reasons = [cut] * asked.choices
     for event in _events(job):
-        match event:
-            case Opened(node=node, parent=0, index=index):
-                number[node] = index
-            case Boundary(node=node, ids=ids):
-                lengths[number[node]] = len(ids)
-            case _:
-                pass
         for delta in answers.feed(event):
             texts[delta.choice] += delta.text
             tokens[delta.choice] += delta.tokens
-            stopped[delta.choice] |= delta.finish == "stop"
-    return [
-        _Completion(text, planned.stop_reason(ended, length), found)
-        for text, ended, length, found in zip(texts, stopped, lengths, tokens, strict=True)
-    ], answers.cost
+            if delta.finish == "stop":
+                reasons[delta.choice] = "stop"
+    return list(zip(texts, reasons, tokens, strict=True)), answers.cost
 
 
 def _searched(
-    job: SearchJob, solution: Solution, planned: _Planned, decode: Any
-) -> tuple[list[_Completion], RunCost]:
+    job: SearchJob, solution: Solution, asked: _MessageRequest, left: int | None, decode: Any
+) -> tuple[list[Choice], RunCost]:
     """The choices of a search: its best path, then other finished ones."""
-    asked = planned.asked
     paths, cost = PathTokens(), RunCost()
     for event in _events(job):
         paths.feed(event)
         cost.count(event)
     finished = [each.node for each in solution.candidates]
-    best = solution.path[-1:]
-    choices = []
-    for node in list(dict.fromkeys([*best, *finished]))[: asked.choices]:
+    choices: list[Choice] = []
+    for node in list(dict.fromkeys([*solution.path[-1:], *finished]))[: asked.choices]:
         ids = paths.ids(node)
         stream = TextStream(decode, job.run.prompt, asked.ends)
         pieces = [
@@ -539,10 +502,11 @@ def _searched(
         # the longest continuation ends a path too
         full = asked.search is not None and asked.search.task is None
         ended = stream.stopped or paths.stop(node) == "eos" or (node in finished and not full)
+        cut = left is not None and len(ids) >= left
+        reason: StopReason = "stop" if ended else "model_length" if cut else "max_tokens"
         text = "".join(piece.text for piece in pieces)
-        tokens = [token for piece in pieces for token in piece.tokens]
-        choices.append(_Completion(text, planned.stop_reason(ended, len(ids)), tokens))
-    return choices or [_Completion("", "max_tokens", ())], cost
+        choices.append((text, reason, [token for piece in pieces for token in piece.tokens]))
+    return choices or [("", "max_tokens", ())], cost
 
 
 def _events(job: SearchJob) -> Iterator[Any]:

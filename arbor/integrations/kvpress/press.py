@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import typing
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from arbor.components import ONLY_IF_SET
@@ -19,23 +20,6 @@ if TYPE_CHECKING:
 
 _READS = "Presses work that read keys, values and the attention of the last queries"
 _SUCH_AS = f"{_READS}, such as SnapKVPress, TOVAPress, KeyDiffPress, KnormPress and LagKVPress."
-
-
-class _Config:
-    """What a press reads of a layer's `config`."""
-
-    def __init__(self, query_heads: int, kv_heads: int) -> None:
-        self.num_attention_heads = query_heads
-        self.num_key_value_heads = kv_heads
-
-
-class _Layer:
-    """What a press reads of an attention layer; without weights."""
-
-    def __init__(self, number: int, query_heads: int, kv_heads: int, head_dim: int) -> None:
-        self.layer_idx = number
-        self.head_dim = head_dim
-        self.config = _Config(query_heads, kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +88,7 @@ class PressScorer(HeadKVScorer):
         """The press's scores, [H_kv, n].
 
         Args:
-            keys: [n, H_kv, D_k].
-            values: [n, H_kv, D_v].
+            keys, values: [n, H_kv, D].
             attention: that of the last queries, the oldest first, [w, H_q, n].
             layer: its number.
 
@@ -124,9 +107,14 @@ class PressScorer(HeadKVScorer):
                 own["window_size"] = window
             query_heads = attention.shape[1]
             rows = attention.transpose(0, 1)[None]
+        read_by_presses = SimpleNamespace(
+            layer_idx=layer,
+            head_dim=keys.shape[2],
+            config=SimpleNamespace(num_attention_heads=query_heads, num_key_value_heads=heads),
+        )
         try:
             scores = self.press(**own).score(
-                _Layer(layer, query_heads, heads, keys.shape[2]),
+                read_by_presses,
                 keys.new_zeros(1, count, 0),  # hidden states, of which presses read the number
                 keys.transpose(0, 1)[None],
                 values.transpose(0, 1)[None],

@@ -32,6 +32,7 @@ from arbor.tasks.plain_text import SteppedText, cut_at, plain_problem
 
 MAX_GEN_TOKS = 256  # lm-eval's default
 ANY_DEVICE = (None, "cuda", "cuda:0")  # what lm-eval asks for by default: a GPU where there is one
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 PASSED_OVER = ("max_length", "num_beams", "num_return_sequences", "use_cache")
 
@@ -122,12 +123,10 @@ class ArborLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens of a context."""
         return self._context
 
     @property
     def max_gen_toks(self) -> int:
-        """Tokens of a continuation by default."""
         return self._max_gen_toks
 
     @property
@@ -150,14 +149,14 @@ class ArborLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text."""
-        text: str = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
         )
-        return text
 
     # Likelihoods
 
@@ -226,14 +225,8 @@ class ArborLM(TemplateLM):
         until = given.pop("until", None) or []
         ends = [until] if isinstance(until, str) else list(until)
         ends.append(self.tokenizer.decode([self.eot_token_id]))
-        most = next(
-            (
-                int(given.pop(name))
-                for name in ("max_gen_toks", "max_new_tokens", "max_tokens")
-                if name in given
-            ),
-            self._max_gen_toks,
-        )
+        asked = [int(given.pop(name)) for name in LENGTHS if name in given]
+        most = asked[0] if asked else self._max_gen_toks
         sampled = bool(given.pop("do_sample", float(given.get("temperature") or 0) > 0))
         chosen = {name: given.pop(name) for name in SAMPLING if name in given}
         unknown = sorted(given.keys() - set(PASSED_OVER))
@@ -283,5 +276,4 @@ class ArborLM(TemplateLM):
         while (event := job.events.get()) is not None:
             paths.feed(event)
         tokens = paths.ids(solution.path[-1]) if solution.path else []
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

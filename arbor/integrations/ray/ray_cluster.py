@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from arbor.solver import Solver
 
 LINGER_S = 0.05  # in which jobs that are sent together arrive
+CALLS = 2  # of one actor at a time: `take` waits while `give` comes
+LOCAL_STARTS = 2  # Ray gives its processes half a minute, too little on a busy machine
+REGISTER_S = 300  # in which a process of a worker has to answer Ray, for the same reason
+STORE_BYTES = 256 * 2**20  # of a cluster that is begun here; outcomes are small
+# Ray writes nothing of its own next to the command's output
+QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 class EngineProcess:
@@ -106,11 +112,9 @@ class EngineProcess:
         Returns:
             outcomes, or the traceback of a bug, after which nothing follows.
         """
-        found = [self._found.get()]
-        while not self._found.empty():
-            found.append(self._found.get())
-        delivered = []
-        for each in found:
+        delivered: list[Delivered] = []
+        while not delivered or not self._found.empty():
+            each = self._found.get()
             if isinstance(each, str):
                 return each
             delivered.append(each)
@@ -161,32 +165,21 @@ class EngineProcess:
         """The jobs of an idle engine: waits for one, and briefly for those sent with it."""
         job, alone = self._given.get()
         first = deque([job])
-        while len(first) < self._concurrency and not alone:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while len(first) < self._concurrency and not alone:
                 job, alone = self._given.get(timeout=LINGER_S)
-            except queue.Empty:
-                break
-            first.append(job)
+                first.append(job)
         return first
 
     def _next(self) -> Job | None:
         """The next job, if it is here."""
-        try:
+        with contextlib.suppress(queue.Empty):
             return self._given.get_nowait()[0]
-        except queue.Empty:
-            return None
-
-
-CALLS = 2  # of one actor at a time: `take` waits while `give` comes
-LOCAL_STARTS = 2  # Ray gives its processes half a minute, too little on a busy machine
-REGISTER_S = 300  # in which a process of a worker has to answer Ray, for the same reason
-STORE_BYTES = 256 * 2**20  # of a cluster that is begun here; outcomes are small
-
-logger = logging.getLogger(__name__)
+        return None
 
 
 class RayCluster:
-    """Workers as actors of Ray.
+    """A `Cluster` of actors of Ray.
 
     An actor asks for one GPU where the device is CUDA, and for as many CPUs as it has threads.
     Ray places them, adds machines where it may, and says which have died.
@@ -258,13 +251,15 @@ class RayCluster:
         return max(1, gpus if self._on_gpu else cpus // self._threads)
 
     def start(self) -> int:
-        """Begin a worker; its number."""
-        resources = {"num_cpus": self._threads, "num_gpus": int(self._on_gpu)}
-        if self._on_gpu:
-            resources["num_cpus"] = 1
         actor = (
             self._ray.remote(EngineProcess)
-            .options(max_concurrency=CALLS, max_restarts=0, max_task_retries=0, **resources)
+            .options(
+                num_cpus=self._cpus,
+                num_gpus=int(self._on_gpu),
+                max_concurrency=CALLS,
+                max_restarts=0,
+                max_task_retries=0,
+            )
             .remote(self._config, self._unrecorded, self._concurrency)
         )
         worker = next(self._names)
@@ -273,18 +268,15 @@ class RayCluster:
         return worker
 
     def give(self, worker: int, jobs: Sequence[Job], alone: bool) -> None:
-        """Hand jobs to a worker."""
         self._actors[worker].give.remote(list(jobs), alone)
 
     def news(self, seconds: float) -> list[News]:
-        """What has happened, as soon as anything has; nothing after so many seconds."""
         if not self._awaited:
             return []
         done, _ = self._ray.wait(list(self._awaited), num_returns=1, timeout=seconds)
         return [self._heard(each) for each in done]
 
     def _heard(self, call: Any) -> News:
-        """The news of a call that is over."""
         worker, method = self._awaited.pop(call)
         try:
             answer = self._ray.get(call)
@@ -300,7 +292,6 @@ class RayCluster:
         return Ready(worker, answer) if method == "load" else Finished(worker, answer)
 
     def end(self, worker: int) -> None:
-        """End a worker's process, and what it has in progress."""
         actor = self._actors.pop(worker, None)
         self._awaited = {
             call: (whose, method)
@@ -312,15 +303,18 @@ class RayCluster:
                 self._ray.kill(actor)
 
     def lack(self) -> str | None:
-        """What the cluster lacks for any worker to begin; None: nothing."""
         total = self._ray.cluster_resources()
         if self._on_gpu and total.get("GPU", 0) < 1:
             return "each worker asks for a GPU, and the cluster has none"
-        needed = 1 if self._on_gpu else self._threads
         cpus = int(total.get("CPU", 0))
-        if cpus < needed:
-            return f"each worker asks for {needed} CPUs, and the cluster has {cpus}"
+        if cpus < self._cpus:
+            return f"each worker asks for {self._cpus} CPUs, and the cluster has {cpus}"
         return None
+
+    @property
+    def _cpus(self) -> int:
+        """CPUs of a worker."""
+        return 1 if self._on_gpu else self._threads
 
     def close(self) -> None:
         """End every worker, and the cluster or connection that `open` began."""
@@ -344,9 +338,7 @@ class RayCluster:
                 if address is None:
                     self._begin_here()
                 else:
-                    self._ray.init(
-                        address="auto" if address == RUNNING else address, **self._quiet()
-                    )
+                    self._ray.init("auto" if address == RUNNING else address, **QUIET)
                 return
             except Exception as error:
                 failed = error
@@ -368,13 +360,8 @@ class RayCluster:
             num_cpus=max(os.cpu_count() or 1, (self._place.number or 1) * self._threads),
             object_store_memory=STORE_BYTES,
             include_dashboard=False,
-            **self._quiet(),
+            **QUIET,
         )
-
-    @staticmethod
-    def _quiet() -> dict[str, Any]:
-        """Arguments by which Ray writes nothing of its own next to the command's output."""
-        return {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 @contextlib.contextmanager

@@ -1,50 +1,51 @@
-"""The application: OpenAI's endpoints, health and metrics."""
+"""The application: OpenAI's endpoints, health and metrics, on a socket until a signal ends it."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
+import errno
 import hashlib
 import hmac
 import logging
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from arbor._version import __version__
+from arbor.errors import UsageError
 from arbor.integrations.server.planned import Planned, plan_chat, plan_completion, plan_solve
-from arbor.integrations.server.public import PublicRecords
 from arbor.integrations.server.refusals import Refusal, refusal_of, refusal_of_body
-from arbor.integrations.server.responses import DONE, HEARTBEAT, Responses, sse
+from arbor.integrations.server.responses import PublicRecords, Responses
 from arbor.integrations.server.schema import (
     ChatRequest,
     CompletionRequest,
     Generating,
     SolveRequest,
 )
-from arbor.integrations.server.service import Admitted, RunEnded, Service
+from arbor.integrations.server.service import Service
 from arbor.integrations.server.settings import ServerSettings
-from arbor.run.choices import Delta
-
-logger = logging.getLogger(__name__)
+from arbor.run.worker import SharedEngine
 
 CLIENT_GONE = 499  # nginx's status for it; nobody reads it
-VIEW_REFRESH_S = 5  # of the viewer while its search goes on
-PAGE_HEADERS = {"Cache-Control": "no-store", "X-Frame-Options": "DENY"}
 SSE_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
+HEADERS_BYTES = 65_536
+IDLE_S = 15  # of a connection that is kept open
+BACKLOG = 256
 
-
-Parsed = TypeVar("Parsed", bound=BaseModel)
+Asked = TypeVar("Asked", bound=BaseModel)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -105,102 +106,68 @@ def make_app(service: Service) -> FastAPI:
 
     # Generation
 
-    async def answer(
-        request: Request, body: Generating, kind: str, plan: Callable[[], Planned]
-    ) -> Response:
-        """The response to a chat or a completion."""
-        arrived_s = time.monotonic()
-        check_model(body.model)
-        admitted = await service.admit(plan, arrived_s)
-        options = body.stream_options
-        with_usage = bool(options and options.include_usage)
-        form = Responses(settings.name, admitted.planned, kind, with_usage)
-        over = ending(admitted, request.url.path, arrived_s)
-        if body.stream:
-            return EventStream(_chunks(admitted, form, with_usage), over)
-        return await whole(request, _whole(admitted, form), over)
+    def generates(
+        path: str,
+        schema: type[ChatRequest] | type[CompletionRequest] | type[SolveRequest],
+        plan: Callable[[Any, SharedEngine, ServerSettings], Planned],
+        responses: Callable[[Planned, Any], Responses | PublicRecords],
+    ) -> None:
+        """Adds an endpoint: plan what a body asks for, run it, answer whole or in parts."""
 
-    def check_model(name: str | None) -> None:
-        if name is not None and name != settings.name:
-            raise Refusal(
-                404,
-                "model_not_found",
-                f"The model '{name}' is not served here; this is '{settings.name}'.",
-                param="model",
-            )
+        @app.post(path, dependencies=guarded)
+        async def answer(request: Request) -> Response:
+            arrived_s = time.monotonic()
+            body = await parsed_body(request, settings, schema)
+            if body.model is not None and body.model != settings.name:
+                words = f"The model '{body.model}' is not served here; this is '{settings.name}'."
+                raise Refusal(404, "model_not_found", words, param="model")
+            admitted = await service.admit(lambda: plan(body, service.engine, settings), arrived_s)
+            made = responses(admitted.planned, body)
 
-    def ending(admitted: Admitted, path: str, arrived_s: float) -> Callable[[int], None]:
-        """What is called with the status at the end of a request that was admitted."""
+            def over(status: int) -> None:
+                admitted.close()
+                metrics.requests.labels(path, str(status)).inc()
+                metrics.seconds.labels(path).observe(time.monotonic() - arrived_s)
+                if status == CLIENT_GONE:
+                    metrics.cancelled.inc()
 
-        def over(status: int) -> None:
-            admitted.close()
-            metrics.requests.labels(path, str(status)).inc()
-            metrics.seconds.labels(path).observe(time.monotonic() - arrived_s)
-            if status == CLIENT_GONE:
-                metrics.cancelled.inc()
+            if body.stream:
+                return EventStream(made.stream(admitted), over)
+            status = 500
+            try:
+                document = await unless_gone(request, made.whole(admitted))
+                status = 200
+            except Refusal as refusal:
+                status = refusal.status
+                return refusal.response()
+            except ClientGone:
+                status = CLIENT_GONE
+                return Response(status_code=CLIENT_GONE)
+            finally:
+                over(status)
+            return JSONResponse(document)
 
-        return over
-
-    async def whole(
-        request: Request, work: Awaitable[dict[str, Any]], over: Callable[[int], None]
-    ) -> Response:
-        """The response once some work is done."""
-        status = 500
-        try:
-            document = await unless_gone(request, work)
-            status = 200
-        except Refusal as refusal:
-            status = refusal.status
-            return refusal.response()
-        except ClientGone:
-            status = CLIENT_GONE
-            return Response(status_code=CLIENT_GONE)
-        finally:
-            over(status)
-        return JSONResponse(document)
-
-    @app.post("/v1/chat/completions", dependencies=guarded)
-    async def chat(request: Request) -> Response:
-        body = await parsed_body(request, settings, ChatRequest)
-        plan = lambda: plan_chat(body, service.engine, settings)  # noqa: E731
-        return await answer(request, body, "chat.completion", plan)
-
-    @app.post("/v1/completions", dependencies=guarded)
-    async def complete(request: Request) -> Response:
-        body = await parsed_body(request, settings, CompletionRequest)
-        plan = lambda: plan_completion(body, service.engine, settings)  # noqa: E731
-        return await answer(request, body, "text_completion", plan)
-
-    @app.post("/v1/solve", dependencies=guarded)
-    async def solve(request: Request) -> Response:
-        arrived_s = time.monotonic()
-        body = await parsed_body(request, settings, SolveRequest)
-        check_model(body.model)
-        plan = lambda: plan_solve(body, service.engine, settings)  # noqa: E731
-        admitted = await service.admit(plan, arrived_s)
-        records = PublicRecords(service.source, settings.name)
-        over = ending(admitted, request.url.path, arrived_s)
-        if body.stream:
-            return EventStream(_events(admitted, records), over)
-        return await whole(request, _solution(admitted, records), over)
+    name = settings.name
+    generates(
+        "/v1/chat/completions",
+        ChatRequest,
+        plan_chat,
+        lambda planned, body: Responses(name, planned, "chat.completion", _with_usage(body)),
+    )
+    generates(
+        "/v1/completions",
+        CompletionRequest,
+        plan_completion,
+        lambda planned, body: Responses(name, planned, "text_completion", _with_usage(body)),
+    )
+    generates(
+        "/v1/solve",
+        SolveRequest,
+        plan_solve,
+        lambda planned, body: PublicRecords(service.source, name),
+    )
 
     # The server itself
-
-    @app.get("/", dependencies=guarded)
-    async def index() -> Response:
-        if service.live is None:
-            return PlainTextResponse(f"arbor {__version__} serves {settings.name} at /v1\n")
-        return HTMLResponse(service.live.index(), headers=PAGE_HEADERS)
-
-    @app.get("/live/{identity}", dependencies=guarded)
-    async def live(identity: str) -> Response:
-        search = None if service.live is None else service.live.find(identity)
-        events = None if search is None else search.events()
-        if search is None or events is None:
-            raise Refusal(404, "unknown_search", "This search is not shown.")
-        page = await run_in_threadpool(search.page, events)
-        refresh = {} if search.ended else {"Refresh": str(VIEW_REFRESH_S)}
-        return HTMLResponse(page, headers=PAGE_HEADERS | refresh)
 
     model = {"id": settings.name, "object": "model", "created": created, "owned_by": "arbor"}
 
@@ -228,6 +195,11 @@ def make_app(service: Service) -> FastAPI:
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
     return app
+
+
+def _with_usage(body: Generating) -> bool:
+    """Whether a stream ends with the usage."""
+    return bool(body.stream_options and body.stream_options.include_usage)
 
 
 class ClientGone(Exception):
@@ -285,65 +257,14 @@ class EventStream(StreamingResponse):
             self._over(200 if sent else CLIENT_GONE)
 
 
-async def _whole(admitted: Admitted, form: Responses) -> dict[str, Any]:
-    """The response once everything has ended."""
-    deltas: list[tuple[int, Delta]] = []
-    ended: list[tuple[int, RunEnded]] = []
-    async for news in admitted.news():
-        deltas += news.deltas
-        ended += news.ended
-    return form.whole(deltas, ended)
-
-
-async def _solution(admitted: Admitted, records: PublicRecords) -> dict[str, Any]:
-    """The solution of the only run."""
-    solution: dict[str, Any] = {}
-    async for news in admitted.news():
-        for _, end in news.ended:
-            solution = records.solution(end.solution)
-    return solution
-
-
-async def _events(admitted: Admitted, records: PublicRecords) -> AsyncIterator[bytes]:
-    """The events of the only run as they come, and its solution; an error is the last event."""
-    try:
-        async for news in admitted.news(streaming=True, with_events=True):
-            chunks = []
-            for _, event in news.events:
-                chunks.append(sse(records.record(event), event.name))
-            chunks += [sse(records.solution(end.solution), "solution") for _, end in news.ended]
-            yield b"".join(chunks) or HEARTBEAT
-    except Refusal as refusal:
-        yield sse(refusal.to_dict(), "error")
-
-
-async def _chunks(admitted: Admitted, form: Responses, with_usage: bool) -> AsyncIterator[bytes]:
-    """The response as it comes; an error is the last event."""
-    for chunk in form.roles():
-        yield chunk
-    ended: list[tuple[int, RunEnded]] = []
-    try:
-        async for news in admitted.news(streaming=True):
-            ended += news.ended
-            if not news.deltas and not news.ended:
-                yield HEARTBEAT
-            elif news.deltas:
-                yield b"".join(form.chunk(run, delta) for run, delta in news.deltas)
-        if with_usage:
-            yield form.last(ended)
-        yield DONE
-    except Refusal as refusal:
-        yield sse(refusal.to_dict())
-
-
 # API keys, and the bodies of requests within their limits
 
 
 def check_key(request: Request, settings: ServerSettings) -> None:
     """Refuse a request without a valid API key, where the server has any.
 
-    A browser sends the key as the password of any user. Digests are compared, with every key, in a
-    time that depends neither on where keys differ nor on their lengths.
+    Digests are compared, with every key, in a time that depends neither on where keys differ nor
+    on their lengths.
 
     Raises:
         Refusal: no key, or a wrong one.
@@ -351,13 +272,8 @@ def check_key(request: Request, settings: ServerSettings) -> None:
     if not settings.api_keys:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    token = b""
-    if scheme.lower() == "bearer":
-        token = given.strip().encode("utf-8", "surrogateescape")
-    elif scheme.lower() == "basic":
-        with contextlib.suppress(ValueError):
-            token = base64.b64decode(given.strip(), validate=True).partition(b":")[2]
-    given_digest = hashlib.sha256(token).digest()
+    token = given.strip() if scheme.lower() == "bearer" else ""
+    given_digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
     digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
     matches = [hmac.compare_digest(given_digest, each) for each in digests]
     if not any(matches):
@@ -397,7 +313,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     return b"".join(parts)
 
 
-async def parsed_body(request: Request, settings: ServerSettings, model: type[Parsed]) -> Parsed:
+async def parsed_body(request: Request, settings: ServerSettings, schema: type[Asked]) -> Asked:
     """The body of a request by its schema.
 
     Raises:
@@ -405,8 +321,77 @@ async def parsed_body(request: Request, settings: ServerSettings, model: type[Pa
     """
     body = await read_body(request, settings)
     try:
-        return model.model_validate_json(body)
+        return schema.model_validate_json(body)
     except ValidationError as error:
         raise refusal_of_body(error) from None
     except (UnicodeDecodeError, RecursionError):
         raise Refusal(400, "invalid_json", "The body is not JSON in UTF-8.") from None
+
+
+# The socket, and uvicorn
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        host: name or address.
+        port: 0 takes a free one.
+
+    Raises:
+        UsageError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        hint = "Take another --port; 0 takes a free one." if taken else "Check --bind and --port."
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise UsageError("address", f"{host}:{port}: {reason}.", hint) from error
+
+
+def url_of(listening: socket.socket) -> str:
+    """The address of a socket that listens, as a URL."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server of a service.
+
+    Args:
+        service: drained and closed when the server ends.
+        ready: called once requests are answered.
+        verbose: log every request.
+    """
+
+    def __init__(self, service: Service, ready: Callable[[], None], verbose: bool = False) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(service),
+                log_level="info" if verbose else "warning",
+                access_log=verbose,
+                timeout_keep_alive=IDLE_S,
+                timeout_graceful_shutdown=max(1, round(service.settings.drain)),
+                h11_max_incomplete_event_size=HEADERS_BYTES,
+                server_header=False,
+            )
+        )
+        self.service = service
+        self.ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, then the report."""
+        await super().startup(sockets)
+        if not self.should_exit:
+            self.ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then uvicorn's; after a second Ctrl-C, which gives up what is in progress, the
+        application is closed too, and what was given up is not logged as a fault."""
+        self.service.drain()
+        await super().shutdown(sockets)
+        if self.force_exit:
+            logging.getLogger("uvicorn.error").disabled = True
+            await self.lifespan.shutdown()

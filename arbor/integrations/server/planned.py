@@ -71,18 +71,13 @@ def plan_chat(body: ChatRequest, engine: SharedEngine, settings: ServerSettings)
     Raises:
         Refusal, ArborError: it cannot be run.
     """
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise Refusal(
-            400,
-            "invalid_request",
-            "max_tokens and max_completion_tokens are the same; give one.",
-            param="max_tokens",
-        )
+    most = body.max_completion_tokens or body.max_tokens
+    if body.max_tokens not in (None, most):
+        words = "max_tokens and max_completion_tokens are the same; give one."
+        raise Refusal(400, "invalid_request", words, param="max_tokens")
     if body.top_logprobs and not body.logprobs:
         words = "top_logprobs needs logprobs: true."
         raise Refusal(400, "invalid_request", words, param="top_logprobs")
-    most = next(iter(limits), None)
     planning = _Planning(body, engine, settings, bool(body.logprobs), body.top_logprobs or 0)
     turns = _turns(body.messages)
     form = None if body.response_format is None else body.response_format.form
@@ -120,19 +115,15 @@ def plan_completion(
         if len(texts) < len(prompts):
             raise Refusal(400, "invalid_request", "A search needs text.", param="prompt")
         return planning.searches(body.search, texts, body.max_tokens)
-    tokenizer = engine.setup.checkpoint.read().tokenizer
-    vocabulary = engine.setup.checkpoint.read().info.vocabulary
+    checkpoint = engine.setup.checkpoint.read()
+    tokenizer, vocabulary = checkpoint.tokenizer, checkpoint.info.vocabulary
     given: list[tuple[list[int], str]] = []
     for each in prompts:
         if isinstance(each, str):
             given.append((encode_raw(tokenizer, each), each))
         elif max(each) >= vocabulary:
-            raise Refusal(
-                400,
-                "invalid_token",
-                f"Token {max(each)} is not one of the model's {vocabulary:,}.",
-                param="prompt",
-            )
+            words = f"Token {max(each)} is not one of the model's {vocabulary:,}."
+            raise Refusal(400, "invalid_token", words, param="prompt")
         else:
             given.append((each, tokenizer.decode(each)))
     return planning.plain(given, body.max_tokens or COMPLETION_TOKENS)
@@ -148,20 +139,6 @@ def plan_solve(body: SolveRequest, engine: SharedEngine, settings: ServerSetting
     assert generating.arbor is not None, "a problem is searched"
     planning = _Planning(generating, engine, settings, False, detail=body.trace_level)
     return planning.searches(generating.arbor, [body.problem], body.max_tokens)
-
-
-def _check_budget(asked: Budget, shared: Budget) -> None:
-    """Refuse a budget that is not the one which all searches share.
-
-    Raises:
-        UsageError: names the shared one.
-    """
-    if asked != shared:
-        raise UsageError(
-            "budget-shared",
-            f"all searches here share a budget of {shared}, and this one asks for {asked}.",
-            f"Give {shared}, or leave it out.",
-        )
 
 
 def _check_form(form: StepFormat) -> None:
@@ -282,9 +259,7 @@ class _Planning:
         self._check_count(len(prompts))
         copies = self._choices if self._sampling().temperature == 0 else 1
         choices = self._choices // copies
-        runs = [
-            self._plain_run(tokens, text, choices, max_tokens, form) for tokens, text in prompts
-        ]
+        runs = [self._plain_run(*prompt, choices, max_tokens, form) for prompt in prompts]
         return self._planned(runs, searched=False, copies=copies)
 
     def searches(
@@ -304,11 +279,16 @@ class _Planning:
         """
         self._check_count(len(problems))
         if self._with_logprobs or self._body.stops:
-            name = "logprobs" if self._with_logprobs else "stop"
-            raise _not_of_a_search(name)
+            raise _not_of_a_search("logprobs" if self._with_logprobs else "stop")
         setup = self._engine.setup
-        if search.budget is not None and self._engine.tokens is None:
-            _check_budget(Budget.parse(search.budget), setup.budget)
+        own = self._engine.tokens is not None  # searches have budgets of their own
+        asked = None if own or search.budget is None else Budget.parse(search.budget)
+        if asked not in (None, setup.budget):
+            raise UsageError(
+                "budget-shared",
+                f"all searches here share a budget of {setup.budget}, and this one asks for {asked}.",
+                f"Give {setup.budget}, or leave it out.",
+            )
         changes = search_changes(search, setup, self._settings)
         with _of_the_messages():
             changes["task"] = with_system(changes["task"], system)
@@ -366,8 +346,7 @@ class _Planning:
     def _sampling(self) -> Sampling:
         """The server's sampling with what the request changes."""
         names = ("temperature", "top_p", "top_k", "min_p")
-        asked = {name: getattr(self._body, name) for name in names}
-        given = {name: value for name, value in asked.items() if value is not None}
+        given = {n: value for n in names if (value := getattr(self._body, n)) is not None}
         if given.get("top_k") == -1:  # off, as vLLM has it
             given["top_k"] = 0
         return dataclasses.replace(self._engine.setup.resolved_sampling, **given)
@@ -375,27 +354,17 @@ class _Planning:
     def _check_count(self, prompts: int) -> None:
         most = self._settings.max_choices
         if prompts * self._choices > most:
-            raise Refusal(
-                400,
-                "limit_exceeded",
+            words = (
                 f"{prompts:,} prompts with {self._choices:,} choices each; the server allows "
-                f"{most:,} choices in one request.",
-                param="n" if prompts == 1 else "prompt",
+                f"{most:,} choices in one request."
             )
+            raise Refusal(400, "limit_exceeded", words, param="n" if prompts == 1 else "prompt")
 
     def _check_stops(self) -> None:
         stops, settings = self._body.stops, self._settings
         if len(stops) > settings.max_stops:
-            raise Refusal(
-                400,
-                "limit_exceeded",
-                f"{len(stops):,} stop strings; the server allows {settings.max_stops}.",
-                param="stop",
-            )
+            words = f"{len(stops):,} stop strings; the server allows {settings.max_stops}."
+            raise Refusal(400, "limit_exceeded", words, param="stop")
         if any(not stop or len(stop) > settings.stop_length for stop in stops):
-            raise Refusal(
-                400,
-                "invalid_request",
-                f"A stop string has 1 to {settings.stop_length} characters.",
-                param="stop",
-            )
+            words = f"A stop string has 1 to {settings.stop_length} characters."
+            raise Refusal(400, "invalid_request", words, param="stop")

@@ -71,7 +71,7 @@ class Refusal(Exception):
         if self.retry_s is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_s)))
         if self.status == 401:
-            headers["WWW-Authenticate"] = 'Bearer, Basic realm="arbor"'
+            headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.to_dict(), self.status, headers)
 
 

@@ -1,20 +1,25 @@
-"""Responses in OpenAI's format, whole and as chunks of a stream."""
+"""Responses, whole and as a stream: in OpenAI's format, or a search event by event."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from arbor._version import __version__
 from arbor.engine.text import BROKEN
+from arbor.events import Event, Header
 from arbor.integrations.server.planned import Planned
-from arbor.integrations.server.service import RunEnded
+from arbor.integrations.server.refusals import Refusal
+from arbor.integrations.server.service import Admitted, RunEnded
 from arbor.integrations.server.tool_calls import CallReader
 from arbor.run.choices import Delta, RunCost, TextToken
+from arbor.run.solution import Solution
+from arbor.trace.write import finite, to_record
 
 FINGERPRINT = f"arbor-{__version__}"
 DONE = b"data: [DONE]\n\n"
@@ -26,14 +31,6 @@ def sse(data: Any, event: str | None = None) -> bytes:
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     name = "" if event is None else f"event: {event}\n"
     return f"{name}data: {text}\n\n".encode()
-
-
-@dataclass(slots=True)
-class _WholeChoice:
-    texts: list[str] = field(default_factory=list)
-    tokens: list[TextToken] = field(default_factory=list)
-    finish: str | None = None
-    found: dict[str, Any] | None = None
 
 
 class Responses:
@@ -68,46 +65,51 @@ class Responses:
 
     # Whole
 
-    def whole(
-        self, deltas: Iterable[tuple[int, Delta]], ended: Sequence[tuple[int, RunEnded]]
-    ) -> dict[str, Any]:
+    async def whole(self, admitted: Admitted) -> dict[str, Any]:
         """The response, once all runs have ended."""
-        choices: dict[int, _WholeChoice] = {}
-        for run, delta in deltas:
-            choice = choices.setdefault(self.index(run, delta.choice), _WholeChoice())
-            choice.texts.append(delta.text)
-            choice.tokens += delta.tokens
-            choice.finish = delta.finish or choice.finish
-            choice.found = delta.found or choice.found
+        choices: dict[int, list[Delta]] = {}
+        ended: list[RunEnded] = []
+        async for news in admitted.news():
+            ended += news.ended
+            for run, delta in news.deltas:
+                choices.setdefault(self.index(run, delta.choice), []).append(delta)
         return {
             **self._base,
             "object": self._kind,
-            "choices": [self._choice(index, each) for index, each in sorted(choices.items())],
-            **self.closing(ended),
+            "choices": [self._whole(index, each) for index, each in sorted(choices.items())],
+            **self._closing(ended),
         }
 
-    def _choice(self, index: int, choice: _WholeChoice) -> dict[str, Any]:
+    def _whole(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """A choice; the last of its deltas has its end."""
         reader = CallReader(self._planned.calls)
-        text = reader.feed("".join(choice.texts))
+        text = reader.feed("".join(delta.text for delta in deltas))
         rest, calls = reader.end()
-        content: dict[str, Any] = {"text": text + rest}
+        text += rest
+        content: dict[str, Any] = {"text": text}
         if self._chat:
-            words = text + rest
-            message = {"role": "assistant", "content": words or None if calls else words}
+            message = {"role": "assistant", "content": text or None if calls else text}
             content = {"message": message | {"refusal": None} | _called(calls)}
+        tokens = tuple(token for delta in deltas for token in delta.tokens)
+        return self._choice(index, content, replace(deltas[-1], tokens=tokens), calls)
+
+    def _choice(
+        self, index: int, content: dict[str, Any], delta: Delta, calls: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        finish = "tool_calls" if calls and delta.finish == "stop" else delta.finish
         return {
             "index": index,
             **content,
-            "finish_reason": _finish(choice.finish, calls),
-            "logprobs": self._logprobs(choice.tokens),
-            **({} if choice.found is None else {"arbor": choice.found}),
+            "finish_reason": finish,
+            "logprobs": self._logprobs(delta.tokens),
+            **({} if delta.found is None else {"arbor": delta.found}),
         }
 
-    def closing(self, ended: Sequence[tuple[int, RunEnded]]) -> dict[str, Any]:
+    def _closing(self, ended: Sequence[RunEnded]) -> dict[str, Any]:
         """Usage, and how the runs ended, in their order."""
-        runs = [end for _, end in sorted(ended, key=lambda each: each[0])]
+        runs = sorted(ended, key=lambda end: end.run)
         return {
-            "usage": usage([end.answers.cost for end in runs]),
+            "usage": usage([end.cost for end in runs]),
             "arbor": {
                 "seed": self._planned.seed,
                 "runs": [
@@ -124,7 +126,25 @@ class Responses:
 
     # Chunks
 
-    def roles(self) -> list[bytes]:
+    async def stream(self, admitted: Admitted) -> AsyncIterator[bytes]:
+        """The response as it comes; an error is the last event."""
+        for chunk in self._roles():
+            yield chunk
+        ended: list[RunEnded] = []
+        try:
+            async for news in admitted.news(streaming=True):
+                ended += news.ended
+                if not news.deltas and not news.ended:
+                    yield HEARTBEAT
+                elif news.deltas:
+                    yield b"".join(self.chunk(run, delta) for run, delta in news.deltas)
+            if self._no_usage:
+                yield self._chunk([], **self._closing(ended))
+            yield DONE
+        except Refusal as refusal:
+            yield sse(refusal.to_dict())
+
+    def _roles(self) -> list[bytes]:
         """The first chunk of each choice of a chat; those of a search but the first come with
         their text, as a search may find fewer."""
         if not self._chat:
@@ -155,20 +175,8 @@ class Responses:
             content: dict[str, Any] = {"delta": role | said | _called(numbered)}
         else:
             content = {"text": delta.text}
-        choice = {
-            "index": index,
-            **content,
-            "finish_reason": _finish(delta.finish, calls),
-            "logprobs": self._logprobs(delta.tokens),
-            **({} if delta.found is None else {"arbor": delta.found}),
-        }
-        if delta.finish is not None:
-            return self._chunk([choice], arbor={"seed": self._planned.seed})
-        return self._chunk([choice])
-
-    def last(self, ended: Sequence[tuple[int, RunEnded]]) -> bytes:
-        """The chunk without choices that has the usage."""
-        return self._chunk([], **self.closing(ended))
+        seed = {} if delta.finish is None else {"arbor": {"seed": self._planned.seed}}
+        return self._chunk([self._choice(index, content, delta, calls)], **seed)
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         kind = "chat.completion.chunk" if self._chat else self._kind
@@ -221,11 +229,6 @@ def _called(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"tool_calls": list(calls)} if calls else {}
 
 
-def _finish(finish: str | None, calls: Sequence[dict[str, Any]]) -> str | None:
-    """OpenAI's reason for the end of a choice."""
-    return "tool_calls" if calls and finish == "stop" else finish
-
-
 def usage(costs: Sequence[RunCost]) -> dict[str, Any]:
     """OpenAI's usage, with what arbor counts in addition."""
     prompt = sum(cost.prompt for cost in costs)
@@ -238,3 +241,64 @@ def usage(costs: Sequence[RunCost]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(cost.reused for cost in costs)},
         "arbor": {name: sum(int(cost.counters.get(name, 0)) for cost in costs) for name in names},
     }
+
+
+class PublicRecords:
+    """The events and the solution of one run as records of a trace, without paths of the machine.
+
+    Args:
+        source: name or path of the model, as the solver was given it.
+        name: of the model in requests.
+    """
+
+    def __init__(self, source: str, name: str) -> None:
+        self._source = source
+        self._name = name
+        self._start_s: float | None = None
+        self._count = 0
+
+    async def whole(self, admitted: Admitted) -> dict[str, Any]:
+        """The solution of the only run."""
+        ended = [end async for news in admitted.news() for end in news.ended]
+        return self._solution(ended[0].solution)
+
+    async def stream(self, admitted: Admitted) -> AsyncIterator[bytes]:
+        """The events of the only run as they come, and its solution; an error is the last event."""
+        try:
+            async for news in admitted.news(streaming=True, with_events=True):
+                chunks = [sse(self._record(event), event.name) for event in news.events]
+                chunks += [sse(self._solution(end.solution), "solution") for end in news.ended]
+                yield b"".join(chunks) or HEARTBEAT
+        except Refusal as refusal:
+            yield sse(refusal.to_dict(), "error")
+
+    def _record(self, event: Event) -> dict[str, Any]:
+        """One event, as a line of a trace holds it."""
+        now = time.perf_counter()
+        if self._start_s is None:
+            self._start_s = now
+        record = to_record(event)
+        if isinstance(event, Header):
+            record["config"] = self._public(record["config"])
+            record["model"] = self._public(record["model"])
+        numbered = {"e": record.pop("e"), "i": self._count, "t": round(now - self._start_s, 6)}
+        self._count += 1
+        return {**numbered, **record}
+
+    def _solution(self, solution: Solution) -> dict[str, Any]:
+        """A solution, as `Solution.to_dict`."""
+        document: dict[str, Any] = finite(solution.to_dict())
+        document["config"] = self._public(document["config"])
+        return document
+
+    def _public(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._public(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._public(each) for each in value]
+        if not isinstance(value, str):
+            return value
+        if value == self._source:
+            return self._name
+        is_path = PurePosixPath(value).is_absolute() or PureWindowsPath(value).is_absolute()
+        return "(path)" if is_path else value

@@ -97,9 +97,8 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
     options = read_options(ServeOptions, values | {"budget": str(budget) if is_part else "full"})
     _check_packages()
     with ending_at_once():
-        from arbor.integrations.server.app import make_app
+        from arbor.integrations.server.app import LOCAL_HOSTS, Server, bound_socket, url_of
         from arbor.integrations.server.service import Service
-        from arbor.integrations.server.serving import LOCAL_HOSTS, Server, bound_socket, url_of
 
     keys = read_keys(options.api_keys, os.environ.get(KEYS_VARIABLE))
     local = _is_local(options.bind)
@@ -133,13 +132,7 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
                     kv = f"{tokens:,} tokens of KV ({human_bytes(size)})"
                 output.print(f"serving {settings.name} at {url}/v1 · {kv}")
 
-        server = Server(
-            make_app(service),
-            settings.drain,
-            ready=ready,
-            draining=service.drain,
-            verbose=output.verbose > 0,
-        )
+        server = Server(service, ready, output.verbose > 0)
         try:
             server.run(sockets=[listening])
         except KeyboardInterrupt:  # the signal that ended it, raised again when it has ended

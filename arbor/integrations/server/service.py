@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +16,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from arbor.engine.text import Decode
 from arbor.events import Event
-from arbor.integrations.server.live import LiveSearches
 from arbor.integrations.server.planned import Planned
 from arbor.integrations.server.refusals import Refusal, refusal_of
 from arbor.integrations.server.settings import ServerSettings
-from arbor.run.choices import Choices, Delta, PlainAnswers, SearchAnswers
+from arbor.run.choices import Choices, Delta, PlainAnswers, RunCost, SearchAnswers
 from arbor.run.solution import Solution
 from arbor.run.stream import SearchJob
 
@@ -39,15 +38,11 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The end of a run.
+    """The end of a run: its number, what it found, and what it has cost."""
 
-    Attributes:
-        solution: what it found.
-        answers: its choices, folded.
-    """
-
+    run: int
     solution: Solution
-    answers: Choices
+    cost: RunCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,74 +51,61 @@ class RequestNews:
 
     Attributes:
         deltas: (number of the run, what a choice of it has grown by).
-        ended: (number of the run, its end).
-        events: (number of the run, event), where they are wanted.
+        ended: the runs that have.
+        events: where they are wanted.
     """
 
     deltas: tuple[tuple[int, Delta], ...] = ()
-    ended: tuple[tuple[int, RunEnded], ...] = ()
-    events: tuple[tuple[int, Event], ...] = ()
+    ended: tuple[RunEnded, ...] = ()
+    events: tuple[Event, ...] = ()
 
 
 class ServerMetrics:
     """What Prometheus reads of a server.
 
     Args:
-        running, waiting: number of searches in progress, and of those that have not begun.
-        slots: tokens of KV that there is room for.
-        held: tokens of KV in use.
+        gauges: (name, words, what reads it) of each number that goes up and down.
     """
 
-    def __init__(
-        self,
-        running: Callable[[], int],
-        waiting: Callable[[], int],
-        slots: Callable[[], int],
-        held: Callable[[], int],
-    ) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, gauges: Sequence[tuple[str, str, Callable[[], int]]]) -> None:
+        self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "arbor_requests",
             "Requests answered, by endpoint and HTTP status.",
             ["endpoint", "status"],
-            registry=self.registry,
+            registry=registry,
         )
         self.cancelled = Counter(
             "arbor_requests_cancelled",
             "Requests whose client went away before the end.",
-            registry=self.registry,
+            registry=registry,
         )
         self.seconds = Histogram(
             "arbor_request_seconds",
             "Seconds from a request's arrival to its end.",
             ["endpoint"],
             buckets=SECONDS,
-            registry=self.registry,
+            registry=registry,
         )
         self.first_seconds = Histogram(
             "arbor_time_to_first_token_seconds",
             "Seconds from a request's arrival to its first text, of streams.",
             buckets=SECONDS,
-            registry=self.registry,
+            registry=registry,
         )
         self.tokens = Counter(
             "arbor_tokens",
             "Tokens of ended searches: read as prompts, reused from earlier requests, generated, "
             "recomputed or fetched after eviction.",
             ["kind"],
-            registry=self.registry,
+            registry=registry,
         )
-        for name, words, read in (
-            ("arbor_searches_running", "Searches in progress.", running),
-            ("arbor_searches_waiting", "Searches that have not begun.", waiting),
-            ("arbor_kv_slots", "Tokens of KV that there is room for.", slots),
-            ("arbor_kv_slots_used", "Tokens of KV in use, kept prompts included.", held),
-        ):
-            Gauge(name, words, registry=self.registry).set_function(read)
+        for name, words, read in gauges:
+            Gauge(name, words, registry=registry).set_function(read)
 
     def text(self) -> bytes:
         """All of them, as Prometheus reads them."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)
 
 
 class Service:
@@ -142,14 +124,18 @@ class Service:
         self.solver = solver
         self.settings = settings
         self.engine = solver.shared(settings.concurrency, tokens)
+        engine = self.engine
+        room = lambda: solver.engine.room_tokens if tokens is None else tokens  # noqa: E731
+        held = lambda: solver.engine.held_tokens  # noqa: E731
         self.metrics = ServerMetrics(
-            lambda: self.engine.running,
-            lambda: self.engine.waiting,
-            lambda: solver.engine.room_tokens if tokens is None else tokens,
-            lambda: solver.engine.held_tokens,
+            (
+                ("arbor_searches_running", "Searches in progress.", lambda: engine.running),
+                ("arbor_searches_waiting", "Searches that have not begun.", lambda: engine.waiting),
+                ("arbor_kv_slots", "Tokens of KV that there is room for.", room),
+                ("arbor_kv_slots_used", "Tokens of KV in use, kept prompts included.", held),
+            )
         )
         self.source = solver.checkpoint.source.name
-        self.live = LiveSearches(self.source, settings.name) if settings.live else None
         self.draining = False
         self._planning = 0  # requests
         self.admitted = 0  # searches that have not ended
@@ -239,9 +225,6 @@ class Admitted:
         self.planned = planned
         self._service = service
         self._arrived_s = arrived_s
-        self._closed = False
-        shows = service.live if planned.searched else None
-        self._shown = [shows.begin(run.problem.text) for run in planned.runs] if shows else []
         self._jobs = [service.engine.begin(run) for run in planned.runs]
         loop = asyncio.get_running_loop()
         left_s = max(0.0, arrived_s + planned.timeout_s - time.monotonic())
@@ -249,16 +232,11 @@ class Admitted:
 
     def close(self) -> None:
         """Give up what is in progress, and its KV with it."""
-        if self._closed:
-            return
-        self._closed = True
         for timer in self._timers:
             timer.cancel()
         for job in self._jobs:
             if not job.ended:
                 job.abandon()
-        for search in self._shown:
-            search.end("given up")
         self._service.release(len(self._jobs), time.monotonic() - self._arrived_s)
 
     async def news(
@@ -275,16 +253,7 @@ class Admitted:
             Refusal: the deadline has come before a search began, or a search has failed.
         """
         first = True
-        as_it_happens = streaming or bool(self._shown)
-        async for news in self._news(as_it_happens, with_events):
-            if streaming and first and news.deltas:
-                first = False
-                seconds = time.monotonic() - self._arrived_s
-                self._service.metrics.first_seconds.observe(seconds)
-            yield news
-
-    async def _news(self, as_it_happens: bool, with_events: bool) -> AsyncIterator[RequestNews]:
-        answers = [self._answers_of(job, self.planned) for job in self._jobs]
+        answers = [self._answers_of(job) for job in self._jobs]
         going = dict(enumerate(self._jobs))
         woken, armed = asyncio.Event(), set[int]()
         loop = asyncio.get_running_loop()
@@ -300,29 +269,26 @@ class Admitted:
         while going:
             woken.clear()
             deltas: list[tuple[int, Delta]] = []
-            ended: list[tuple[int, RunEnded]] = []
-            events: list[tuple[int, Event]] = []
+            ended: list[RunEnded] = []
+            events: list[Event] = []
             for place, job in list(going.items()):
-                while (as_it_happens or job.ended) and not job.events.empty():
+                while (streaming or job.ended) and not job.events.empty():
                     event = job.events.get()
                     if event is None:
                         del going[place]
-                        try:
-                            solution = self._solution(job)
-                        except Refusal as refusal:
-                            self._end_shown(place, refusal.code)
-                            raise
-                        self._end_shown(place, solution.finish_reason)
-                        self._count(answers[place])
+                        solution = self._solution(job)
+                        self._count(answers[place].cost)
                         deltas += [(place, each) for each in answers[place].end(solution)]
-                        ended.append((place, RunEnded(solution, answers[place])))
+                        ended.append(RunEnded(place, solution, answers[place].cost))
                         break
                     deltas += [(place, each) for each in answers[place].feed(event)]
-                    if self._shown:
-                        self._shown[place].feed(event)
                     if with_events:
-                        events.append((place, event))
+                        events.append(event)
             if deltas or ended or events:
+                if streaming and first and deltas:
+                    first = False
+                    seconds = time.monotonic() - self._arrived_s
+                    self._service.metrics.first_seconds.observe(seconds)
                 yield RequestNews(tuple(deltas), tuple(ended), tuple(events))
                 if going:
                     await asyncio.sleep(TOGETHER_S)
@@ -330,7 +296,7 @@ class Admitted:
             for place, job in going.items():
                 if place not in armed:
                     armed.add(place)
-                    notify = job.at_news if as_it_happens else job.at_end
+                    notify = job.at_news if streaming else job.at_end
                     notify(partial(call, place))
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
@@ -338,12 +304,8 @@ class Admitted:
             except TimeoutError:
                 yield RequestNews()
 
-    def _end_shown(self, place: int, status: str) -> None:
-        """The end of a search on the page."""
-        if self._shown:
-            self._shown[place].end(status)
-
-    def _answers_of(self, job: SearchJob, planned: Planned) -> Choices:
+    def _answers_of(self, job: SearchJob) -> Choices:
+        planned = self.planned
         if planned.searched:
             return SearchAnswers(planned.choices)
         return PlainAnswers(
@@ -377,9 +339,9 @@ class Admitted:
             )
         return solution
 
-    def _count(self, answers: Choices) -> None:
+    def _count(self, cost: RunCost) -> None:
         """Count the tokens of a run that has ended."""
-        cost, tokens = answers.cost, self._service.metrics.tokens
+        tokens = self._service.metrics.tokens
         tokens.labels("prompt").inc(cost.prompt)
         tokens.labels("reused").inc(cost.reused)
         for kind in ("generated", "recomputed", "fetched"):

@@ -31,9 +31,6 @@ class ServerLimits:
     drain: float = setting(
         10.0, "Seconds that requests in progress get after Ctrl-C or SIGTERM.", metavar="S", least=0
     )
-    live: bool = setting(
-        False, "Show searches on a page, with the words of all requests.", shown="short"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,7 @@ class ServerSettings(ServerLimits):
         max_stops: most stop strings.
         stop_length: most characters of a stop string.
         body_s: most seconds until a request's body has arrived.
-        api_keys: if there are any, a request under `/v1`, `/` or `/metrics` has to name one.
+        api_keys: if there are any, a request under `/v1` or `/metrics` has to name one.
         hosts: names by which clients may address the server (against DNS rebinding); empty: any.
     """
 

@@ -1,20 +1,57 @@
 """A trace as spans of OpenTelemetry: the JSON of its protocol (OTLP), which collectors read.
 
-https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding
+A search is one span. Below it are its prefills, rehydrations and verifications, and its thoughts; a
+thought lasts until the search abandons it or ends, so that the thoughts that follow it lie within
+it and the tool shows the tree. Within a thought, ``decode`` is the span of its tokens. Evictions,
+rehydrations and pressure are moments of the search. Attributes follow OpenInference where it has
+them (https://arize-ai.github.io/openinference/spec/semantic_conventions.html), else they begin with
+``arbor.``. The protocol: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
 from arbor._version import __version__
-from arbor.integrations.telemetry.spans import Attributes, Moment, SpanBegins, SpanFold
+from arbor.events import (
+    Answered,
+    Boundary,
+    Ended,
+    Event,
+    Evicted,
+    Forwarded,
+    Header,
+    Opened,
+    Pressure,
+    Pruned,
+    Rehydrated,
+    Scored,
+    Terminal,
+    Verified,
+)
 from arbor.trace.read import Trace
 
 INTERNAL = 1  # the kind of a span: neither client nor server
 OK, ERROR = 1, 2
+KIND = "openinference.span.kind"
+CHAIN, LLM, EVALUATOR = "CHAIN", "LLM", "EVALUATOR"
+SEARCH = "search"  # key of the span of the whole search
+COUNTS = (
+    "tokens_generated",
+    "tokens_prefilled",
+    "tokens_shared",
+    "tokens_recomputed",
+    "tokens_fetched",
+    "evictions",
+    "peak_tokens",
+    "nodes",
+)
+
+Attributes = Mapping[str, Any]  # texts, truth values, numbers, and lists of one kind of these
 
 
 def to_otlp(trace: Trace) -> dict[str, Any]:
@@ -24,47 +61,235 @@ def to_otlp(trace: Trace) -> dict[str, Any]:
     """
     header = trace.header
     run = str(trace.path) if header is None else header.run
-    origin_ns = 0 if header is None else _nanoseconds(header.created)
-    trace_id = _digest(run, 16)
-    fold = SpanFold(words=trace.words)
-    spans: dict[str, dict[str, Any]] = {}
-    changes = [
-        change
-        for event, seconds in zip(trace.events, trace.times, strict=True)
-        for change in fold.feed(event, seconds)
-    ]
-    for change in [*changes, *fold.close()]:
-        at = str(origin_ns + round(change.seconds * 1e9))
-        if isinstance(change, SpanBegins):
-            spans[change.key] = {
-                "traceId": trace_id,
-                "spanId": _digest(f"{run} {change.key}", 8),
-                **(
-                    {}
-                    if change.parent is None
-                    else {"parentSpanId": spans[change.parent]["spanId"]}
-                ),
-                "name": change.name,
-                "kind": INTERNAL,
-                "startTimeUnixNano": at,
-                "attributes": _pairs(change.attributes),
-                "events": [],
-            }
-        elif isinstance(change, Moment):
-            moment = {"timeUnixNano": at, "name": change.name}
-            spans[change.key]["events"].append({**moment, "attributes": _pairs(change.attributes)})
-        else:
-            span = spans[change.key]
-            span["endTimeUnixNano"] = at
-            span["attributes"] += _pairs(change.attributes)
-            message = {"message": change.error} if change.error else {}
-            span["status"] = {"code": ERROR if change.error else OK, **message}
+    fold = _SpanFold(run, 0 if header is None else _nanoseconds(header.created))
+    for event, seconds in zip(trace.events, trace.times, strict=True):
+        fold.feed(event, seconds)
+    fold.close()
     resource = {"service.name": "arbor", "service.version": __version__}
     scope = {"name": "arbor", "version": __version__}
-    scoped = {"scope": scope, "spans": list(spans.values())}
+    scoped = {"scope": scope, "spans": list(fold.spans.values())}
     return {
         "resourceSpans": [{"resource": {"attributes": _pairs(resource)}, "scopeSpans": [scoped]}]
     }
+
+
+class _SpanFold:
+    """The spans of one search, folded from its events.
+
+    Args:
+        run: its name.
+        origin_ns: its beginning.
+
+    Attributes:
+        spans: by key, in the order of their beginnings.
+    """
+
+    def __init__(self, run: str, origin_ns: int) -> None:
+        self.spans: dict[str, dict[str, Any]] = {}
+        self._run, self._origin_ns = run, origin_ns
+        self._trace_id = _digest(run, 16)
+        self._now = 0.0
+        self._model = ""
+        self._open: dict[str, None] = {}  # keys of spans that have not ended, in their order
+        self._parent: dict[int, int] = {}
+        self._children: dict[int, list[int]] = {}
+        self._values: dict[int, float] = {}
+        self._answers: dict[int, str | None] = {}
+        self._prompt = 0  # tokens
+        self._answer: dict[str, Any] = {}
+
+    def feed(self, event: Event, seconds: float) -> None:
+        """What an event begins, marks and ends.
+
+        Args:
+            event: the next.
+            seconds: since the search began; its end, for an event that took time.
+        """
+        self._now = max(self._now, seconds) if math.isfinite(seconds) else self._now
+        about: dict[str, Any]
+        match event:
+            case Header():
+                self._model = str(event.model.get("id", ""))
+                self._begin(SEARCH, None, f"search {event.task}", _about(event))
+            case Opened(parent=None):
+                self._prompt = event.tokens
+            case Opened():
+                self._opened(event)
+            case Boundary():
+                about = {
+                    "llm.token_count.completion": len(event.ids) - event.given,
+                    "arbor.logprob": event.logprob,
+                    "arbor.confidence": event.confidence,
+                    "arbor.stop": event.stop,
+                }
+                self._end(f"decode {event.node}", _text("output.value", event.text) | about)
+            case Verified():
+                self._values.update(zip(event.nodes, event.values, strict=False))
+                about = {
+                    KIND: EVALUATOR,
+                    "arbor.nodes": list(event.nodes),
+                    "arbor.values": list(event.values),
+                    "arbor.skipped": event.skipped,
+                }
+                self._timed(f"verify {event.verifier}", event.elapsed_s, about)
+            case Scored():
+                about = {KIND: EVALUATOR, "arbor.steps": event.steps}
+                self._timed(f"score {event.verifier}", event.elapsed_s, about)
+            case Forwarded(kind="prefill" | "rehydrate"):
+                about = {KIND: CHAIN, "arbor.rows": event.rows}
+                self._timed(event.kind, event.elapsed_s, about)
+            case Evicted():
+                self._moment("evict", {"arbor.cause": event.cause}, event)
+            case Rehydrated():
+                self._moment("rehydrate", {"arbor.mode": event.mode}, event)
+            case Pressure():
+                about = {"arbor.needed": event.needed, "arbor.free": event.free}
+                self._moment("pressure", about)
+            case Terminal():
+                self._answers[event.node] = event.answer
+            case Pruned():
+                self._end_blocks(event.nodes)
+            case Answered():
+                self._answer = _text("output.value", event.text) | {
+                    **({} if event.score is None else {"arbor.score": event.score}),
+                    "arbor.path": list(event.path),
+                    **({} if event.correct is None else {"arbor.correct": event.correct}),
+                }
+            case Ended():
+                self._ended(event)
+            case _:
+                pass
+
+    def close(self) -> None:
+        """End what has not ended: the events stop before the end of the search."""
+        for key in reversed(list(self._open)):
+            self._end(key, {}, "the search was cut off" if key == SEARCH else "")
+
+    # One event
+
+    def _opened(self, event: Opened) -> None:
+        assert event.parent is not None, "the root is the search itself"
+        self._parent[event.node] = event.parent
+        self._children.setdefault(event.parent, []).append(event.node)
+        above, key = f"block {event.parent}", f"block {event.node}"
+        about = {
+            KIND: CHAIN,
+            "arbor.node": event.node,
+            "arbor.depth": event.depth,
+            "arbor.index": event.index,
+        }
+        parent = above if above in self._open else SEARCH
+        self._begin(key, parent, f"thought {event.node}", about)
+        model = {"llm.model_name": self._model} if self._model else {}
+        self._begin(f"decode {event.node}", key, "decode", {KIND: LLM, **model})
+
+    def _end_blocks(self, nodes: Iterable[int]) -> None:
+        """End blocks, each after those that follow it."""
+        order: dict[int, None] = {}  # every block after the one it follows
+        queue = list(nodes)
+        while queue:
+            node = queue.pop()
+            order.pop(node, None)
+            order[node] = None
+            queue += self._children.get(node, ())
+        for node in reversed(order):
+            self._end(f"decode {node}", {})
+            about = _text("output.value", self._answers.get(node))
+            if node in self._values:
+                about["arbor.value"] = self._values[node]
+            self._end(f"block {node}", about)
+
+    def _ended(self, event: Ended) -> None:
+        self._end_blocks(
+            node for node, parent in self._parent.items() if parent not in self._parent
+        )
+        generated = int(event.metrics.get("tokens_generated", 0))
+        about = self._answer | {
+            "arbor.status": event.status,
+            "llm.token_count.prompt": self._prompt,
+            "llm.token_count.completion": generated,
+            "llm.token_count.total": self._prompt + generated,
+        }
+        for name in COUNTS:
+            value = event.metrics.get(name)
+            if isinstance(value, int | float):
+                about[f"arbor.{name}"] = value
+        self._end(SEARCH, about, "the search failed" if event.status == "error" else "")
+
+    # Spans
+
+    def _begin(
+        self,
+        key: str,
+        parent: str | None,
+        name: str,
+        attributes: Attributes,
+        seconds: float | None = None,
+    ) -> None:
+        self._open[key] = None
+        above = {} if parent is None else {"parentSpanId": self.spans[parent]["spanId"]}
+        self.spans[key] = {
+            "traceId": self._trace_id,
+            "spanId": _digest(f"{self._run} {key}", 8),
+            **above,
+            "name": name,
+            "kind": INTERNAL,
+            "startTimeUnixNano": self._at(self._now if seconds is None else seconds),
+            "attributes": _pairs(attributes),
+            "events": [],
+        }
+
+    def _timed(self, name: str, elapsed_s: float, attributes: Attributes) -> None:
+        """A span that ends now."""
+        key = f"{name} {len(self.spans)}"
+        began = max(0.0, self._now - elapsed_s) if math.isfinite(elapsed_s) else self._now
+        self._begin(key, SEARCH, name, attributes, began)
+        self._end(key, {})
+
+    def _moment(
+        self, name: str, attributes: Attributes, moved: Evicted | Rehydrated | None = None
+    ) -> None:
+        if moved is not None:
+            tokens = sum(count for _, count in moved.nodes)
+            attributes = {"arbor.tokens": tokens, **attributes, "arbor.kv.device": moved.kv.device}
+        moment = {"timeUnixNano": self._at(self._now), "name": name}
+        self.spans[SEARCH]["events"].append({**moment, "attributes": _pairs(attributes)})
+
+    def _end(self, key: str, attributes: Attributes, error: str = "") -> None:
+        """End a span, unless it has ended."""
+        if key not in self._open:
+            return
+        del self._open[key]
+        span = self.spans[key]
+        span["endTimeUnixNano"] = self._at(self._now)
+        span["attributes"] += _pairs(attributes)
+        span["status"] = {"code": ERROR, "message": error} if error else {"code": OK}
+
+    def _at(self, seconds: float) -> str:
+        return str(self._origin_ns + round(seconds * 1e9))
+
+
+def _about(header: Header) -> dict[str, Any]:
+    """The attributes of a search."""
+    parts = {part: header.config.get(part) for part in ("controller", "verifier", "policy")}
+    return {
+        KIND: CHAIN,
+        **_text("input.value", header.problem),
+        "arbor.run": header.run,
+        "arbor.task": header.task,
+        "arbor.seed": header.seed,
+        **{
+            f"arbor.{part}": str(spec.get("name", ""))
+            for part, spec in parts.items()
+            if isinstance(spec, Mapping)
+        },
+        "arbor.budget": str(header.config.get("budget", "")),
+        "arbor.budget_tokens": int(header.kv.get("budget_tokens", 0)),
+    }
+
+
+def _text(name: str, text: str | None) -> dict[str, Any]:
+    return {name: text} if text else {}
 
 
 def _digest(text: str, size: int) -> str:
@@ -80,7 +305,15 @@ def _nanoseconds(created: str) -> int:
 
 
 def _pairs(attributes: Attributes) -> list[dict[str, Any]]:
-    return [{"key": name, "value": _value(value)} for name, value in attributes.items()]
+    """Attributes as the protocol writes them; a number that is not finite has no JSON."""
+    return [
+        {"key": name, "value": _value(value)}
+        for name, value in attributes.items()
+        if all(
+            not isinstance(each, float) or math.isfinite(each)
+            for each in (value if isinstance(value, list) else [value])
+        )
+    ]
 
 
 def _value(value: Any) -> dict[str, Any]:

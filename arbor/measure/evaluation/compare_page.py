@@ -63,17 +63,21 @@ def compare_page(found: Mapping[str, Any], runs: Sequence[ArmRuns], path: Path) 
     )
     if len({budget for _, budget in found["budgets"]}) == 1:
         budgets = found["budgets"][0][1]
-    lines = (
-        f"{found['samples']:,} problems of {found['dataset']}; KV budget of a search: {budgets}.",
+    about = (
+        f"{found['samples']:,} problems of {found['dataset']}; KV budget of a search: {budgets}."
     )
     made = [[RunFacts.read(path / each) for each in row["folders"]] for row in found["table"]]
     every = [each for row in made for each in row]
     shared = shared_facts(every)
+    own = [  # what an arm's runs have in common and other arms do not
+        ", ".join(f"{n} {text}" for n, text in shared_facts(row).items() if n not in shared)
+        for row in made
+    ]
     head = "\n".join(
         (
-            *(f"<p>{escaped(line)}</p>" for line in lines),
+            f"<p>{escaped(about)}</p>",
             facts_html(every),
-            _table(found["table"], [_own(row, shared) for row in made]),
+            _table(found["table"], own),
             *(f'<p class="hint">{escaped(note)}</p>' for note in _NOTES),
             _plots(found["table"]),
             _hint(runs),
@@ -91,13 +95,9 @@ def compare_page(found: Mapping[str, Any], runs: Sequence[ArmRuns], path: Path) 
         for arm in shown
     ]
     title = f"arbor compare {found['dataset']}"
-    return list_page(title, head, columns, _rows(shown, pages), OUTCOMES)
-
-
-def _own(made: Sequence[RunFacts], shared: Mapping[str, str]) -> str:
-    """What an arm's runs have in common and other arms do not."""
-    own = shared_facts(made).items()
-    return ", ".join(f"{name} {text}" for name, text in own if name not in shared)
+    common = set.intersection(*(set(arm.samples) for arm in shown)) if shown else set()
+    rows = [_row(each, shown, pages) for arm in shown[:1] for each in arm.samples if each in common]
+    return list_page(title, head, columns, rows, OUTCOMES)
 
 
 def _table(table: Sequence[Mapping[str, Any]], made: Sequence[str]) -> str:
@@ -180,18 +180,6 @@ def _hint(runs: Sequence[ArmRuns]) -> str:
         f"<p>Each problem with its outcome and answer under every arm{at}; "
         f"outcomes become links to searches by, in this folder: <code>{command}</code></p>"
     )
-
-
-def _rows(shown: Sequence[ArmRuns], pages: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
-    """A row for each problem that every arm has, in the order of the first."""
-    if not shown:
-        return []
-    others = [set(arm.samples) for arm in shown[1:]]
-    return [
-        _row(sample, shown, pages)
-        for sample in shown[0].samples
-        if all(sample in each for each in others)
-    ]
 
 
 def _row(

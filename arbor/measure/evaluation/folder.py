@@ -274,7 +274,8 @@ class RunFolder:
             named = {key.rpartition(".")[0] for key in keys if key.endswith(".name")}
             main = [k for k in keys if k.endswith(".name") or k.split(".")[0] not in named]
             shown = [
-                f"{k} ({_shown(there, k)} there, {_shown(here, k)} here)" for k in main[:SHOWN]
+                f"{k} ({there.get(k, 'none')} there, {here.get(k, 'none')} here)"
+                for k in main[:SHOWN]
             ]
             more = f" and {len(main) - SHOWN} more" if len(main) > SHOWN else ""
             raise UsageError(
@@ -331,10 +332,6 @@ def _settings(table: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]
             yield from _settings(value, f"{place}{key}.")
         elif value is not None:
             yield f"{place}{key}", value
-
-
-def _shown(settings: Mapping[str, Any], key: str) -> str:
-    return str(settings[key]) if key in settings else "none"
 
 
 def page_of(trace: str) -> str:

@@ -103,12 +103,10 @@ def list_row(cells: Sequence[str], right: bool, *outcomes: str) -> str:
 
 
 def words_cell(word: Any) -> str:
-    """A cell of text."""
     return f'<td class="words">{short(word)}</td>'
 
 
 def number_cell(text: str) -> str:
-    """A cell of a number."""
     return f'<td class="n">{text}</td>'
 
 
@@ -136,15 +134,6 @@ def escaped(text: str) -> str:
 def _column(name: str, number: bool) -> str:
     numbers = ' class="n"' if number else ""
     return f'<th scope="col"{numbers}><button type="button">{escaped(name)}</button></th>'
-
-
-_COMPONENTS = {
-    "controller": "search",
-    "verifier": "verifier",
-    "policy": "policy",
-    "aggregate": "aggregate",
-}
-_PLAIN = ("budget", "mode", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +192,14 @@ def facts_html(runs: Sequence[RunFacts]) -> str:
 
 def _facts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "model", str(config.get("model") or "builtin:sapling")
-    for key, name in _COMPONENTS.items():
-        if spec := config.get(key):
-            yield name, _spec(spec)
+    for name in ("controller", "verifier", "policy", "aggregate"):
+        if spec := config.get(name):
+            yield "search" if name == "controller" else name, _spec(spec)
     if isinstance(task := config.get("task"), Mapping):
         yield "task", str(task.get("name"))
     if isinstance(sampling := config.get("sampling"), Mapping):
-        yield "sampling", ", ".join(_settings(sampling))
-    for name in _PLAIN:
+        yield "sampling", _spec(sampling)
+    for name in ("budget", "mode", "seed"):
         if name in config:
             yield name, str(config[name])
     yield "arbor", str(config.get("arbor", ""))
@@ -220,10 +209,10 @@ def _spec(spec: Any) -> str:
     """A component with its own settings: ``tot, beam=2, width=3``; anything else as it is."""
     if not isinstance(spec, Mapping):
         return str(spec)
-    return ", ".join((str(spec.get("name")), *_settings(spec)))
-
-
-def _settings(spec: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in spec.items():
-        if name != "name" and not isinstance(value, Mapping):
-            yield f"{name}={setting_text(value)}"
+    settings = (
+        f"{name}={setting_text(value)}"
+        for name, value in spec.items()
+        if name != "name" and not isinstance(value, Mapping)
+    )
+    name = [str(spec["name"])] if "name" in spec else []
+    return ", ".join([*name, *settings])

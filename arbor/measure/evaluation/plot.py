@@ -7,14 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arbor.measure.evaluation.results import SampleRow, is_right
-from arbor.measure.statistics import clopper_pearson
-
 WIDTH, HEIGHT = 520, 280
 LEFT, RIGHT, TOP, BOTTOM = 52, 26, 12, 40  # margins
 COLOURS = ("active", "host", "pick", "budget", "full", "mark", "edge")  # of viewer.css
-MOST_BINS = 8
-LEAST_IN_BIN = 10  # samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +40,6 @@ class Series:
 
     label: str
     points: tuple[Point, ...]
-
-
-def binned(label: str, rows: Sequence[SampleRow], costs: Sequence[float]) -> Series:
-    """The share of right samples in groups of equal size, by a cost.
-
-    Args:
-        label: of the series.
-        rows: of ``samples.jsonl``.
-        costs: of each row.
-    """
-    order = sorted(range(len(rows)), key=lambda place: costs[place])
-    bins = max(1, min(MOST_BINS, len(rows) // LEAST_IN_BIN))
-    points = []
-    for number in range(bins):
-        places = order[number * len(order) // bins : (number + 1) * len(order) // bins]
-        if not places:
-            continue
-        right, n = sum(is_right(rows[place]) for place in places), len(places)
-        low, high = clopper_pearson(right, n)
-        mean = sum(costs[place] for place in places) / n
-        least, most = costs[places[0]], costs[places[-1]]
-        text = f"{label}: {right:,} of {n:,} right at {least:,.0f} to {most:,.0f}"
-        points.append(Point(mean, right / n, low, high, text))
-    return Series(label, tuple(points))
 
 
 def plot(title: str, unit: str, series: Sequence[Series]) -> str:

@@ -1,16 +1,17 @@
 """Rows of data files, read one after another: JSON, CSV, Parquet, and data sets of the Hub.
 
-A reader holds a row at a time (Parquet: a batch of rows), so that the first hundred of a million
-rows cost no more than a hundred.
+A reader holds a row at a time (Parquet: a batch of rows; a JSON array: all), so that the first
+hundred of a million rows cost no more than a hundred.
 """
 
 from __future__ import annotations
 
 import csv
 import importlib.util
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,12 +20,10 @@ from arbor.errors import InputError, UsageError
 from arbor.support.texts import one_line
 
 LONGEST_SHOWN = 200  # characters of a row's columns in an error
-CHUNK = 1 << 16  # characters
 BATCH = 256  # rows of a Parquet file
 LONGEST_CELL = 2**31 - 1  # characters; csv's own limit is 131,072
 HUB = "hf:"  # before the name of a data set of the Hub
 
-_SPACE = re.compile(r"\s+")
 _HUB_NAME = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.+-]+))?")
 
 
@@ -46,7 +45,7 @@ class DataRow:
         return ", ".join(map(str, self.columns))[:LONGEST_SHOWN] or "nothing"
 
 
-def jsonl_rows(stream: IO[str], name: str) -> Iterator[DataRow]:
+def jsonl_rows(stream: Iterable[str], name: str) -> Iterator[DataRow]:
     """The object of every line that is not blank.
 
     Args:
@@ -68,70 +67,29 @@ def jsonl_rows(stream: IO[str], name: str) -> Iterator[DataRow]:
 
 
 def json_rows(stream: IO[str], name: str) -> Iterator[DataRow]:
-    """The objects of an array; of a file without one, those of its lines.
+    """The objects of an array, which is read as a whole; of a file without one, those of its lines.
 
     Raises:
         InputError: something else.
     """
-    text = stream.read(CHUNK)
-    while text.isspace():
-        text = stream.read(CHUNK)
-    if text.lstrip().startswith("["):
-        yield from _array_rows(stream, name, text.lstrip()[1:])
+    begun: list[str] = []
+    for line in stream:
+        begun.append(line)
+        if line.strip():
+            break
+    text = "".join(begun)
+    if not text.lstrip().startswith("["):
+        yield from jsonl_rows(itertools.chain(begun, stream), name)
         return
-    yield from jsonl_rows(_Continued(text, stream), name)  # type: ignore[arg-type]
-
-
-class _Continued:
-    """The lines of a text that was read and of the rest of its stream."""
-
-    def __init__(self, begun: str, stream: IO[str]) -> None:
-        self._begun = begun
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[str]:
-        *lines, last = self._begun.split("\n")
-        yield from (f"{line}\n" for line in lines)
-        last += self._stream.readline()
-        if last:
-            yield last
-        yield from self._stream
-
-
-def _array_rows(stream: IO[str], name: str, text: str) -> Iterator[DataRow]:
-    """The objects of an array whose bracket was read, and perhaps some of the text after it."""
-    decoder = json.JSONDecoder()
-    at, place, size, after_row = 0, 0, CHUNK, False
-    while True:
-        space = _SPACE.match(text, at)
-        at = at if space is None else space.end()
-        sign = text[at : at + 1]
-        if sign == "]" and (after_row or not place):
-            return
-        if sign and after_row:
-            if sign != ",":
-                raise _no_row(name, f"row {place}", "is followed by neither a comma nor ]")
-            at, after_row = at + 1, False
-            continue
-        failed: Exception | None = None
-        if sign:
-            try:
-                row, at = decoder.raw_decode(text, at)
-            except (ValueError, RecursionError) as error:
-                failed = error  # unless the object goes on behind what was read
-            else:
-                place, size, after_row = place + 1, CHUNK, True
-                if not isinstance(row, dict):
-                    raise _no_row(name, f"row {place}", "is not a JSON object")
-                yield DataRow(f"row {place}", row)
-                continue
-        more = stream.read(size)
-        if not more:
-            what = "is missing: the array has no end"
-            if failed is not None:
-                what = f"is not JSON ({_reason(failed)})"
-            raise _no_row(name, f"row {place + 1}", what) from failed
-        text, at, size = text[at:] + more, 0, size * 2
+    try:
+        rows = json.loads(text + stream.read())
+    except (ValueError, RecursionError) as error:
+        where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "the array"
+        raise _no_row(name, where, f"is not JSON ({_reason(error)})") from error
+    for place, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise _no_row(name, f"row {place}", "is not a JSON object")
+        yield DataRow(f"row {place}", row)
 
 
 def _reason(error: Exception) -> str:
@@ -148,7 +106,7 @@ def _no_row(name: str, where: str, what: str) -> InputError:
     )
 
 
-def csv_rows(stream: IO[str], name: str, delimiter: str = ",") -> Iterator[DataRow]:
+def csv_rows(stream: Iterable[str], name: str, delimiter: str = ",") -> Iterator[DataRow]:
     """The cells of every row that are not empty; the first line names the columns.
 
     Args:

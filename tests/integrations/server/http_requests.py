@@ -14,9 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from arbor import Solver
-from arbor.integrations.server.app import make_app
+from arbor.integrations.server.app import LOCAL_HOSTS, Server, bound_socket, url_of
 from arbor.integrations.server.service import Service
-from arbor.integrations.server.serving import LOCAL_HOSTS, Server, bound_socket, url_of
 from arbor.integrations.server.settings import ServerSettings
 from arbor.model.runner import ModelRunner
 
@@ -104,7 +103,7 @@ def serving(solver: Solver, tokens: int | None = TOKENS, **settings: Any) -> Ite
     )
     ready = threading.Event()
     with closing(bound_socket("127.0.0.1", 0)) as listening:
-        server = Server(make_app(service), 1.0, ready=ready.set, draining=service.drain)
+        server = Server(service, ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

@@ -17,7 +17,7 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from support.run_cli import ROOT, Arbor, in_process
 
-from arbor.integrations.server import serving
+from arbor.integrations.server import app
 from arbor.integrations.server.serve import serve
 from arbor.model.loading import BUILTIN
 
@@ -36,9 +36,9 @@ def test_every_example_of_its_help_page_runs(
     (tmp_path / "keys.txt").write_text("a-key-of-sixteen-characters\n", encoding="utf-8")
     (tmp_path / "my-model").symlink_to(BUILTIN["sapling"], target_is_directory=True)
     # it answers until a signal ends it, and the usual port may be taken
-    bound = serving.bound_socket
-    monkeypatch.setattr(serving, "bound_socket", lambda host, port: bound(host, 0))
-    monkeypatch.setattr(serving.Server, "run", lambda server, sockets: server.ready())
+    bound = app.bound_socket
+    monkeypatch.setattr(app, "bound_socket", lambda host, port: bound(host, 0))
+    monkeypatch.setattr(app.Server, "run", lambda server, sockets: server.ready())
 
     ran = in_process(capsys)(*example.split()[1:])
 

@@ -1,4 +1,4 @@
-"""Spans of a search: a tree in time, the same from a trace as from a search that runs."""
+"""Spans of a search: a tree in time."""
 
 from __future__ import annotations
 
@@ -13,47 +13,37 @@ from support.fake_run import fake_run
 
 from arbor import Solver, read_trace
 from arbor.cli import main
-from arbor.events import Ended, Event
-from arbor.integrations.telemetry.otlp import to_otlp
-from arbor.integrations.telemetry.spans import SEARCH, SpanBegins, SpanChange, SpanEnds, SpanFold
+from arbor.events import Ended
+from arbor.integrations.telemetry.otlp import _SpanFold, to_otlp
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
 SMALL: dict[str, Any] = {"controller": "beam,beam_size=2,width=3", "budget": "300tok"}
 
 
-def folded(events: list[Event], step: float = 0.01, words: bool = True) -> list[SpanChange]:
-    fold = SpanFold(words)
-    changes = [c for number, event in enumerate(events) for c in fold.feed(event, number * step)]
-    return [*changes, *fold.close()]
-
-
 @settings(max_examples=30)
 @given(seed=st.integers(0, 500), step=st.sampled_from([1e-6, 1e-3, 0.2]), cut=st.integers(1, 400))
 def test_every_span_ends_once_within_the_one_it_lies_in(seed: int, step: float, cut: int) -> None:
-    began: dict[str, SpanBegins] = {}
-    ended: dict[str, SpanEnds] = {}
+    every = list(fake_run(seed))
+    fold = _SpanFold("run", 0)
 
-    for change in folded(list(fake_run(seed))[:cut], step):
-        if isinstance(change, SpanBegins):
-            assert change.key not in began
-            if change.parent is None:
-                assert change.key == SEARCH
-            else:
-                assert change.parent in began and change.parent not in ended
-                assert change.seconds >= began[change.parent].seconds
-            began[change.key] = change
-        elif isinstance(change, SpanEnds):
-            assert change.key in began and change.key not in ended
-            assert change.seconds >= began[change.key].seconds
-            within = {key for key, each in began.items() if each.parent == change.key}
-            assert within <= ended.keys(), "what lies within it has ended"
-            ended[change.key] = change
-        else:
-            assert change.key in began and change.key not in ended
+    for number, event in enumerate(every[:cut]):
+        fold.feed(event, number * step)
+    fold.close()
 
-    assert began.keys() == ended.keys()
-    assert bool(ended[SEARCH].error) == (cut < len(list(fake_run(seed))))
+    spans = list(fold.spans.values())
+    ids = {span["spanId"]: span for span in spans}
+    assert len(ids) == len(spans)
+    for span in spans:
+        assert int(span["startTimeUnixNano"]) <= int(span["endTimeUnixNano"])
+        if span is spans[0]:
+            assert "parentSpanId" not in span and span["name"].startswith("search")
+            continue
+        above = ids[span["parentSpanId"]]
+        assert int(above["startTimeUnixNano"]) <= int(span["startTimeUnixNano"])
+        assert int(span["endTimeUnixNano"]) <= int(above["endTimeUnixNano"])
+        assert span["status"] == {"code": 1}
+    assert ("message" in spans[0]["status"]) == (cut < len(every))
 
 
 def spans_of(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -115,6 +105,3 @@ def test_a_trace_is_converted_to_otlp(trace: Path, tmp_path: Path) -> None:
     )
     assert {each["openinference.span.kind"] for each in decoded} == {"LLM"}
     assert any(moment["name"] == "evict" for moment in search["events"])
-
-
-# While it runs
