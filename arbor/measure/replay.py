@@ -231,6 +231,8 @@ def replay(
     turn = question_turn(tokenizer, task, task.parse(record.header.problem))
     judge = _Judge(components.build("verifier", config["verifier"]), record, turn)
     most = [n for n in (config.get("max_expansions"), record.expansions) if n is not None]
+    held = record.header.kv
+    full = held.get("full_tokens")  # with the staged ones, what `Plan.most_held` was
     metrics = MetricsFold()
     emit = Broadcast((metrics, listen), lambda: session.stop("interrupted"))
     session = Session(
@@ -247,17 +249,11 @@ def replay(
         emit,
         reads=record.reads,
         judged=lambda _search, _tree, children: [c for c in children if c.id in record.values],
-        most=most_held(record.header),
+        most=None if full is None else int(full) - int(held.get("staging_tokens", 0)),
     )
     emit(record.header)
     session.run([0] * record.prompt, record.header.problem)
     return metrics.metrics()
-
-
-def most_held(header: Header) -> int | None:
-    """`Plan.most_held` of a recorded search; None: its header does not say."""
-    full = header.kv.get("full_tokens")
-    return None if full is None else int(full) - int(header.kv.get("staging_tokens", 0))
 
 
 def replay_smallest(

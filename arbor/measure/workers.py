@@ -346,11 +346,7 @@ class Workers:
             self._starting.add(self._cluster.start())
 
     def _heard(self, hand_out: HandOut, news: News) -> list[JobOutcome]:
-        """What was found, or cannot be found, by a piece of news.
-
-        Raises:
-            ArborError: see `outcomes`.
-        """
+        """What was found, or cannot be found, by a piece of news."""
         match news:
             case Ready(worker, where):
                 self._starting.discard(worker)
@@ -375,11 +371,7 @@ class Workers:
         return []
 
     def _died(self, hand_out: HandOut, worker: int, why: str) -> list[JobOutcome]:
-        """What cannot be found since a worker has died.
-
-        Raises:
-            WorkerError: too many have, before they had loaded the model.
-        """
+        """What cannot be found since a worker has died."""
         where = self._ready.get(worker)
         self._end(worker)
         if where is None:
@@ -401,11 +393,7 @@ class Workers:
         self._cluster.end(worker)
 
     def _name_lack(self) -> None:
-        """Say why no worker begins.
-
-        Raises:
-            UsageError: none ever will, since the cluster is of this machine only.
-        """
+        """Say why no worker begins."""
         why = self._cluster.lack()
         if why is None:
             logger.warning("no worker is ready yet")
@@ -419,11 +407,7 @@ class Workers:
         logger.warning("no worker can begin: %s; waiting for Ray to add machines", why)
 
     def _ray_cluster(self, unrecorded: dict[str, Any]) -> Cluster:
-        """Ray, which is given what a worker's solver is made of.
-
-        Raises:
-            UsageError: Ray is not installed.
-        """
+        """Ray, which is given what a worker's solver is made of."""
         solver = self._solver
         config = dict(solver.config)
         path = Path(solver.checkpoint.source.path)
@@ -450,11 +434,7 @@ def _threads(solver: Solver, number: int | None) -> int:
 
 
 def _received(delivered: Delivered) -> JobOutcome:
-    """An outcome, its trace written where the job says.
-
-    Raises:
-        UsageError: the trace cannot be written.
-    """
+    """An outcome, its trace written where the job says."""
     outcome, path = delivered.outcome, delivered.outcome.job.trace
     if delivered.trace is None or path is None:
         return outcome

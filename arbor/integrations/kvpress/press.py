@@ -91,9 +91,6 @@ class PressScorer(HeadKVScorer):
             keys, values: [n, H_kv, D].
             attention: that of the last queries, the oldest first, [w, H_q, n].
             layer: its number.
-
-        Raises:
-            UsageError: the press fails, or answers with another shape.
         """
         count, heads = keys.shape[:2]
         own = {name: getattr(self, name) for name in _settings_of(self.press)}

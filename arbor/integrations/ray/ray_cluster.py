@@ -326,11 +326,7 @@ class RayCluster:
                 self._ray.shutdown()
 
     def _connect(self) -> None:
-        """Begin a cluster of this machine's processes, or connect to one that runs.
-
-        Raises:
-            UsageError: none answers.
-        """
+        """Begin a cluster of this machine's processes, or connect to one that runs."""
         address = self._place.address
         failed: Exception | None = None
         for _ in range(LOCAL_STARTS if address is None else 1):

@@ -142,11 +142,7 @@ def plan_solve(body: SolveRequest, engine: SharedEngine, settings: ServerSetting
 
 
 def _check_form(form: StepFormat) -> None:
-    """Refuse a schema that no text can be held to.
-
-    Raises:
-        Refusal: names the reason.
-    """
+    """Refuse a schema that no text can be held to."""
     from arbor.engine.grammar import check_format
 
     try:
@@ -165,12 +161,7 @@ def _not_of_a_search(name: str) -> Refusal:
 def _chat_tokens(
     tokenizer: Any, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[int]:
-    """`conversation_tokens` of a request.
-
-    Raises:
-        Refusal: the chat template refuses the messages.
-        UsageError: it takes no tools.
-    """
+    """`conversation_tokens` of a request."""
     try:
         return conversation_tokens(tokenizer, turns, tools)
     except UsageError:

@@ -22,6 +22,7 @@ from arbor.cli.output import Output
 from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.cli.signals import ending_at_once
 from arbor.errors import UsageError
+from arbor.integrations.server import PACKAGES
 from arbor.integrations.server.settings import (
     ServerLimits,
     ServerSettings,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 SERVE_SCHEMA = "arbor.serve/1"
 KEYS_VARIABLE = "ARBOR_API_KEYS"
 AUTO = "auto"  # half of the free memory, at most a context for each request
-PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +145,7 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
 
 
 def _check_packages() -> None:
-    """Refuses to start without the packages of the extra.
-
-    Raises:
-        UsageError: names those that are missing.
-    """
+    """Refuses to start without the packages of the extra."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(

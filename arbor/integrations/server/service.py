@@ -319,11 +319,7 @@ class Admitted:
         )
 
     def _solution(self, job: SearchJob) -> Solution:
-        """The solution of a run that has ended.
-
-        Raises:
-            Refusal: it failed, or it ended before it began, or because the server shuts down.
-        """
+        """The solution of a run that has ended."""
         try:
             solution = job.solution()
         except Exception as error:

@@ -221,11 +221,7 @@ def hub_rows(name: str) -> Iterator[DataRow]:
 
 
 def _need(package: str, extra: str, what: str) -> None:
-    """Refuse to go on without an optional package.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Refuse to go on without an optional package."""
     try:
         found = importlib.util.find_spec(package)
     except ValueError:  # a module without a spec is loaded
