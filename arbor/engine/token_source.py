@@ -59,12 +59,11 @@ class ModelSampler:
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """One sampled token per row."""
         logits = self._masked(rows, logits)
-        first = rows[0].growth.sampling
-        if all(row.growth.sampling is first for row in rows):
-            return self._drawn(rows, logits, first)
         alike: dict[Sampling, list[int]] = {}
         for place, row in enumerate(rows):
             alike.setdefault(row.growth.sampling, []).append(place)
+        if len(alike) == 1:
+            return self._drawn(rows, logits, rows[0].growth.sampling)
         tokens = [0] * len(rows)
         for sampling, places in alike.items():
             drawn = self._drawn([rows[place] for place in places], logits[places], sampling)
