@@ -13,7 +13,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +272,37 @@ class HeadShareJob(Structure):
     )
 
 
+class ChoiceJob(Structure):
+    """`ChoiceJob` of native.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("numbers", c_void_p),
+        ("out", c_void_p),
+        ("row", c_int64),
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("top_k", c_int32),
+        ("rows", c_int32),
+        ("vocabulary", c_int32),
+        ("number", c_int32),
+    )
+
+
+class LogitSumsJob(Structure):
+    """`LogitSumsJob` of native.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("out", c_void_p),
+        ("row", c_int64),
+        ("rows", c_int32),
+        ("vocabulary", c_int32),
+        ("number", c_int32),
+    )
+
+
 class Call(Structure):
     """`Call` of native.h."""
 
@@ -302,9 +333,11 @@ class Library:
         self.count_held = loaded.arbor_native_count_held
         self.share_cells = loaded.arbor_native_share_cells
         self.list_shared = loaded.arbor_native_list_shared
+        self.choose = loaded.arbor_native_choose
+        self.sum_logits = loaded.arbor_native_sum_logits
         self.run = loaded.arbor_native_run
         self.run.argtypes, self.run.restype = (c_void_p, c_int32, c_int32), None
-        for call in (self.attention, self.linear):
+        for call in (self.attention, self.linear, self.choose, self.sum_logits):
             call.argtypes, call.restype = (c_void_p, c_int32), None
         single = (self.norm, self.gated, self.store, self.rotary)
         heads = (self.select_heads, self.list_moves)
@@ -348,7 +381,16 @@ def _layout() -> int:
     """The library's own number for these structures."""
     layout = LAYOUT_VERSION
     sent = (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob, StoreJob, RotaryJob)
-    for each in (*sent, AddJob, HeadNormJob, HeadSelectJob, HeadShareJob, Call):
+    for each in (
+        *sent,
+        AddJob,
+        HeadNormJob,
+        HeadSelectJob,
+        HeadShareJob,
+        ChoiceJob,
+        LogitSumsJob,
+        Call,
+    ):
         layout = (layout * 1009 + ctypes.sizeof(each)) % (1 << 40)
     return layout
 

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from arbor import Solver
 from arbor.controllers.tot import ToT
 from arbor.events import Event, Verified
+from arbor.run import questions
 from arbor.run.conversation import conversation_tokens
-from arbor.run.questions import Words, question_turn
+from arbor.run.questions import QuestionTurn, Words, question_turn
 from arbor.tasks.base import Problem
 from arbor.tasks.reasoning import Reasoning
 from arbor.tree import Node
@@ -160,3 +161,25 @@ def _asked(tokenizer: Any, task: Reasoning, problem: Problem, node: Node) -> lis
         path.pop()
     assert tokenizer.decode(path).endswith(said), "what follows is all that is missing"
     return path + list(tokenizer.encode(text[text.rindex(said) + len(said) :]))
+
+
+def test_a_turn_is_encoded_once_for_all_thoughts_that_it_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded: list[str] = []
+
+    def encode(tokenizer: object, text: str, **_: bool) -> list[int]:
+        encoded.append(text)
+        return list(text.encode())
+
+    monkeypatch.setattr(questions, "encode_marked", encode)
+    monkeypatch.setattr(questions, "MOST_KNOWN", 2)
+    turn = QuestionTurn(made(None), "a", "<", ">")
+    first = turn.encode("b")
+    first.append(0)  # the caller's own
+
+    assert turn.encode(" b ") == list(b"<b>")
+    assert turn.encode("b", "c") == list(b"<b>c")
+    assert encoded == ["a", "a<b>", "a", "a<b>c"]
+    assert [bytes(turn.encode(each)) for each in "def"] == [b"<d>", b"<e>", b"<f>"]
+    assert len(turn.known) <= 2

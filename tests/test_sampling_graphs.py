@@ -11,7 +11,7 @@ from test_invariant_triton import run_check
 from torch import Tensor
 
 from arbor.engine import sampling_graphs
-from arbor.engine.sampling import sample
+from arbor.engine.sampling import drawn, sample
 from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.model.graphs import Recording
 from arbor.model.sampling_params import Sampling
@@ -49,7 +49,7 @@ def test_draws_by_graphs_are_those_without(sampling: Sampling) -> None:
 
         found = sample(logits, numbers, sampling, graphs.draw)
 
-        assert found == sample(logits, numbers, sampling)
+        assert found == sample(logits, numbers, sampling, drawn)
     assert sorted(bucket.rows for bucket in graphs.buckets) == [1, 4, 8, 16]
     assert tape.recorded == 4 and tape.replays == 7
 
@@ -87,7 +87,7 @@ def test_a_capture_that_fails_ends_the_use_of_graphs(caplog: pytest.LogCaptureFi
     for count in (3, 3, 9):
         logits, numbers = rows_of(count, 0)
         found = sample(logits, numbers, Sampling(), graphs.draw)
-        assert found == sample(logits, numbers, Sampling())
+        assert found == sample(logits, numbers, Sampling(), drawn)
 
     assert caplog.messages == ["tokens are drawn without CUDA graphs: operation not permitted"]
     assert recorder.tried == 1

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from arbor.engine import sampling as module
 from arbor.engine.sampling import Draws, sample
 from arbor.errors import ModelError
+from arbor.kernels.native import without_native
 from arbor.model.sampling_params import Sampling
 
 ALMOST_ONE = 1 - 2.0**-53
@@ -77,7 +78,9 @@ def test_draws_are_those_of_the_plain_definition_in_every_bit(
 ) -> None:
     logits = ROWS[rows](vocabulary, vocabulary)
     for uniforms in ([0.0, ALMOST_ONE, 0.5, 0.25], random_numbers(3, 4)):
-        assert sample(logits, uniforms, sampling) == plain_sample(logits, uniforms, sampling)
+        with without_native():
+            drawn = sample(logits, uniforms, sampling)
+        assert drawn == plain_sample(logits, uniforms, sampling)
 
 
 @given(
@@ -97,10 +100,12 @@ def test_logits_of_16_bits_give_the_plain_draws_with_and_without_conversion(
 ) -> None:
     logits = random_rows(seed, 2, 1500, scale).bfloat16()
 
-    drawn = sample(logits, [uniform, 0.9], sampling)
+    with without_native():
+        drawn = sample(logits, [uniform, 0.9], sampling)
+        converted = sample(logits.float(), [uniform, 0.9], sampling)
 
     assert drawn == plain_sample(logits, [uniform, 0.9], sampling)
-    assert drawn == sample(logits.float(), [uniform, 0.9], sampling)
+    assert drawn == converted
 
 
 @each_sampling
@@ -111,18 +116,27 @@ def test_a_row_is_drawn_alike_alone_and_among_others(
     """Neighbours decide neither a row's slice nor whether it needs more tokens."""
     logits = torch.cat([make(5, 3000) for make in ROWS.values()]).to(dtype)
     uniforms = random_numbers(8, len(logits))
-    alone = [sample(logits[i : i + 1], uniforms[i : i + 1], sampling) for i in range(len(logits))]
-    for elements in (1, 5 * 3000, 2**20):
-        monkeypatch.setattr(module, "_CPU_SLICE", elements)
 
-        together = sample(logits, uniforms, sampling)
+    def draw_alone(row: int) -> Draws:
+        return sample(logits[row : row + 1], uniforms[row : row + 1], sampling)
 
-        for name, column in columns(together).items():
-            assert column == [columns(each)[name][0] for each in alone], name
+    with without_native():
+        alone = [draw_alone(row) for row in range(len(logits))]
+        for elements in (1, 5 * 3000, 2**20):
+            monkeypatch.setattr(module, "_CPU_SLICE", elements)
+            assert_rows_equal(sample(logits, uniforms, sampling), alone)
+    alone = [draw_alone(row) for row in range(len(logits))]
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert_rows_equal(sample(logits, uniforms, sampling), alone)
+    torch.set_num_threads(before)
 
 
-def columns(drawn: Draws) -> dict[str, list[Any]]:
-    return {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
+def assert_rows_equal(together: Draws, alone: list[Draws]) -> None:
+    for name in (field.name for field in dataclasses.fields(Draws)):
+        column = [getattr(each, name)[0] for each in alone]
+        assert getattr(together, name) == column, name
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(), Sampling(1.0, 1.0, 5)])
@@ -163,7 +177,7 @@ def test_no_tensor_holds_the_vocabulary_of_all_rows(
     monkeypatch.setattr(module, "_CPU_SLICE", 3 * vocabulary + 1)
     logits = random_rows(2, rows, vocabulary, 1.0).to(dtype)
 
-    with Largest(logits) as largest:
+    with without_native(), Largest(logits) as largest:
         sample(logits, random_numbers(2, rows), sampling)
 
     assert max(largest.elements.values()) <= module._CPU_SLICE

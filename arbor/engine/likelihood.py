@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from arbor.engine.sampling import likelihoods
 from arbor.engine.scheduler import MOST_NEW
 from arbor.memory.pool import KVPool
 from arbor.model.plan import Segment, least_saved_reads, plan_forward
@@ -167,7 +167,7 @@ def _score_batch(
         plan = plan_forward(
             [_segment(*part) for part in parts], min_saved_reads=least_saved_reads(runner.device)
         )
-        logprobs = torch.log_softmax(runner.forward(plan, pool).logits, dim=-1)
+        logits = runner.forward(plan, pool).logits
         rows, targets, places = [], [], []
         wanted = ((edge, at) for edge, begin, end in parts for at in _wanted(edge, begin, end))
         for row, key in enumerate(wanted):
@@ -176,10 +176,7 @@ def _score_batch(
                 targets.append(batch[number][1].tokens[at])
                 places.append((number, at))
         if rows:
-            index = torch.tensor(rows, device=logprobs.device)
-            chosen = torch.tensor(targets, device=logprobs.device)
-            values = logprobs[index, chosen].tolist()
-            best = (logprobs.argmax(dim=-1)[index] == chosen).tolist()
+            values, best = likelihoods(logits, rows, targets)
             for (number, at), value, is_best in zip(places, values, best, strict=True):
                 found[number][at] = (value, is_best)
     return [

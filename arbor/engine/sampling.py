@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from arbor.errors import logits_not_finite
+from arbor.kernels.fused.native_choice import choices, logit_sums
 from arbor.kernels.fused.row_sums import row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
@@ -129,14 +130,18 @@ def sample(
 ) -> Draws:
     """Choose one token per row by inverting the cumulative distribution at its uniform number.
 
-    Probable tokens come first, equally probable ones by id. Probabilities are float64 softmaxes
-    over the whole vocabulary, computed for a few rows at a time (`_CPU_SLICE`, `_GPU_SLICE`); a
-    softmax treats rows separately, so the slices change no bit, and neither do other rows of the
-    batch. On CUDA they are quotients by sums of a kernel of ours (`fused.row_sums`). Only
-    probabilities of tokens that a cut-off can keep are stored: `topk` of the logits, in their own
-    type, finds these. It leaves open which of several equal logits it takes, which cannot matter
-    while all tokens that the cut-offs keep lie strictly above the least probable token examined.
-    Rows where they do not (a wide nucleus, many ties) are drawn again from more tokens.
+    Probable tokens come first, equally probable ones by id; without cut-offs all tokens come by id.
+    On a CPU a native kernel does this (`kernels/csrc/choose.h`), row by row; what follows is done
+    where there is none.
+
+    Probabilities are float64 softmaxes over the whole vocabulary, computed for a few rows at a time
+    (`_CPU_SLICE`, `_GPU_SLICE`); a softmax treats rows separately, so the slices change no bit, and
+    neither do other rows of the batch. On CUDA they are quotients by sums of a kernel of ours
+    (`fused.row_sums`). Only probabilities of tokens that a cut-off can keep are stored: `topk` of
+    the logits, in their own type, finds these. It leaves open which of several equal logits it
+    takes, which cannot matter while all tokens that the cut-offs keep lie strictly above the least
+    probable token examined. Rows where they do not (a wide nucleus, many ties) are drawn again from
+    more tokens.
 
     Results reach the CPU in one transfer; each time that some rows need more tokens is one more.
 
@@ -145,11 +150,19 @@ def sample(
         uniforms: n numbers in [0, 1).
         sampling: temperature and cut-offs, applied in the order of transformers:
             temperature, top-k, top-p, min-p.
-        first: draws from the tokens that are examined first, as `drawn`, which None stands for.
+        first: draws from the tokens that are examined first, as `drawn`; None: the native kernel,
+            or where there is none `drawn`.
 
     Raises:
         ModelError: logits that are NaN, +inf, or all -inf.
     """
+    cuts = (sampling.top_k, sampling.top_p, sampling.min_p)
+    chosen = choices(logits, uniforms, sampling.temperature, *cuts) if first is None else None
+    if chosen is not None:
+        tokens, logprob, top1, left, share = chosen.tolist()
+        if any(map(math.isnan, top1)):
+            raise logits_not_finite()
+        return Draws(list(map(int, tokens)), logprob, top1, left, share)
     vocabulary = logits.shape[1]
     uniform = _upload(uniforms, logits)
     width = _first_width(vocabulary, sampling)
@@ -173,11 +186,46 @@ def likeliest(logits: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]
         logits: [n, V].
         count: at most, of a row.
     """
-    found = torch.log_softmax(logits, -1, torch.float32).topk(min(count, logits.shape[1]))
+    count = min(count, logits.shape[1])
+    sums = logit_sums(logits)
+    if sums is None:
+        found = torch.log_softmax(logits, -1, torch.float32).topk(count)
+        logprobs = found.values
+    else:
+        found = logits.topk(count)
+        logprobs = found.values.double() - _log_total(sums).unsqueeze(1)
     return [
         tuple((token, logprob) for token, logprob in zip(*row, strict=True) if logprob > -math.inf)
-        for row in zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        for row in zip(found.indices.tolist(), logprobs.tolist(), strict=True)
     ]
+
+
+def likelihoods(
+    logits: Tensor, rows: list[int], tokens: list[int]
+) -> tuple[list[float], list[bool]]:
+    """Logarithms of the probabilities of given tokens, before temperature and cut-offs; and whether
+    each is the most probable one, of equals the first.
+
+    Args:
+        logits: [n, V].
+        rows: of each token, some rows for several tokens.
+        tokens: as many.
+    """
+    index = torch.tensor(rows, device=logits.device)
+    chosen = torch.tensor(tokens, device=logits.device)
+    sums = logit_sums(logits)
+    if sums is None:
+        every = torch.log_softmax(logits, dim=-1)
+        values, best = every[index, chosen], every.argmax(dim=-1)
+    else:
+        values = logits[index, chosen].double() - _log_total(sums)[index]
+        best = sums[3].long()
+    return values.tolist(), (best[index] == chosen).tolist()
+
+
+def _log_total(sums: Tensor) -> Tensor:
+    """What a logit is above the logarithm of its token's probability: [n], from `logit_sums`."""
+    return sums[0] + sums[1].log()
 
 
 def _upload(uniforms: list[float], logits: Tensor) -> Tensor:
@@ -351,6 +399,9 @@ def confidence(logits: Tensor, top: int = 0) -> list[float]:
         top: H of the `top` most probable tokens and of all others as one (the paper's variant),
             which is never above the entropy of all; 0: of all.
     """
+    sums = logit_sums(logits)
+    if sums is not None and not 0 < top < logits.shape[-1]:
+        return (1.0 - sums[2] / math.log(logits.shape[-1])).clamp(0.0, 1.0).tolist()
     rows = _slice_rows(logits, logits.shape[1])
     return torch.cat([_certainty(part, top) for part in logits.split(rows)]).tolist()
 

@@ -70,7 +70,8 @@ class ModelSampler:
         # all are drawn before any row is given its own: where one fails, no number is used up
         draws = []
         for sampling, places in alike.items():
-            mine, some = [rows[place] for place in places], logits[places]
+            mine = [rows[place] for place in places]
+            some = logits if len(alike) == 1 else logits[places]
             numbers = [row.code.number for row in mine]
             draws.append((places, mine, some, sample(some, numbers, sampling, self._first)))
         tokens = [0] * len(rows)

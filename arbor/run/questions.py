@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from arbor.budget import Plan
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # texts of a conversation whose places are looked up in what the template writes of it
 _PROBLEM, _REASONING, _QUESTION = "What is asked?", "What was reasoned.", "What is judged?"
+
+MOST_KNOWN = 256  # turns of one problem whose token ids are remembered
 
 
 def in_conversation(tokenizer: Any, task: Task | None) -> bool:
@@ -68,12 +70,16 @@ class QuestionTurn:
         so_far: a conversation as the template writes it, up to the end of the assistant's text.
         before: what it writes between that text and a user's next message.
         after: what it writes after that message, up to the answer.
+        known: token ids of turns by message and answer; most tasks ask the same after each thought.
     """
 
     tokenizer: Any
     so_far: str
     before: str
     after: str
+    known: dict[tuple[str, str], list[int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def encode(self, message: str, answer: str = "") -> list[int]:
         """Token ids of the turn, after a path that is not at its end token yet.
@@ -83,8 +89,16 @@ class QuestionTurn:
                 a model wrote may name some.
             answer: the beginning of the assistant's answer.
         """
+        key = message.strip(), answer
+        if key not in self.known:
+            if len(self.known) == MOST_KNOWN:
+                self.known.clear()
+            self.known[key] = self._encoded(*key)
+        return list(self.known[key])
+
+    def _encoded(self, message: str, answer: str) -> list[int]:
         head = self._ids(self.so_far)
-        words = control_tokens(self.tokenizer).mark(message.strip())
+        words = control_tokens(self.tokenizer).mark(message)
         turn = f"{self.before}{words}{self.after}{answer}"
         whole = self._ids(self.so_far + turn)
         # a tokenizer may join the turn's first characters to the text before

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "choose.h"
 #include "fused.h"
 #include "head_select.h"
 #include "head_share.h"
@@ -13,4 +14,4 @@
     const arbor::Kernels arbor::name##_kernels = {#name, attention_parts, attention, \
                                                   linear_parts, linear, norm, gated, store_int8, rotary, \
                                                   add, select_heads, list_moves, count_held, \
-                                                  share_cells, list_shared}
+                                                  share_cells, list_shared, choose, sum_logits}

@@ -168,7 +168,7 @@ EXPORT int64_t arbor_native_layout() {
     for (size_t size : {sizeof(Level), sizeof(AttentionJob), sizeof(LinearJob), sizeof(NormJob),
                         sizeof(GatedJob), sizeof(StoreJob), sizeof(RotaryJob), sizeof(AddJob),
                         sizeof(HeadNormJob), sizeof(HeadSelectJob), sizeof(HeadShareJob),
-                        sizeof(Call)}) {
+                        sizeof(ChoiceJob), sizeof(LogitSumsJob), sizeof(Call)}) {
         layout = (layout * 1009 + static_cast<int64_t>(size)) % (int64_t{1} << 40);
     }
     return layout;
@@ -222,6 +222,27 @@ EXPORT void arbor_native_share_cells(const HeadShareJob* job) {
 
 EXPORT void arbor_native_list_shared(const HeadShareJob* job) {
     chosen->list_shared(*job, &own_scratch);
+}
+
+namespace {
+
+// Does every row of a job, each by one thread.
+template <class Job>
+void each_row(const Job& job, void (*row_of)(const Job&, int32_t, Scratch*), int32_t threads) {
+    int used = job.rows < threads ? job.rows : threads;
+    the_pool().run(used, [&](int thread) {
+        for (int row = thread; row < job.rows; row += used) row_of(job, row, &own_scratch);
+    });
+}
+
+}  // namespace
+
+EXPORT void arbor_native_choose(const ChoiceJob* job, int32_t threads) {
+    each_row(*job, chosen->choose, threads);
+}
+
+EXPORT void arbor_native_sum_logits(const LogitSumsJob* job, int32_t threads) {
+    each_row(*job, chosen->sum_logits, threads);
 }
 
 namespace {

@@ -196,6 +196,34 @@ struct HeadShareJob {
     int32_t wide;           // holders are int32
 };
 
+// The next token of each row of logits, see choose.h.
+struct ChoiceJob {
+    const void* logits;     // [rows, vocabulary], `row` apart
+    const double* numbers;  // [rows] in [0, 1)
+    double* out;            // [5, rows]: token, logarithm of its probability, largest probability,
+                            // place of the number within the token's interval, its length;
+                            // NaN for the first two probabilities of a row that is not finite
+    int64_t row;
+    double temperature;     // 0: the most probable token
+    double top_p;           // 1: all
+    double min_p;           // 0: all
+    int32_t top_k;          // 0: all
+    int32_t rows;
+    int32_t vocabulary;
+    int32_t number;         // of logits
+};
+
+// What probabilities of each row follow from, see choose.h.
+struct LogitSumsJob {
+    const void* logits;     // [rows, vocabulary], `row` apart
+    double* out;            // [4, rows]: the largest logit, the sum of e^(logit - largest), the
+                            // entropy, and the first token with the largest logit
+    int64_t row;
+    int32_t rows;
+    int32_t vocabulary;
+    int32_t number;         // of logits
+};
+
 // One of the jobs above, to be done after those before it in a list.
 struct Call {
     enum Kind : int32_t { LINEAR, NORM, HEAD_NORM, ROTARY, ATTENTION, GATED, ADD };
@@ -226,6 +254,8 @@ struct Kernels {
     void (*count_held)(const HeadShareJob&);
     void (*share_cells)(const HeadShareJob&, Scratch*);
     void (*list_shared)(const HeadShareJob&, Scratch*);
+    void (*choose)(const ChoiceJob&, int32_t row, Scratch*);
+    void (*sum_logits)(const LogitSumsJob&, int32_t row, Scratch*);
 };
 
 // Those of the machine are defined, each by a source of its own.

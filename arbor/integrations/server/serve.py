@@ -22,7 +22,7 @@ from arbor.cli.output import Output
 from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.cli.signals import ending_at_once
 from arbor.errors import UsageError
-from arbor.integrations.server import PACKAGES
+from arbor.integrations.server import FEATURE
 from arbor.integrations.server.settings import (
     ServerLimits,
     ServerSettings,
@@ -146,7 +146,8 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
 
 def _check_packages() -> None:
     """Refuses to start without the packages of the extra."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    packages = FEATURE.extras["server"][1]
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
             "server-packages",
