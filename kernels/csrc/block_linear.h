@@ -32,7 +32,7 @@ struct SingleLanes {
 // bfloat16: 32 inputs at a time, two in each lane.
 struct PairLanes {
     using X = bf16;
-    static constexpr int STEP = 32, ROWS = 5;
+    static constexpr int STEP = 32, ROWS = 6;
     struct Part {
         __m512bh v;
     };
@@ -69,16 +69,19 @@ template <class Lanes, int R>
 inline void lanes_tile(const typename Lanes::X* x, int64_t x_row, const typename Lanes::X* weights,
                        int inputs, bool begins, float* sums, int64_t sums_row) {
     Vec acc[R][TOGETHER];
+    const typename Lanes::X *x_at[R], *weight_at[TOGETHER];
+    for (int p = 0; p < TOGETHER; p++) weight_at[p] = weights + p * inputs;
     for (int r = 0; r < R; r++) {
+        x_at[r] = x + r * x_row;
         for (int p = 0; p < TOGETHER; p++) {
             acc[r][p] = begins ? set1(0.0f) : load(sums + r * sums_row + p * Vec::WIDTH);
         }
     }
     for (int i = 0; i < inputs; i += Lanes::STEP) {
         typename Lanes::Part weight[TOGETHER];
-        for (int p = 0; p < TOGETHER; p++) weight[p] = Lanes::part(weights + p * inputs + i);
+        for (int p = 0; p < TOGETHER; p++) weight[p] = Lanes::part(weight_at[p] + i);
         for (int r = 0; r < R; r++) {
-            typename Lanes::Part factor = Lanes::part(x + r * x_row + i);
+            typename Lanes::Part factor = Lanes::part(x_at[r] + i);
             for (int p = 0; p < TOGETHER; p++) acc[r][p] = Lanes::add(acc[r][p], factor, weight[p]);
         }
     }

@@ -25,9 +25,51 @@ struct Scales {
     alignas(64) float scale[16], offset[16];
 };
 
-// A format says: weights and bytes of a block; whether halves of a run have scales of their own,
-// and whether there are offsets; `LEVELS`: codes count from `FIRST` upwards, so many (0: too many
-// for a table). `prepare` finds the scales of a block, `codes` the codes of a run.
+// A format says: weights and bytes of a block; whether halves of a run have scales of their own, and
+// whether there are offsets. `prepare` finds the scales of a block, `codes` the codes of a run.
+
+using Bytes = uint8_t __attribute__((vector_size(16)));
+
+// 32 nibbles, the lower ones of 16 bytes first.
+inline void nibbles(const uint8_t* from, Bytes* low, Bytes* high) {
+    Bytes both;
+    std::memcpy(&both, from, 16);
+    *low = both & 15;
+    *high = both >> 4;
+}
+
+inline Bytes looked_up(Bytes values, Bytes places) {
+#if defined(__x86_64__)
+    return reinterpret_cast<Bytes>(
+        _mm_shuffle_epi8(reinterpret_cast<__m128i>(values), reinterpret_cast<__m128i>(places)));
+#else
+    return reinterpret_cast<Bytes>(
+        vqtbl1q_u8(reinterpret_cast<uint8x16_t>(values), reinterpret_cast<uint8x16_t>(places)));
+#endif
+}
+
+inline void store_codes(Bytes low, Bytes high, int8_t* to) {
+    std::memcpy(to, &low, 16);
+    std::memcpy(to + 16, &high, 16);
+}
+
+// 32 nibbles plus `first`, and 16 where a bit of `bits` is set.
+inline void small_codes(const uint8_t* from, const uint8_t* bits, int first, int8_t* to) {
+    Bytes low, high;
+    nibbles(from, &low, &high);
+    if (bits) {
+        uint64_t spread[4];
+        for (int i = 0; i < 4; i++) {  // a byte for each bit
+            uint64_t each = bits[i] * 0x0101010101010101u & 0x8040201008040201u;
+            spread[i] = (each + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
+        }
+        Bytes fifth[2];
+        std::memcpy(fifth, spread, 32);
+        low |= fifth[0];
+        high |= fifth[1];
+    }
+    store_codes(low + static_cast<uint8_t>(first), high + static_cast<uint8_t>(first), to);
+}
 
 // One scale for 32 weights in two halves of nibbles, as formats named _0 and _1 have them.
 template <int HEADER, int WIDTH_BYTES>
@@ -38,75 +80,53 @@ struct Small {
 };
 
 struct Q4_0 : Small<2, 16> {
-    static constexpr int LEVELS = 16, FIRST = -8;
     static void codes(const uint8_t* block, int, int8_t* to) {
-        for (int i = 0; i < 16; i++) {
-            to[i] = static_cast<int8_t>((block[2 + i] & 15) - 8);
-            to[16 + i] = static_cast<int8_t>((block[2 + i] >> 4) - 8);
-        }
+        small_codes(block + 2, nullptr, -8, to);
     }
 };
 
 struct Q4_1 : Small<4, 16> {
     static constexpr bool OFFSETS = true;
-    static constexpr int LEVELS = 16, FIRST = 0;
     static void prepare(const uint8_t* block, Scales& to) {
         to.scale[0] = half_at(block);
         to.offset[0] = -half_at(block + 2);
     }
     static void codes(const uint8_t* block, int, int8_t* to) {
-        for (int i = 0; i < 16; i++) {
-            to[i] = static_cast<int8_t>(block[4 + i] & 15);
-            to[16 + i] = static_cast<int8_t>(block[4 + i] >> 4);
-        }
+        small_codes(block + 4, nullptr, 0, to);
     }
 };
 
-// The fifth bits of 32 codes, and their nibbles.
-inline void five_bits(const uint8_t* high, const uint8_t* nibbles, int first, int8_t* to) {
-    uint32_t bits;
-    std::memcpy(&bits, high, 4);
-    for (int i = 0; i < 16; i++) {
-        to[i] = static_cast<int8_t>(((nibbles[i] & 15) | (bits >> i & 1) << 4) + first);
-        to[16 + i] = static_cast<int8_t>(((nibbles[i] >> 4) | (bits >> (i + 16) & 1) << 4) + first);
-    }
-}
-
 struct Q5_0 : Small<6, 16> {
-    static constexpr int LEVELS = 32, FIRST = -16;
     static void codes(const uint8_t* block, int, int8_t* to) {
-        five_bits(block + 2, block + 6, FIRST, to);
+        small_codes(block + 6, block + 2, -16, to);
     }
 };
 
 struct Q5_1 : Small<8, 16> {
     static constexpr bool OFFSETS = true;
-    static constexpr int LEVELS = 32, FIRST = 0;
     static void prepare(const uint8_t* block, Scales& to) { Q4_1::prepare(block, to); }
     static void codes(const uint8_t* block, int, int8_t* to) {
-        five_bits(block + 4, block + 8, FIRST, to);
+        small_codes(block + 8, block + 4, 0, to);
     }
 };
 
 struct Q8_0 : Small<2, 32> {
-    static constexpr int LEVELS = 0, FIRST = 0;
     static void codes(const uint8_t* block, int, int8_t* to) { std::memcpy(to, block + 2, RUN); }
 };
 
 struct IQ4_NL : Small<2, 16> {
-    static constexpr int LEVELS = 0, FIRST = 0;
     static void codes(const uint8_t* block, int, int8_t* to) {
         static constexpr int8_t VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                               1,    13,   25,  38,  53,  69,  89,  113};
-        for (int i = 0; i < 16; i++) {
-            to[i] = VALUES[block[2 + i] & 15];
-            to[16 + i] = VALUES[block[2 + i] >> 4];
-        }
+        Bytes low, high, values;
+        nibbles(block + 2, &low, &high);
+        std::memcpy(&values, VALUES, 16);
+        store_codes(looked_up(values, low), looked_up(values, high), to);
     }
 };
 
 struct Q2_K {
-    static constexpr int NUMBERS = 256, BYTES = 84, LEVELS = 4, FIRST = 0;
+    static constexpr int NUMBERS = 256, BYTES = 84;
     static constexpr bool HALVES = true, OFFSETS = true;
     static void prepare(const uint8_t* block, Scales& to) {
         float d = half_at(block + 80), least = half_at(block + 82);
@@ -123,7 +143,7 @@ struct Q2_K {
 };
 
 struct Q3_K {
-    static constexpr int NUMBERS = 256, BYTES = 110, LEVELS = 8, FIRST = -4;
+    static constexpr int NUMBERS = 256, BYTES = 110;
     static constexpr bool HALVES = true, OFFSETS = false;
     static void prepare(const uint8_t* block, Scales& to) {
         const uint8_t* packed = block + 96;  // 4 low bits of scale i and i + 8, then 2 high ones
@@ -168,7 +188,7 @@ inline void six_bits(const uint8_t* block, Scales& to) {
 }
 
 struct Q4_K {
-    static constexpr int NUMBERS = 256, BYTES = 144, LEVELS = 16, FIRST = 0;
+    static constexpr int NUMBERS = 256, BYTES = 144;
     static constexpr bool HALVES = false, OFFSETS = true;
     static void prepare(const uint8_t* block, Scales& to) { six_bits(block, to); }
     static void codes(const uint8_t* block, int run, int8_t* to) {
@@ -179,7 +199,7 @@ struct Q4_K {
 };
 
 struct Q5_K {
-    static constexpr int NUMBERS = 256, BYTES = 176, LEVELS = 32, FIRST = 0;
+    static constexpr int NUMBERS = 256, BYTES = 176;
     static constexpr bool HALVES = false, OFFSETS = true;
     static void prepare(const uint8_t* block, Scales& to) { six_bits(block, to); }
     static void codes(const uint8_t* block, int run, int8_t* to) {
@@ -192,7 +212,7 @@ struct Q5_K {
 };
 
 struct Q6_K {
-    static constexpr int NUMBERS = 256, BYTES = 210, LEVELS = 0, FIRST = 0;
+    static constexpr int NUMBERS = 256, BYTES = 210;
     static constexpr bool HALVES = true, OFFSETS = false;
     static void prepare(const uint8_t* block, Scales& to) {
         Vec d = set1(half_at(block + 208));
@@ -225,56 +245,20 @@ inline void decode_run(const uint8_t* block, const Scales& scales, int run, floa
 
 #if defined(__AVX512BF16__)
 
-// In bfloat16. With few levels, each is rounded once and the codes look it up.
+// In bfloat16, rounded once.
 template <class F>
 inline void decode_run(const uint8_t* block, const Scales& scales, int run, bf16* to) {
     const float *scale = scales.scale + (F::HALVES ? 2 * run : run);
     const float *offset = scales.offset + (F::HALVES ? 2 * run : run);
     constexpr int second = F::HALVES ? 1 : 0;
-    if constexpr (F::LEVELS) {
-        static_assert(F::LEVELS <= 16 || !F::HALVES, "a table has 32 places");
-        __m512 lower = _mm512_add_ps(_mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                     _mm512_set1_ps(F::FIRST));
-        __m512 low = _mm512_mul_ps(lower, _mm512_set1_ps(scale[0]));
-        if (F::OFFSETS) low = _mm512_sub_ps(low, _mm512_set1_ps(offset[0]));
-        __m512i table;
-        if constexpr (F::LEVELS == 32 || F::HALVES) {
-            __m512 upper = F::HALVES ? lower : _mm512_add_ps(lower, _mm512_set1_ps(16));
-            __m512 high = _mm512_mul_ps(upper, _mm512_set1_ps(scale[second]));
-            if (F::OFFSETS) high = _mm512_sub_ps(high, _mm512_set1_ps(offset[second]));
-            table = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-        } else {
-            __m256i half = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(low));
-            table = _mm512_broadcast_i64x4(half);
-        }
-        __m512i places;
-        if constexpr (std::is_same_v<F, Q4_K>) {  // words of a byte; a place has 5 bits, of two copies
-            const uint8_t* from = block + 16 + run / 2 * 32;
-            __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-            places = _mm512_cvtepu8_epi16(bytes);
-            if (run % 2) places = _mm512_srli_epi16(places, 4);
-        } else {
-            alignas(64) int8_t codes[RUN];
-            F::codes(block, run, codes);
-            __m256i bytes = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes));
-            if (F::FIRST) bytes = _mm256_sub_epi8(bytes, _mm256_set1_epi8(F::FIRST));
-            places = _mm512_cvtepu8_epi16(bytes);
-            if (F::HALVES) {
-                __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-                places = _mm512_add_epi16(places, upper);
-            }
-        }
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(places, table));
-    } else {
-        alignas(64) int8_t codes[RUN];
-        F::codes(block, run, codes);
-        Vec low = load(codes) * set1(scale[0]), high = load(codes + 16) * set1(scale[second]);
-        if (F::OFFSETS) {
-            low = low - set1(offset[0]);
-            high = high - set1(offset[second]);
-        }
-        _mm512_storeu_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v)));
+    alignas(64) int8_t codes[RUN];
+    F::codes(block, run, codes);
+    Vec low = load(codes) * set1(scale[0]), high = load(codes + 16) * set1(scale[second]);
+    if (F::OFFSETS) {
+        low = low - set1(offset[0]);
+        high = high - set1(offset[second]);
     }
+    _mm512_storeu_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v)));
 }
 
 #else

@@ -142,7 +142,7 @@ def _number(dtype: torch.dtype) -> int:
 
 
 def encode_q8_0(weight: Tensor) -> BlockWeight:
-    """A matrix in 8 bits: for each 32 inputs a float16 scale, the largest magnitude / 127, and codes.
+    """A matrix in 8 bits: codes, and for each 32 inputs a float16 scale, the largest / 127.
 
     Args:
         weight: [outputs, inputs], any floating-point dtype; inputs a multiple of 32.
