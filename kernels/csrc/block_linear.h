@@ -1,11 +1,14 @@
 // Linear layers over weights in blocks (blocks.h), which stay in their file's layout.
 //
-// The weights of some outputs are decoded into a cache and met there by all rows: in bfloat16 where
-// the CPU multiplies pairs of it and x is bfloat16, else in float32. Each result is summed over its
-// inputs in Vec::WIDTH lanes, and the lanes in one order: a row's bits do not depend on the other
-// rows or on the number of threads.
+// The weights of some outputs are decoded into a cache and met there by all rows. Where the CPU
+// multiplies pairs of bfloat16 and x is bfloat16, codes are whole numbers in bfloat16, which holds
+// them exactly; their products are summed by groups, then scaled in float32 (block_pairs.h). Elsewhere
+// weights and x are float32. No weight is rounded but those of formats with 16 or 32 bits.
+// Each result is summed over its inputs in lanes, and these in one order: a row's bits do not depend
+// on the other rows or on the number of threads.
 #pragma once
 
+#include "block_pairs.h"
 #include "blocks.h"
 #include "linear.h"
 
@@ -16,39 +19,63 @@ constexpr int DECODED = 16;      // outputs decoded at a time for many rows, a p
 constexpr int MOST_DECODED = 2048;  // inputs of them
 constexpr int BLOCK_ROWS = 128;  // that meet all weights, so that x stays in the L2 cache
 
-// float32: WIDTH inputs at a time.
-struct SingleLanes {
-    using X = float;
-    static constexpr int STEP = Vec::WIDTH, ROWS = Vec::WIDTH == 8 ? 2 : 5;
-    struct Part {
-        Vec v;
-    };
-    static Part part(const float* p) { return {load(p)}; }
-    static Vec add(Vec sum, Part x, Part weight) { return fma(x.v, weight.v, sum); }
-};
+// Numbers of x and weights as they lie, `Vec::WIDTH` float32 or 32 bfloat16 at a time.
+template <class F, class Wide>
+struct PlainLanes {
+    using X = typename Wide::X;
+    static constexpr int ROWS = Wide::ROWS;
+    static int64_t x_bytes(int inputs) { return static_cast<int64_t>(inputs) * sizeof(X); }
+    static int64_t weight_bytes(int inputs) { return x_bytes(inputs); }
 
-#if defined(__AVX512BF16__)
+    template <class Number>
+    static void read_x(const Number* x, int inputs, char* to) {
+        copy_row(x, inputs, reinterpret_cast<X*>(to));
+    }
 
-// bfloat16: 32 inputs at a time, two in each lane.
-struct PairLanes {
-    using X = bf16;
-    static constexpr int STEP = 32, ROWS = 6;
-    struct Part {
-        __m512bh v;
-    };
-    static Part part(const bf16* p) { return {reinterpret_cast<__m512bh>(_mm512_loadu_si512(p))}; }
-    static Vec add(Vec sum, Part x, Part weight) {
-        return {_mm512_dpbf16_ps(sum.v, x.v, weight.v)};
+    static void decode(const uint8_t* row, int first, int inputs, char* to) {
+        decode_blocks<F>(row, first, inputs, reinterpret_cast<X*>(to));
+    }
+
+    // R rows of x by `TOGETHER` outputs, over some inputs; the sums begin at zero or go on.
+    template <int R>
+    static void tile(const char* x, int64_t x_row, const char* weights, int64_t weight_row, int inputs,
+                     bool begins, float* sums, int64_t sums_row) {
+        Vec acc[R][TOGETHER];
+        const X *x_at[R], *weight_at[TOGETHER];
+        for (int p = 0; p < TOGETHER; p++) {
+            weight_at[p] = reinterpret_cast<const X*>(weights + p * weight_row);
+        }
+        for (int r = 0; r < R; r++) {
+            x_at[r] = reinterpret_cast<const X*>(x + r * x_row);
+            for (int p = 0; p < TOGETHER; p++) {
+                acc[r][p] = begins ? set1(0.0f) : load(sums + r * sums_row + p * Vec::WIDTH);
+            }
+        }
+        for (int i = 0; i < inputs; i += Wide::STEP) {
+            typename Wide::Part weight[TOGETHER];
+            for (int p = 0; p < TOGETHER; p++) weight[p] = Wide::part(weight_at[p] + i);
+            for (int r = 0; r < R; r++) {
+                typename Wide::Part factor = Wide::part(x_at[r] + i);
+                for (int p = 0; p < TOGETHER; p++) {
+                    acc[r][p] = Wide::add(acc[r][p], factor, weight[p]);
+                }
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            for (int p = 0; p < TOGETHER; p++) store(sums + r * sums_row + p * Vec::WIDTH, acc[r][p]);
+        }
     }
 };
 
-#else
+struct WideSingles {
+    using X = float;
+    static constexpr int STEP = Vec::WIDTH, ROWS = Vec::WIDTH == 8 ? 2 : 5;
+    using Part = Vec;
+    static Part part(const float* p) { return load(p); }
+    static Vec add(Vec sum, Part x, Part weight) { return fma(x, weight, sum); }
+};
 
-using PairLanes = SingleLanes;
-
-#endif
-
-// The sums of the lanes of four vectors, in the order of `sum`.
+// The sums of the lanes of four vectors.
 inline void sum_of_four(const float* from, float* to) {
 #if defined(__AVX512F__)
     __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + 16), c = _mm512_loadu_ps(from + 32),
@@ -64,39 +91,14 @@ inline void sum_of_four(const float* from, float* to) {
 #endif
 }
 
-// R rows of x by `TOGETHER` decoded outputs, over some inputs; the sums begin at zero or go on.
 template <class Lanes, int R>
-inline void lanes_tile(const typename Lanes::X* x, int64_t x_row, const typename Lanes::X* weights,
-                       int inputs, bool begins, float* sums, int64_t sums_row) {
-    Vec acc[R][TOGETHER];
-    const typename Lanes::X *x_at[R], *weight_at[TOGETHER];
-    for (int p = 0; p < TOGETHER; p++) weight_at[p] = weights + p * inputs;
-    for (int r = 0; r < R; r++) {
-        x_at[r] = x + r * x_row;
-        for (int p = 0; p < TOGETHER; p++) {
-            acc[r][p] = begins ? set1(0.0f) : load(sums + r * sums_row + p * Vec::WIDTH);
-        }
-    }
-    for (int i = 0; i < inputs; i += Lanes::STEP) {
-        typename Lanes::Part weight[TOGETHER];
-        for (int p = 0; p < TOGETHER; p++) weight[p] = Lanes::part(weight_at[p] + i);
-        for (int r = 0; r < R; r++) {
-            typename Lanes::Part factor = Lanes::part(x_at[r] + i);
-            for (int p = 0; p < TOGETHER; p++) acc[r][p] = Lanes::add(acc[r][p], factor, weight[p]);
-        }
-    }
-    for (int r = 0; r < R; r++) {
-        for (int p = 0; p < TOGETHER; p++) store(sums + r * sums_row + p * Vec::WIDTH, acc[r][p]);
-    }
-}
-
-template <class Lanes, int R>
-inline void lanes_rows(int rows, const typename Lanes::X* x, int64_t x_row,
-                       const typename Lanes::X* weights, int inputs, bool begins, float* sums,
-                       int64_t sums_row) {
+inline void tile_of(int rows, const char* x, int64_t x_row, const char* weights, int64_t weight_row,
+                    int inputs, bool begins, float* sums, int64_t sums_row) {
     if constexpr (R > 0) {
-        if (rows == R) return lanes_tile<Lanes, R>(x, x_row, weights, inputs, begins, sums, sums_row);
-        lanes_rows<Lanes, R - 1>(rows, x, x_row, weights, inputs, begins, sums, sums_row);
+        if (rows == R) {
+            return Lanes::template tile<R>(x, x_row, weights, weight_row, inputs, begins, sums, sums_row);
+        }
+        tile_of<Lanes, R - 1>(rows, x, x_row, weights, weight_row, inputs, begins, sums, sums_row);
     }
 }
 
@@ -118,30 +120,30 @@ void block_results(const LinearJob& job, const float* sums, int64_t sums_row, in
     }
 }
 
-template <class F, class Lanes, class Number>
+template <class Lanes, class Number>
 void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
-    using X = typename Lanes::X;
     // few rows read each output's weights in their order, many keep those of more outputs in L2
-    bool few = job.rows <= 2 * Lanes::ROWS;
-    int group = few ? TOGETHER : DECODED;
+    int group = job.rows <= 2 * Lanes::ROWS ? TOGETHER : DECODED;
     int blocks = (job.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     int most_rows = blocks ? (job.rows + blocks - 1) / blocks : 0;
     int most_inputs = job.inputs < MOST_DECODED ? job.inputs : MOST_DECODED;
     int64_t sums_row = group * Vec::WIDTH, sums_bytes = most_rows * sums_row * 4;
-    int64_t weight_bytes = static_cast<int64_t>(group) * most_inputs * sizeof(X);
-    int64_t x_bytes = static_cast<int64_t>(most_rows) * job.inputs * sizeof(X);
-    char* memory = static_cast<char*>(scratch->take(scratch, sums_bytes + weight_bytes + x_bytes));
+    int64_t weight_row = Lanes::weight_bytes(most_inputs), weight_bytes = group * weight_row;
+    int64_t x_row = Lanes::x_bytes(job.inputs);
+    char* memory = static_cast<char*>(
+        scratch->take(scratch, (sums_bytes + weight_bytes + 63) / 64 * 64 + most_rows * x_row));
     float* sums = reinterpret_cast<float*>(memory);
-    X* weights = reinterpret_cast<X*>(memory + sums_bytes);
-    X* room = reinterpret_cast<X*>(memory + sums_bytes + weight_bytes);
+    char *weights = memory + sums_bytes, *x = memory + (sums_bytes + weight_bytes + 63) / 64 * 64;
     int groups = (job.outputs + DECODED - 1) / DECODED;
     int first = static_cast<int>(static_cast<int64_t>(groups) * part / parts) * DECODED;
     int end = static_cast<int>(static_cast<int64_t>(groups) * (part + 1) / parts) * DECODED;
     end = end < job.outputs ? end : job.outputs;
     for (int row = 0; row < job.rows; row += most_rows) {
         int rows = job.rows - row < most_rows ? job.rows - row : most_rows;
-        int64_t x_row;
-        const X* x = rows_of<Number>(job, row, rows, job.inputs, room, &x_row);
+        for (int r = 0; r < rows; r++) {
+            const Number* from = static_cast<const Number*>(job.x) + (row + r) * job.x_row;
+            Lanes::read_x(from, job.inputs, x + r * x_row);
+        }
         for (int output = first; output < end; output += group) {
             int count = end - output < group ? end - output : group;
             for (int input = 0; input < job.inputs; input += most_inputs) {
@@ -149,15 +151,15 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
                 for (int o = 0; o < count; o++) {
                     const uint8_t* from = static_cast<const uint8_t*>(job.packed) +
                                           (output + o) * job.packed_row;
-                    decode_blocks<F>(from, input, inputs, weights + static_cast<int64_t>(o) * inputs);
+                    Lanes::decode(from, input, inputs, weights + o * weight_row);
                 }
                 for (int at = 0; at < rows;) {
                     int tiles = (rows - at + Lanes::ROWS - 1) / Lanes::ROWS;
                     int some = (rows - at + tiles - 1) / tiles;
                     for (int o = 0; o < count; o += TOGETHER) {  // past the last: room, never stored
-                        lanes_rows<Lanes, Lanes::ROWS>(
-                            some, x + at * x_row + input, x_row,
-                            weights + static_cast<int64_t>(o) * inputs, inputs, input == 0,
+                        tile_of<Lanes, Lanes::ROWS>(
+                            some, x + at * x_row + Lanes::x_bytes(input), x_row,
+                            weights + o * weight_row, weight_row, inputs, input == 0,
                             sums + at * sums_row + o * Vec::WIDTH, sums_row);
                     }
                     at += some;
@@ -172,9 +174,17 @@ void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* sc
     with_format(job.packed_number, [&](auto format) {
         using F = decltype(format);
         if (job.number == arbor::FLOAT32) {
-            return block_groups<F, SingleLanes, float>(job, part, parts, scratch);
+            return block_groups<PlainLanes<F, WideSingles>, float>(job, part, parts, scratch);
         }
-        block_groups<F, PairLanes, bf16>(job, part, parts, scratch);
+#if defined(__AVX512BF16__)
+        if constexpr (PLAIN<F>) {
+            block_groups<PlainLanes<F, WidePairs>, bf16>(job, part, parts, scratch);
+        } else {
+            block_groups<CodeLanes<F>, bf16>(job, part, parts, scratch);
+        }
+#else
+        block_groups<PlainLanes<F, WideSingles>, bf16>(job, part, parts, scratch);
+#endif
     });
 }
 

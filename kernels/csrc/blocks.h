@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int RUN = 32;
-constexpr int BLOCK = 256;  // weights that are decoded together; a block of 32 is one of its runs
+constexpr int BLOCK = 256;  // weights that are decoded together: a block, or eight of 32
 
 inline float half_at(const uint8_t* p) {
     uint16_t bits;
@@ -20,146 +20,151 @@ inline float half_at(const uint8_t* p) {
     return half_to_float(bits);
 }
 
-// Scales and offsets of the halves of the runs of a block.
+// Scales and offsets of the halves of the runs of a block, or of its runs.
 struct Scales {
     alignas(64) float scale[16], offset[16];
 };
 
-// A format says: weights and bytes of a block; whether halves of a run have scales of their own, and
-// whether there are offsets. `prepare` finds the scales of a block, `codes` the codes of a run.
-
 using Bytes = uint8_t __attribute__((vector_size(16)));
+using Codes = uint8_t __attribute__((vector_size(32)));  // of a run, in the order of its weights
 
-// 32 nibbles, the lower ones of 16 bytes first.
-inline void nibbles(const uint8_t* from, Bytes* low, Bytes* high) {
-    Bytes both;
-    std::memcpy(&both, from, 16);
-    *low = both & 15;
-    *high = both >> 4;
+inline Codes codes_at(const uint8_t* p) {
+    Codes found;
+    std::memcpy(&found, p, 32);
+    return found;
 }
 
-inline Bytes looked_up(Bytes values, Bytes places) {
-#if defined(__x86_64__)
-    return reinterpret_cast<Bytes>(
-        _mm_shuffle_epi8(reinterpret_cast<__m128i>(values), reinterpret_cast<__m128i>(places)));
+// 32 nibbles, the lower ones of 16 bytes first.
+inline Codes nibbles(const uint8_t* from) {
+    Bytes both;
+    std::memcpy(&both, from, 16);
+    Bytes halves[2] = {both & 15, both >> 4};
+    Codes found;
+    std::memcpy(&found, halves, 32);
+    return found;
+}
+
+// 16 where a bit is set, for 32 bits.
+inline Codes sixteens(const uint8_t* bits) {
+#if defined(__AVX512F__)
+    uint32_t mask;
+    std::memcpy(&mask, bits, 4);
+    return reinterpret_cast<Codes>(_mm256_maskz_set1_epi8(mask, 16));
 #else
-    return reinterpret_cast<Bytes>(
-        vqtbl1q_u8(reinterpret_cast<uint8x16_t>(values), reinterpret_cast<uint8x16_t>(places)));
+    uint64_t spread[4];
+    for (int i = 0; i < 4; i++) {  // a byte for each bit
+        uint64_t each = bits[i] * 0x0101010101010101u & 0x8040201008040201u;
+        spread[i] = (each + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
+    }
+    Codes found;
+    std::memcpy(&found, spread, 32);
+    return found;
 #endif
 }
 
-inline void store_codes(Bytes low, Bytes high, int8_t* to) {
-    std::memcpy(to, &low, 16);
-    std::memcpy(to + 16, &high, 16);
-}
+// A format says: weights and bytes of a block; whether halves of a run have scales of their own, and
+// whether there are offsets; what the code 0 stands for, the next ones counting on, and how many
+// codes there are. `prepare` finds the scales of a block, `codes<run>` the codes of a run.
 
-// 32 nibbles plus `first`, and 16 where a bit of `bits` is set.
-inline void small_codes(const uint8_t* from, const uint8_t* bits, int first, int8_t* to) {
-    Bytes low, high;
-    nibbles(from, &low, &high);
-    if (bits) {
-        uint64_t spread[4];
-        for (int i = 0; i < 4; i++) {  // a byte for each bit
-            uint64_t each = bits[i] * 0x0101010101010101u & 0x8040201008040201u;
-            spread[i] = (each + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
-        }
-        Bytes fifth[2];
-        std::memcpy(fifth, spread, 32);
-        low |= fifth[0];
-        high |= fifth[1];
-    }
-    store_codes(low + static_cast<uint8_t>(first), high + static_cast<uint8_t>(first), to);
-}
-
-// One scale for 32 weights in two halves of nibbles, as formats named _0 and _1 have them.
-template <int HEADER, int WIDTH_BYTES>
+// One scale for 32 weights, as formats named _0 and _1 have it.
+template <int HEADER, int CODE_BYTES, int COUNT, int FIRST_CODE, bool WITH_OFFSETS = false>
 struct Small {
-    static constexpr int NUMBERS = RUN, BYTES = HEADER + WIDTH_BYTES;
-    static constexpr bool HALVES = false, OFFSETS = false;
-    static void prepare(const uint8_t* block, Scales& to) { to.scale[0] = half_at(block); }
-};
-
-struct Q4_0 : Small<2, 16> {
-    static void codes(const uint8_t* block, int, int8_t* to) {
-        small_codes(block + 2, nullptr, -8, to);
-    }
-};
-
-struct Q4_1 : Small<4, 16> {
-    static constexpr bool OFFSETS = true;
+    static constexpr int NUMBERS = RUN, BYTES = HEADER + CODE_BYTES, LEVELS = COUNT;
+    static constexpr int FIRST = FIRST_CODE;
+    static constexpr bool HALVES = false, OFFSETS = WITH_OFFSETS;
     static void prepare(const uint8_t* block, Scales& to) {
         to.scale[0] = half_at(block);
-        to.offset[0] = -half_at(block + 2);
-    }
-    static void codes(const uint8_t* block, int, int8_t* to) {
-        small_codes(block + 4, nullptr, 0, to);
+        if (OFFSETS) to.offset[0] = -half_at(block + 2);
     }
 };
 
-struct Q5_0 : Small<6, 16> {
-    static void codes(const uint8_t* block, int, int8_t* to) {
-        small_codes(block + 6, block + 2, -16, to);
+struct Q4_0 : Small<2, 16, 16, -8> {
+    template <int>
+    static Codes codes(const uint8_t* block) {
+        return nibbles(block + 2);
     }
 };
 
-struct Q5_1 : Small<8, 16> {
-    static constexpr bool OFFSETS = true;
-    static void prepare(const uint8_t* block, Scales& to) { Q4_1::prepare(block, to); }
-    static void codes(const uint8_t* block, int, int8_t* to) {
-        small_codes(block + 8, block + 4, 0, to);
+struct Q4_1 : Small<4, 16, 16, 0, true> {
+    template <int>
+    static Codes codes(const uint8_t* block) {
+        return nibbles(block + 4);
     }
 };
 
-struct Q8_0 : Small<2, 32> {
-    static void codes(const uint8_t* block, int, int8_t* to) { std::memcpy(to, block + 2, RUN); }
+struct Q5_0 : Small<6, 16, 32, -16> {
+    template <int>
+    static Codes codes(const uint8_t* block) {
+        return nibbles(block + 6) | sixteens(block + 2);
+    }
 };
 
-struct IQ4_NL : Small<2, 16> {
-    static void codes(const uint8_t* block, int, int8_t* to) {
-        static constexpr int8_t VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                              1,    13,   25,  38,  53,  69,  89,  113};
-        Bytes low, high, values;
-        nibbles(block + 2, &low, &high);
-        std::memcpy(&values, VALUES, 16);
-        store_codes(looked_up(values, low), looked_up(values, high), to);
+struct Q5_1 : Small<8, 16, 32, 0, true> {
+    template <int>
+    static Codes codes(const uint8_t* block) {
+        return nibbles(block + 8) | sixteens(block + 4);
+    }
+};
+
+struct Q8_0 : Small<2, 32, 256, 0> {  // codes are signed
+    template <int>
+    static Codes codes(const uint8_t* block) {
+        return codes_at(block + 2);
+    }
+};
+
+// Codes are places in a list of values.
+struct IQ4_NL : Small<2, 16, 16, 0> {
+    static constexpr int8_t VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                          1,    13,   25,  38,  53,  69,  89,  113};
+    template <int>
+    static Codes codes(const uint8_t* block) {
+        return nibbles(block + 2);
     }
 };
 
 struct Q2_K {
-    static constexpr int NUMBERS = 256, BYTES = 84;
+    static constexpr int NUMBERS = 256, BYTES = 84, LEVELS = 4, FIRST = 0;
     static constexpr bool HALVES = true, OFFSETS = true;
     static void prepare(const uint8_t* block, Scales& to) {
-        float d = half_at(block + 80), least = half_at(block + 82);
-        for (int i = 0; i < 16; i++) {
-            to.scale[i] = d * static_cast<float>(block[i] & 15);
-            to.offset[i] = least * static_cast<float>(block[i] >> 4);
+        Bytes both;
+        std::memcpy(&both, block, 16);
+        int8_t numbers[32];
+        Bytes halves[2] = {both & 15, both >> 4};
+        std::memcpy(numbers, halves, 32);
+        Vec d = set1(half_at(block + 80)), least = set1(half_at(block + 82));
+        for (int i = 0; i < 16; i += Vec::WIDTH) {
+            store(to.scale + i, load(numbers + i) * d);
+            store(to.offset + i, load(numbers + 16 + i) * least);
         }
     }
-    static void codes(const uint8_t* block, int run, int8_t* to) {
-        const uint8_t* from = block + 16 + run / 4 * 32;
-        int shift = run % 4 * 2;
-        for (int i = 0; i < RUN; i++) to[i] = static_cast<int8_t>(from[i] >> shift & 3);
+    template <int R>
+    static Codes codes(const uint8_t* block) {
+        return codes_at(block + 16 + R / 4 * 32) >> (R % 4 * 2) & 3;
     }
 };
 
 struct Q3_K {
-    static constexpr int NUMBERS = 256, BYTES = 110;
+    static constexpr int NUMBERS = 256, BYTES = 110, LEVELS = 8, FIRST = -4;
     static constexpr bool HALVES = true, OFFSETS = false;
     static void prepare(const uint8_t* block, Scales& to) {
-        const uint8_t* packed = block + 96;  // 4 low bits of scale i and i + 8, then 2 high ones
-        float d = half_at(block + 108);
-        for (int i = 0; i < 16; i++) {
-            int low = packed[i % 8] >> i / 8 * 4 & 15, high = packed[8 + i % 4] >> i / 4 * 2 & 3;
-            to.scale[i] = d * static_cast<float>((low | high << 4) - 32);
+        uint32_t packed[3], parts[4];  // 4 low bits of scales i and i + 8, then 2 high ones
+        std::memcpy(packed, block + 96, 12);
+        for (int i = 0; i < 4; i++) {
+            uint32_t low = packed[i % 2] >> i / 2 * 4 & 0x0f0f0f0f;
+            parts[i] = low | (packed[2] >> i * 2 & 0x03030303) << 4;
+        }
+        int8_t numbers[16];
+        std::memcpy(numbers, parts, 16);
+        Vec d = set1(half_at(block + 108));
+        for (int i = 0; i < 16; i += Vec::WIDTH) {
+            store(to.scale + i, (load(numbers + i) - set1(32.0f)) * d);
         }
     }
-    static void codes(const uint8_t* block, int run, int8_t* to) {
-        const uint8_t* from = block + 32 + run / 4 * 32;
-        int shift = run % 4 * 2;
-        for (int i = 0; i < RUN; i++) {
-            int high = block[i] >> run & 1;
-            to[i] = static_cast<int8_t>((from[i] >> shift & 3) + high * 4 - 4);
-        }
+    template <int R>
+    static Codes codes(const uint8_t* block) {
+        Codes low = codes_at(block + 32 + R / 4 * 32) >> (R % 4 * 2) & 3;
+        return low | (codes_at(block) >> R & 1) << 2;
     }
 };
 
@@ -171,106 +176,103 @@ inline void six_bits(const uint8_t* block, Scales& to) {
     parts[1] = (packed[2] & 0x0f0f0f0f) | (packed[0] >> 2 & 0x30303030);
     parts[2] = packed[1] & 0x3f3f3f3f;
     parts[3] = (packed[2] >> 4 & 0x0f0f0f0f) | (packed[1] >> 2 & 0x30303030);
+    float d = half_at(block), least = half_at(block + 2);
+#if defined(__x86_64__)
+    __m256i scale = _mm256_cvtepu8_epi32(_mm_set_epi32(0, 0, static_cast<int>(parts[1]),
+                                                       static_cast<int>(parts[0])));
+    __m256i offset = _mm256_cvtepu8_epi32(_mm_set_epi32(0, 0, static_cast<int>(parts[3]),
+                                                        static_cast<int>(parts[2])));
+    _mm256_store_ps(to.scale, _mm256_mul_ps(_mm256_cvtepi32_ps(scale), _mm256_set1_ps(d)));
+    _mm256_store_ps(to.offset, _mm256_mul_ps(_mm256_cvtepi32_ps(offset), _mm256_set1_ps(least)));
+#else
     int8_t numbers[16];
     std::memcpy(numbers, parts, 16);
-    Vec d = set1(half_at(block)), least = set1(half_at(block + 2));
-#if defined(__AVX512F__)
-    Vec both{_mm512_insertf32x8(d.v, _mm512_castps512_ps256(least.v), 1)};
-    Vec found = load(numbers) * both;
-    _mm256_store_ps(to.scale, _mm512_castps512_ps256(found.v));
-    _mm256_store_ps(to.offset, _mm512_extractf32x8_ps(found.v, 1));
-#else
     for (int i = 0; i < 8; i += Vec::WIDTH) {
-        store(to.scale + i, load(numbers + i) * d);
-        store(to.offset + i, load(numbers + 8 + i) * least);
+        store(to.scale + i, load(numbers + i) * set1(d));
+        store(to.offset + i, load(numbers + 8 + i) * set1(least));
     }
 #endif
 }
 
 struct Q4_K {
-    static constexpr int NUMBERS = 256, BYTES = 144;
+    static constexpr int NUMBERS = 256, BYTES = 144, LEVELS = 16, FIRST = 0;
     static constexpr bool HALVES = false, OFFSETS = true;
     static void prepare(const uint8_t* block, Scales& to) { six_bits(block, to); }
-    static void codes(const uint8_t* block, int run, int8_t* to) {
-        const uint8_t* from = block + 16 + run / 2 * 32;
-        int shift = run % 2 * 4;
-        for (int i = 0; i < RUN; i++) to[i] = static_cast<int8_t>(from[i] >> shift & 15);
+    template <int R>
+    static Codes codes(const uint8_t* block) {
+        return codes_at(block + 16 + R / 2 * 32) >> (R % 2 * 4) & 15;
     }
 };
 
 struct Q5_K {
-    static constexpr int NUMBERS = 256, BYTES = 176;
+    static constexpr int NUMBERS = 256, BYTES = 176, LEVELS = 32, FIRST = 0;
     static constexpr bool HALVES = false, OFFSETS = true;
     static void prepare(const uint8_t* block, Scales& to) { six_bits(block, to); }
-    static void codes(const uint8_t* block, int run, int8_t* to) {
-        const uint8_t *from = block + 48 + run / 2 * 32, *high = block + 16;
-        int shift = run % 2 * 4;
-        for (int i = 0; i < RUN; i++) {
-            to[i] = static_cast<int8_t>((from[i] >> shift & 15) | (high[i] >> run & 1) << 4);
-        }
+    template <int R>
+    static Codes codes(const uint8_t* block) {
+        Codes low = codes_at(block + 48 + R / 2 * 32) >> (R % 2 * 4) & 15;
+        return low | (codes_at(block + 16) >> R & 1) << 4;
     }
 };
 
 struct Q6_K {
-    static constexpr int NUMBERS = 256, BYTES = 210;
+    static constexpr int NUMBERS = 256, BYTES = 210, LEVELS = 64, FIRST = -32;
     static constexpr bool HALVES = true, OFFSETS = false;
     static void prepare(const uint8_t* block, Scales& to) {
         Vec d = set1(half_at(block + 208));
         const int8_t* numbers = reinterpret_cast<const int8_t*>(block + 192);
         for (int i = 0; i < 16; i += Vec::WIDTH) store(to.scale + i, load(numbers + i) * d);
     }
-    static void codes(const uint8_t* block, int run, int8_t* to) {
-        const uint8_t* low = block + run / 4 * 64 + run % 2 * 32;
-        const uint8_t* high = block + 128 + run / 4 * 32;
-        int nibble = run % 4 / 2 * 4, pair = run % 4 * 2;
-        for (int i = 0; i < RUN; i++) {
-            int code = (low[i] >> nibble & 15) | (high[i] >> pair & 3) << 4;
-            to[i] = static_cast<int8_t>(code - 32);
-        }
+    template <int R>
+    static Codes codes(const uint8_t* block) {
+        Codes low = codes_at(block + R / 4 * 64 + R % 2 * 32) >> (R % 4 / 2 * 4) & 15;
+        return low | (codes_at(block + 128 + R / 4 * 32) >> (R % 4 * 2) & 3) << 4;
     }
 };
 
-// The weights of a run in float32.
+// What codes stand for.
 template <class F>
-inline void decode_run(const uint8_t* block, const Scales& scales, int run, float* to) {
-    alignas(64) int8_t codes[RUN];
-    F::codes(block, run, codes);
+inline Codes values_of(Codes codes) {
+    if constexpr (std::is_same_v<F, IQ4_NL>) {
+        Bytes values, halves[2];
+        std::memcpy(&values, F::VALUES, 16);
+        std::memcpy(halves, &codes, 32);
+        for (Bytes& half : halves) {
+#if defined(__x86_64__)
+            half = reinterpret_cast<Bytes>(_mm_shuffle_epi8(reinterpret_cast<__m128i>(values),
+                                                            reinterpret_cast<__m128i>(half)));
+#else
+            half = reinterpret_cast<Bytes>(vqtbl1q_u8(reinterpret_cast<uint8x16_t>(values),
+                                                      reinterpret_cast<uint8x16_t>(half)));
+#endif
+        }
+        std::memcpy(&codes, halves, 32);
+        return codes;
+    } else {
+        return codes + static_cast<uint8_t>(F::FIRST);
+    }
+}
+
+// The weights of a run in float32.
+template <class F, int R>
+inline void decode_run(const uint8_t* block, const Scales& scales, float* to) {
+    alignas(32) int8_t values[RUN];
+    Codes found = values_of<F>(F::template codes<R>(block));
+    std::memcpy(values, &found, RUN);
     for (int i = 0; i < RUN; i += Vec::WIDTH) {
-        int at = F::HALVES ? 2 * run + i / 16 : run;
-        Vec weight = load(codes + i) * set1(scales.scale[at]);
+        int at = F::HALVES ? 2 * R + i / 16 : R;
+        Vec weight = load(values + i) * set1(scales.scale[at]);
         if (F::OFFSETS) weight = weight - set1(scales.offset[at]);
         store(to + i, weight);
     }
 }
 
-#if defined(__AVX512BF16__)
-
-// In bfloat16, rounded once.
-template <class F>
-inline void decode_run(const uint8_t* block, const Scales& scales, int run, bf16* to) {
-    const float *scale = scales.scale + (F::HALVES ? 2 * run : run);
-    const float *offset = scales.offset + (F::HALVES ? 2 * run : run);
-    constexpr int second = F::HALVES ? 1 : 0;
-    alignas(64) int8_t codes[RUN];
-    F::codes(block, run, codes);
-    Vec low = load(codes) * set1(scale[0]), high = load(codes + 16) * set1(scale[second]);
-    if (F::OFFSETS) {
-        low = low - set1(offset[0]);
-        high = high - set1(offset[second]);
-    }
-    _mm512_storeu_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v)));
+template <class F, int... R>
+inline void decode_runs(const uint8_t* block, float* to, std::integer_sequence<int, R...>) {
+    Scales scales;
+    F::prepare(block, scales);
+    (decode_run<F, R>(block, scales, to + R * RUN), ...);
 }
-
-#else
-
-template <class F>
-inline void decode_run(const uint8_t* block, const Scales& scales, int run, bf16* to) {
-    float numbers[RUN];
-    decode_run<F>(block, scales, run, numbers);
-    for (int i = 0; i < RUN; i += Vec::WIDTH) store(to + i, load(numbers + i));
-}
-
-#endif
 
 // Formats without codes: numbers of 16 or 32 bits.
 struct F16 {
@@ -282,6 +284,9 @@ struct BF16 {
 struct F32 {
     static constexpr int BYTES = 4;
 };
+
+template <class F>
+constexpr bool PLAIN = std::is_same_v<F, F16> || std::is_same_v<F, BF16> || std::is_same_v<F, F32>;
 
 inline Vec number_at(F16, const uint8_t* p) {
 #if defined(__AVX512F__)
@@ -300,17 +305,19 @@ inline Vec number_at(F32, const uint8_t* p) { return load(reinterpret_cast<const
 // `count` weights of a row from the `first` on; both are multiples of a block's.
 template <class F, class To>
 void decode_blocks(const uint8_t* row, int first, int count, To* to) {
-    if constexpr (std::is_same_v<F, F16> || std::is_same_v<F, BF16> || std::is_same_v<F, F32>) {
+    if constexpr (PLAIN<F>) {
         row += static_cast<int64_t>(first) * F::BYTES;
         for (int i = 0; i < count; i += Vec::WIDTH) store(to + i, number_at(F{}, row + i * F::BYTES));
     } else {
         row += static_cast<int64_t>(first / F::NUMBERS) * F::BYTES;
         for (int at = 0; at < count; at += F::NUMBERS, row += F::BYTES) {
-            Scales scales;
-            F::prepare(row, scales);
-            WRITTEN_OUT
-            for (int run = 0; run < F::NUMBERS / RUN; run++) {
-                decode_run<F>(row, scales, run, to + at + run * RUN);
+            constexpr auto RUNS = std::make_integer_sequence<int, F::NUMBERS / RUN>{};
+            if constexpr (std::is_same_v<To, float>) {
+                decode_runs<F>(row, to + at, RUNS);
+            } else {
+                float numbers[F::NUMBERS];
+                decode_runs<F>(row, numbers, RUNS);
+                for (int i = 0; i < F::NUMBERS; i += Vec::WIDTH) store(to + at + i, load(numbers + i));
             }
         }
     }

@@ -5,8 +5,9 @@ ggml's; `gguf.quants` defines what each weight is). The matrix stays in its byte
 of a mapped file. The native kernels decode it where it is multiplied (kernels/csrc/block_linear.h);
 without them torch multiplies by the rows that `gguf.quants` decodes.
 
-In bfloat16 a weight is rounded once to bfloat16, as a model converted to bfloat16 has it, where the
-CPU multiplies pairs of bfloat16; elsewhere it is exact in float32.
+No weight is rounded to bfloat16, as a converted model has it: codes are multiplied exactly, and
+sums of a scale's weights are scaled in float32. Only matrices in F16 and F32 are rounded, where the
+CPU multiplies pairs of bfloat16 and the model is in bfloat16.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _decoded(data: Tensor, weight: BlockWeight) -> Tensor:
         found = given.view(plain[weight.kind]).astype(np.float32)
     else:
         found = quants.dequantize(given, GGMLQuantizationType[weight.kind])
-    return torch.from_numpy(found).view(len(data), weight.inputs)
+    return torch.tensor(found).view(len(data), weight.inputs)  # where torch begins tensors
 
 
 def _number(dtype: torch.dtype) -> int:
