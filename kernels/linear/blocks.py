@@ -207,17 +207,17 @@ def multiply(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
 
 
 def _multiply_by_torch(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
-    """Some outputs at a time, in chunks of a fixed number of rows."""
+    """In float32 or wider, some outputs at a time, in chunks of a fixed number of rows."""
     from arbor.kernels.linear.layers import in_chunks
 
-    def product(rows: Tensor) -> Tensor:
-        parts = []
-        for data in weight.data.split(_PART):
-            parts.append(F.linear(rows, _decoded(data, weight).to(x.dtype)))
-        return torch.cat(parts, dim=1)
+    wide = torch.promote_types(x.dtype, torch.float32)
 
-    out = in_chunks(x, product)
-    return out if bias is None else out + bias.to(out.dtype)
+    def product(rows: Tensor) -> Tensor:
+        parts = weight.data.split(_PART)
+        return torch.cat([F.linear(rows, _decoded(each, weight).to(wide)) for each in parts], dim=1)
+
+    out = in_chunks(x.to(wide), product)
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
 class BlockLinear(nn.Module):
