@@ -23,7 +23,7 @@ constexpr int BLOCK_ROWS = 128;  // that meet all weights, so that x stays in th
 template <class F, class Wide>
 struct PlainLanes {
     using X = typename Wide::X;
-    static constexpr int ROWS = Wide::ROWS;
+    static constexpr int ROWS = Wide::ROWS, FUSED_ROWS = 0;
     static int64_t x_bytes(int inputs) { return static_cast<int64_t>(inputs) * sizeof(X); }
     static int64_t weight_bytes(int inputs) { return x_bytes(inputs); }
 
@@ -102,6 +102,15 @@ inline void tile_of(int rows, const char* x, int64_t x_row, const char* weights,
     }
 }
 
+template <class Lanes, int R>
+inline void fused_of(int rows, const char* x, int64_t x_row, const uint8_t* row, int inputs, float* sums,
+                     int64_t sums_row) {
+    if constexpr (R > 0) {
+        if (rows == R) return Lanes::template fused<R>(x, x_row, row, inputs, sums, sums_row);
+        fused_of<Lanes, R - 1>(rows, x, x_row, row, inputs, sums, sums_row);
+    }
+}
+
 template <class Number>
 void block_results(const LinearJob& job, const float* sums, int64_t sums_row, int first_row, int rows,
                    int first, int count) {
@@ -146,12 +155,19 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
         }
         for (int output = first; output < end; output += group) {
             int count = end - output < group ? end - output : group;
+            const uint8_t* from = static_cast<const uint8_t*>(job.packed) + output * job.packed_row;
+            if (job.rows <= Lanes::FUSED_ROWS) {
+                for (int o = 0; o < count; o++) {
+                    fused_of<Lanes, Lanes::FUSED_ROWS>(rows, x, x_row, from + o * job.packed_row,
+                                                       job.inputs, sums + o * Vec::WIDTH, sums_row);
+                }
+                block_results<Number>(job, sums, sums_row, row, rows, output, count);
+                continue;
+            }
             for (int input = 0; input < job.inputs; input += most_inputs) {
                 int inputs = job.inputs - input < most_inputs ? job.inputs - input : most_inputs;
                 for (int o = 0; o < count; o++) {
-                    const uint8_t* from = static_cast<const uint8_t*>(job.packed) +
-                                          (output + o) * job.packed_row;
-                    Lanes::decode(from, input, inputs, weights + o * weight_row);
+                    Lanes::decode(from + o * job.packed_row, input, inputs, weights + o * weight_row);
                 }
                 for (int at = 0; at < rows;) {
                     int tiles = (rows - at + Lanes::ROWS - 1) / Lanes::ROWS;

@@ -53,14 +53,34 @@ inline __m512i levels_of(__m512i words) {
     return _mm512_permutexvar_epi16(words, low);
 }
 
+// The codes of two runs.
+template <class F, int R>
+inline __m512i two_runs(const uint8_t* block) {
+    if constexpr (std::is_same_v<F, Q4_K>) {  // the nibbles of the same bytes
+        __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(
+            reinterpret_cast<const __m256i*>(block + 16 + R / 2 * 32)));
+        __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+        return _mm512_and_si512(_mm512_srlv_epi16(both, shifts), _mm512_set1_epi8(15));
+    }
+    return _mm512_inserti64x4(
+        _mm512_castsi256_si512(reinterpret_cast<__m256i>(F::template codes<R>(block))),
+        reinterpret_cast<__m256i>(F::template codes<R + 1>(block)), 1);
+}
+
+// Those of two blocks of 32; a run that is not there has zeros.
+template <class F, int R>
+inline __m512i two_small(const uint8_t* block, int count) {
+    __m256i nothing = _mm256_setzero_si256(), low = nothing, high = nothing;
+    if (R < count) low = reinterpret_cast<__m256i>(F::template codes<0>(block + R * F::BYTES));
+    if (R + 1 < count) {
+        high = reinterpret_cast<__m256i>(F::template codes<0>(block + (R + 1) * F::BYTES));
+    }
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
 // Bytes of 16 groups of 16 in their order become four vectors whose lane 4 m + k has four bytes of
 // group 4 k + m.
-inline void group_lanes(const Codes* runs, __m512i* to) {
-    __m512i z[4];
-    for (int i = 0; i < 4; i++) {
-        z[i] = _mm512_inserti64x4(_mm512_castsi256_si512(reinterpret_cast<__m256i>(runs[2 * i])),
-                                  reinterpret_cast<__m256i>(runs[2 * i + 1]), 1);
-    }
+inline void group_lanes(const __m512i* z, __m512i* to) {
     __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
     __m512i c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
     to[0] = _mm512_unpacklo_epi64(a, c);
@@ -130,58 +150,101 @@ struct CodeLanes {
     static void decode(const uint8_t* row, int first, int inputs, char* to) {
         row += static_cast<int64_t>(first / F::NUMBERS) * F::BYTES;
         for (int at = 0; at < inputs; at += BLOCK, to += WEIGHT_BYTES) {
-            int runs = inputs - at < BLOCK ? (inputs - at) / RUN : BLOCK / RUN;
-            decode_block(row, runs, to, std::make_integer_sequence<int, BLOCK / RUN>{});
+            auto keep = [&](int step, __m512i numbers) { _mm512_storeu_si512(to + step * 64, numbers); };
+            auto [scale, offset] = decoded(row, inputs - at, keep);
+            _mm512_storeu_ps(to + 512, scale);
+            if (F::OFFSETS) _mm512_storeu_ps(to + 576, offset);
             row += BLOCK / F::NUMBERS * F::BYTES;
         }
     }
 
-    template <int... R>
-    static void decode_block(const uint8_t* block, int count, char* to,
-                             std::integer_sequence<int, R...>) {
-        Codes runs[8];
-        __m512 scale, offset;
+    struct Factors {
+        __m512 scale, offset;  // of the lanes
+    };
+
+    // Calls `visit(step, 32 numbers)` for the eight steps of a block.
+    template <class Visit>
+    static Factors decoded(const uint8_t* block, int inputs, Visit visit) {
+        __m512i z[4], lanes[4];
+        Factors found{_mm512_setzero_ps(), _mm512_setzero_ps()};
         if constexpr (F::NUMBERS == RUN) {
-            ((runs[R] = R < count ? F::template codes<0>(block + R * F::BYTES) : Codes{}), ...);
-            scale = in_lanes<false>(halves_of<F>(block, 0, count));
+            int count = inputs < BLOCK ? inputs / RUN : BLOCK / RUN;
+            z[0] = two_small<F, 0>(block, count);
+            z[1] = two_small<F, 2>(block, count);
+            z[2] = two_small<F, 4>(block, count);
+            z[3] = two_small<F, 6>(block, count);
+            found.scale = in_lanes<false>(halves_of<F>(block, 0, count));
             if (F::OFFSETS) {
-                offset = in_lanes<false>(halves_of<F>(block, 2, count));
-                offset = _mm512_sub_ps(_mm512_setzero_ps(), offset);
+                __m512 offset = in_lanes<false>(halves_of<F>(block, 2, count));
+                found.offset = _mm512_sub_ps(_mm512_setzero_ps(), offset);
             }
         } else {
-            ((runs[R] = F::template codes<R>(block)), ...);
+            z[0] = two_runs<F, 0>(block);
+            z[1] = two_runs<F, 2>(block);
+            z[2] = two_runs<F, 4>(block);
+            z[3] = two_runs<F, 6>(block);
             Scales scales;
             F::prepare(block, scales);
             if constexpr (F::HALVES) {
-                scale = in_lanes<true>(_mm512_load_ps(scales.scale));
-                if (F::OFFSETS) offset = in_lanes<true>(_mm512_load_ps(scales.offset));
+                found.scale = in_lanes<true>(_mm512_load_ps(scales.scale));
+                if (F::OFFSETS) found.offset = in_lanes<true>(_mm512_load_ps(scales.offset));
             } else {
-                scale = in_lanes<false>(_mm512_castps256_ps512(_mm256_load_ps(scales.scale)));
+                found.scale = in_lanes<false>(_mm512_castps256_ps512(_mm256_load_ps(scales.scale)));
                 if (F::OFFSETS) {
-                    offset = in_lanes<false>(_mm512_castps256_ps512(_mm256_load_ps(scales.offset)));
+                    found.offset = in_lanes<false>(_mm512_castps256_ps512(_mm256_load_ps(scales.offset)));
                 }
             }
         }
-        __m512i lanes[4];
-        group_lanes(runs, lanes);
+        group_lanes(z, lanes);
+        WRITTEN_OUT
         for (int j = 0; j < 4; j++) {
-            __m512i even, odd;
             if constexpr (F::LEVELS == 256) {  // signed bytes
                 auto bfloat16s = [&](int left) {
                     __m512i whole = _mm512_srai_epi32(_mm512_slli_epi32(lanes[j], left), 24);
                     return _mm512_castps_si512(_mm512_cvtepi32_ps(whole));
                 };
-                even = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(bfloat16s(24), 16), bfloat16s(8));
-                odd = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(bfloat16s(16), 16), bfloat16s(0));
+                __m512i second = _mm512_srli_epi32(bfloat16s(24), 16);
+                visit(2 * j, _mm512_mask_blend_epi16(0xaaaaaaaa, second, bfloat16s(8)));
+                second = _mm512_srli_epi32(bfloat16s(16), 16);
+                visit(2 * j + 1, _mm512_mask_blend_epi16(0xaaaaaaaa, second, bfloat16s(0)));
             } else {
-                even = levels_of<F>(lanes[j]);
-                odd = levels_of<F>(_mm512_srli_epi16(lanes[j], 8));
+                visit(2 * j, levels_of<F>(lanes[j]));
+                visit(2 * j + 1, levels_of<F>(_mm512_srli_epi16(lanes[j], 8)));
             }
-            _mm512_storeu_si512(to + j * 128, even);
-            _mm512_storeu_si512(to + j * 128 + 64, odd);
         }
-        _mm512_storeu_ps(to + 512, scale);
-        if (F::OFFSETS) _mm512_storeu_ps(to + 576, offset);
+        return found;
+    }
+
+    static constexpr int FUSED_ROWS = 8;
+
+    // R rows of x by one output whose weights are never stored: the sums of `tile`.
+    template <int R>
+    static void fused(const char* x, int64_t x_row, const uint8_t* row, int inputs, float* sums,
+                      int64_t sums_row) {
+        __m512 total[R];
+        for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
+        for (int at = 0; at < inputs; at += BLOCK, x += X_BYTES) {
+            __m512 acc[R];
+            for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
+            auto add = [&](int step, __m512i numbers) {
+                WRITTEN_OUT
+                for (int r = 0; r < R; r++) {
+                    __m512i factor = _mm512_loadu_si512(x + r * x_row + step * 64);
+                    acc[r] = _mm512_dpbf16_ps(acc[r], reinterpret_cast<__m512bh>(factor),
+                                              reinterpret_cast<__m512bh>(numbers));
+                }
+            };
+            auto [scale, offset] = decoded(row, inputs - at, add);
+            for (int r = 0; r < R; r++) {
+                total[r] = _mm512_fmadd_ps(acc[r], scale, total[r]);
+                if (F::OFFSETS) {
+                    __m512 sum = _mm512_loadu_ps(x + r * x_row + 512);
+                    total[r] = _mm512_fnmadd_ps(offset, sum, total[r]);
+                }
+            }
+            row += BLOCK / F::NUMBERS * F::BYTES;
+        }
+        for (int r = 0; r < R; r++) _mm512_storeu_ps(sums + r * sums_row, total[r]);
     }
 
     // As `PlainLanes::tile`; the sums stay in the L1 cache.

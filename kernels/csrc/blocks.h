@@ -38,10 +38,16 @@ inline Codes codes_at(const uint8_t* p) {
 inline Codes nibbles(const uint8_t* from) {
     Bytes both;
     std::memcpy(&both, from, 16);
+#if defined(__x86_64__)  // in registers
+    __m256i low = _mm256_castsi128_si256(reinterpret_cast<__m128i>(both & 15));
+    return reinterpret_cast<Codes>(
+        _mm256_inserti128_si256(low, reinterpret_cast<__m128i>(both >> 4), 1));
+#else
     Bytes halves[2] = {both & 15, both >> 4};
     Codes found;
     std::memcpy(&found, halves, 32);
     return found;
+#endif
 }
 
 // 16 where a bit is set, for 32 bits.
