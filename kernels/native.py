@@ -17,7 +17,7 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_i
 from pathlib import Path
 from typing import Any
 
-LAYOUT_VERSION = 6  # as in native.h
+LAYOUT_VERSION = 7  # as in native.h
 # Instruction sets of the kernels, of x86-64 and of aarch64, each from the least to the best.
 SETS = ("avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16")
 VARIABLE = "ARBOR_NATIVE"
@@ -28,6 +28,7 @@ FILE = Path(
 # `Number` of native.h, by torch's names of dtypes.
 NUMBERS = {"float32": 0, "bfloat16": 1}
 INT8 = 2  # of pools with 8-bit KV, and of weights in 8 bits
+BLOCKS = 64  # and ggml's number of a format: weights in blocks
 
 
 # Head dimensions are multiples of the widest vector.
@@ -117,9 +118,26 @@ class LinearJob(Structure):
         ("bias", c_void_p),
         ("out", c_void_p),
         ("x_row", c_int64),
+        ("out_row", c_int64),
+        ("packed_row", c_int64),
         ("rows", c_int32),
         ("inputs", c_int32),
         ("outputs", c_int32),
+        ("number", c_int32),
+        ("packed_number", c_int32),
+    )
+
+
+class DecodeJob(Structure):
+    """`DecodeJob` of native.h."""
+
+    _fields_ = (
+        ("packed", c_void_p),
+        ("ids", c_void_p),
+        ("out", c_void_p),
+        ("packed_row", c_int64),
+        ("rows", c_int64),
+        ("inputs", c_int32),
         ("number", c_int32),
         ("packed_number", c_int32),
     )
@@ -324,6 +342,7 @@ class Library:
         self.name = name
         self.attention = loaded.arbor_native_attention
         self.linear = loaded.arbor_native_linear
+        self.decode = loaded.arbor_native_decode
         self.norm = loaded.arbor_native_norm
         self.gated = loaded.arbor_native_gated
         self.store = loaded.arbor_native_store
@@ -339,7 +358,7 @@ class Library:
         self.run.argtypes, self.run.restype = (c_void_p, c_int32, c_int32), None
         for call in (self.attention, self.linear, self.choose, self.sum_logits):
             call.argtypes, call.restype = (c_void_p, c_int32), None
-        single = (self.norm, self.gated, self.store, self.rotary)
+        single = (self.decode, self.norm, self.gated, self.store, self.rotary)
         heads = (self.select_heads, self.list_moves)
         shared = (self.count_held, self.share_cells, self.list_shared)
         for call in (*single, *heads, *shared):
@@ -380,17 +399,17 @@ def without_native() -> Iterator[None]:
 def _layout() -> int:
     """The library's own number for these structures."""
     layout = LAYOUT_VERSION
-    sent = (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob, StoreJob, RotaryJob)
-    for each in (
-        *sent,
-        AddJob,
-        HeadNormJob,
-        HeadSelectJob,
-        HeadShareJob,
-        ChoiceJob,
-        LogitSumsJob,
-        Call,
-    ):
+    sent: tuple[type[Structure], ...] = (
+        LevelStruct,
+        AttentionJob,
+        LinearJob,
+        NormJob,
+        GatedJob,
+        StoreJob,
+        RotaryJob,
+    )
+    sent += (AddJob, HeadNormJob, HeadSelectJob, HeadShareJob, ChoiceJob, LogitSumsJob, DecodeJob)
+    for each in (*sent, Call):
         layout = (layout * 1009 + ctypes.sizeof(each)) % (1 << 40)
     return layout
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_blocks
 import test_deterministic
 import test_int8
 import test_native
@@ -35,6 +36,7 @@ from arbor.kernels import native
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.fused.parts import ACTIVATIONS, NORM_FORMS
 from arbor.kernels.fused.rotary import ROTARY_FORMS
+from arbor.kernels.linear.blocks import KINDS
 from arbor.kernels.linear.layers import PackedLinear
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +137,7 @@ CHECKS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         for form in (ROTARY_FORMS[0], None)
         for dtype in DTYPES
     ),
+    *((test_blocks.test_weights_and_products_are_those_of_the_format, (kind,)) for kind in KINDS),
     *(
         (test_int8.test_the_native_kernel_stores_the_bits_of_torch, (dim, dtype))
         for dim in (16, 48, 128, 256)

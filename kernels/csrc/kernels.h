@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "block_linear.h"
 #include "choose.h"
 #include "fused.h"
 #include "head_select.h"
@@ -12,6 +13,6 @@
 
 #define ARBOR_KERNELS(name) \
     const arbor::Kernels arbor::name##_kernels = {#name, attention_parts, attention, \
-                                                  linear_parts, linear, norm, gated, store_int8, rotary, \
+                                                  linear_parts, any_linear, decode_rows, norm, gated, store_int8, rotary, \
                                                   add, select_heads, list_moves, count_held, \
                                                   share_cells, list_shared, choose, sum_logits}

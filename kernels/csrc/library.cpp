@@ -168,7 +168,7 @@ EXPORT int64_t arbor_native_layout() {
     for (size_t size : {sizeof(Level), sizeof(AttentionJob), sizeof(LinearJob), sizeof(NormJob),
                         sizeof(GatedJob), sizeof(StoreJob), sizeof(RotaryJob), sizeof(AddJob),
                         sizeof(HeadNormJob), sizeof(HeadSelectJob), sizeof(HeadShareJob),
-                        sizeof(ChoiceJob), sizeof(LogitSumsJob), sizeof(Call)}) {
+                        sizeof(ChoiceJob), sizeof(LogitSumsJob), sizeof(DecodeJob), sizeof(Call)}) {
         layout = (layout * 1009 + static_cast<int64_t>(size)) % (int64_t{1} << 40);
     }
     return layout;
@@ -199,6 +199,8 @@ EXPORT void arbor_native_linear(const LinearJob* job, int32_t threads) {
     int used = threads_for(products_of(*job), chosen->linear_parts(*job), threads);
     the_pool().run(used, [&](int thread) { chosen->linear(*job, thread, used, &own_scratch); });
 }
+
+EXPORT void arbor_native_decode(const DecodeJob* job) { chosen->decode(*job); }
 
 EXPORT void arbor_native_norm(const NormJob* job) { chosen->norm(*job); }
 

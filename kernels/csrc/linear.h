@@ -15,6 +15,7 @@
 
 namespace {
 
+using arbor::DecodeJob;
 using arbor::LinearJob;
 
 constexpr int PANEL = 16;
@@ -161,7 +162,7 @@ void finish(const LinearJob& job, const float* sums, int sums_row, int first_row
     count = count < sums_row ? count : sums_row;
     for (int r = 0; r < rows; r++) {
         Number* to = static_cast<Number*>(job.out) +
-                     static_cast<int64_t>(first_row + r) * job.outputs + first;
+                     static_cast<int64_t>(first_row + r) * job.out_row + first;
         for (int o = 0; o < count; o += Vec::WIDTH) {
             Vec value = load(sums + r * sums_row + o);
             int here = count - o;

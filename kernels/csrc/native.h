@@ -7,11 +7,14 @@
 namespace arbor {
 
 // Raised when a structure changes but not in size, or a packed weight does; as in kernels/native.py.
-constexpr int64_t LAYOUT_VERSION = 6;
+constexpr int64_t LAYOUT_VERSION = 7;
 
 // Numbers of the pool, the queries, the weights and the results; sums are always in float32. Pools
 // and packed weights can be INT8: codes and scales, see int8.h and linear.h.
 enum Number : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+
+// Added to ggml's number of a format: weights in blocks, see blocks.h.
+constexpr int32_t BLOCKS = 64;
 
 // One level of a cascade, as `CascadeLevel` in kernels/base.py.
 struct Level {
@@ -66,11 +69,25 @@ struct LinearJob {
     const float* bias;      // [outputs] or null
     void* out;
     int64_t x_row;          // stride of x
+    int64_t out_row;        // stride of out
+    int64_t packed_row;     // bytes of an output's weights, if in blocks
     int32_t rows;
     int32_t inputs;
     int32_t outputs;
     int32_t number;         // of x and out
-    int32_t packed_number;  // of the weight: the same, or INT8
+    int32_t packed_number;  // of the weight: the same, or INT8, or BLOCKS and a format
+};
+
+// out [rows, inputs] = some rows of a weight in blocks.
+struct DecodeJob {
+    const void* packed;
+    const int64_t* ids;     // [rows]
+    void* out;
+    int64_t packed_row;
+    int64_t rows;
+    int32_t inputs;
+    int32_t number;         // of out
+    int32_t packed_number;
 };
 
 // RMS norm: out = x / sqrt(mean(x^2) + eps) * (weight + offset).
@@ -244,6 +261,7 @@ struct Kernels {
     void (*attention)(const AttentionJob&, int32_t part, Scratch*);
     int32_t (*linear_parts)(const LinearJob&);
     void (*linear)(const LinearJob&, int32_t part, int32_t parts, Scratch*);
+    void (*decode)(const DecodeJob&);
     void (*norm)(const NormJob&);
     void (*gated)(const GatedJob&);
     void (*store)(const StoreJob&);

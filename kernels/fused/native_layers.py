@@ -284,6 +284,7 @@ class NativeLayers:
             bias=None if product.bias is None else product.bias.data_ptr(),
             out=self._at[target],
             x_row=product.inputs,
+            out_row=product.outputs,
             inputs=product.inputs,
             outputs=product.outputs,
             number=product.number,

@@ -59,7 +59,7 @@ import ctypes
 import functools
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -189,11 +189,7 @@ class PackedLinear(nn.Module):
         elif x.is_cuda:
             out = _by_triton(rows, self.weight, self.bias)
         else:
-            padding = -count % CHUNK_ROWS
-            if padding:
-                rows = torch.cat([rows, rows.new_zeros(padding, self.in_features)])
-            parts = [self._rows(_aligned(chunk)) for chunk in rows.contiguous().split(CHUNK_ROWS)]
-            out = (parts[0] if len(parts) == 1 else torch.cat(parts))[:count]
+            out = in_chunks(rows, self._rows)
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -205,6 +201,19 @@ class PackedLinear(nn.Module):
         if self._packed is None:
             return F.linear(rows, self.weight, self.bias)
         return _apply(rows, self._packed, self._ghost, self.bias, self.packing)
+
+
+def in_chunks(rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """A product of rows [M, in] in chunks of exactly `CHUNK_ROWS`, padded with zeros.
+
+    A row's bits do not depend on the other rows.
+    """
+    count = len(rows)
+    padding = -count % CHUNK_ROWS
+    if padding:
+        rows = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])])
+    parts = [product(_aligned(chunk)) for chunk in rows.contiguous().split(CHUNK_ROWS)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:count]
 
 
 class JointLinear:
@@ -629,6 +638,8 @@ def _native(
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         rows.stride(0),
+        outputs,
+        0,
         rows.shape[0],
         rows.shape[1],
         outputs,

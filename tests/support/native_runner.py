@@ -25,8 +25,10 @@ from arbor.kernels import native
 from arbor.kernels.int8 import stored_width
 from arbor.kernels.linear.int8_weights import GROUP, GROUP_BYTES
 from arbor.kernels.native import (
+    BLOCKS,
     INT8,
     AttentionJob,
+    DecodeJob,
     GatedJob,
     HeadSelectJob,
     HeadShareJob,
@@ -129,14 +131,24 @@ def linear_memory(job: LinearJob, memory: Memory) -> None:
     wide = BYTES[job.number]
     memory.follow(job, "x", wide * extent((job.rows, job.x_row), (job.inputs, 1)))
     panels = -(-job.outputs // PANEL)
-    if job.packed_number == INT8:
+    if job.packed_number >= BLOCKS:
+        panels, size = job.outputs, job.packed_row
+    elif job.packed_number == INT8:
         size = GROUP_BYTES * -(-job.inputs // GROUP)
     else:
         padded = job.inputs if wide == 4 else -(-job.inputs // PADDED_INPUTS) * PADDED_INPUTS
         size = wide * padded * PANEL
     memory.follow(job, "packed", panels * size)
     memory.follow(job, "bias", 4 * job.outputs)
-    memory.follow(job, "out", wide * job.rows * job.outputs, True)
+    out = extent((job.rows, job.out_row), (job.outputs, 1))
+    memory.follow(job, "out", wide * out, True)
+
+
+def decode_memory(job: DecodeJob, memory: Memory) -> None:
+    """A weight in blocks, which of its rows, and these rows."""
+    memory.follow(job, "packed", job.packed_row * slots_of(job.ids, job.rows))
+    memory.follow(job, "ids", 8 * job.rows)
+    memory.follow(job, "out", BYTES[job.number] * job.rows * job.inputs, True)
 
 
 def norm_memory(job: NormJob, memory: Memory) -> None:
@@ -251,6 +263,7 @@ CALLS: dict[str, tuple[type[Structure], Callable[[Any, Memory], None]]] = {
     "count_held": (HeadShareJob, share_memory),
     "share_cells": (HeadShareJob, share_memory),
     "list_shared": (HeadShareJob, share_memory),
+    "decode": (DecodeJob, decode_memory),
 }
 
 

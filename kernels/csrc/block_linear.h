@@ -1,0 +1,228 @@
+// Linear layers over weights in blocks (blocks.h), which stay in their file's layout.
+//
+// The weights of some outputs are decoded into a cache and met there by all rows. Where the CPU
+// multiplies pairs of bfloat16 and x is bfloat16, codes are whole numbers in bfloat16, which holds
+// them exactly; their products are summed by groups, then scaled in float32 (block_pairs.h). Elsewhere
+// weights and x are float32. No weight is rounded but those of formats with 16 or 32 bits.
+// Each result is summed over its inputs in lanes, and these in one order: a row's bits do not depend
+// on the other rows or on the number of threads.
+#pragma once
+
+#include "block_pairs.h"
+#include "blocks.h"
+#include "linear.h"
+
+namespace {
+
+constexpr int TOGETHER = 4;      // outputs whose sums stay in registers
+constexpr int DECODED = 16;      // outputs decoded at a time for many rows, a part of a job
+constexpr int MOST_DECODED = 2048;  // inputs of them
+constexpr int BLOCK_ROWS = 128;  // that meet all weights, so that x stays in the L2 cache
+
+// Numbers of x and weights as they lie, `Vec::WIDTH` float32 or 32 bfloat16 at a time.
+template <class F, class Wide>
+struct PlainLanes {
+    using X = typename Wide::X;
+    static constexpr int ROWS = Wide::ROWS, FUSED_ROWS = 0;
+    static int64_t x_bytes(int inputs) { return static_cast<int64_t>(inputs) * sizeof(X); }
+    static int64_t weight_bytes(int inputs) { return x_bytes(inputs); }
+
+    template <class Number>
+    static void read_x(const Number* x, int inputs, char* to) {
+        copy_row(x, inputs, reinterpret_cast<X*>(to));
+    }
+
+    static void decode(const uint8_t* row, int first, int inputs, char* to) {
+        decode_blocks<F>(row, first, inputs, reinterpret_cast<X*>(to));
+    }
+
+    // R rows of x by `TOGETHER` outputs, over some inputs; the sums begin at zero or go on.
+    template <int R>
+    static void tile(const char* x, int64_t x_row, const char* weights, int64_t weight_row, int inputs,
+                     bool begins, float* sums, int64_t sums_row) {
+        Vec acc[R][TOGETHER];
+        const X *x_at[R], *weight_at[TOGETHER];
+        for (int p = 0; p < TOGETHER; p++) {
+            weight_at[p] = reinterpret_cast<const X*>(weights + p * weight_row);
+        }
+        for (int r = 0; r < R; r++) {
+            x_at[r] = reinterpret_cast<const X*>(x + r * x_row);
+            for (int p = 0; p < TOGETHER; p++) {
+                acc[r][p] = begins ? set1(0.0f) : load(sums + r * sums_row + p * Vec::WIDTH);
+            }
+        }
+        for (int i = 0; i < inputs; i += Wide::STEP) {
+            typename Wide::Part weight[TOGETHER];
+            for (int p = 0; p < TOGETHER; p++) weight[p] = Wide::part(weight_at[p] + i);
+            for (int r = 0; r < R; r++) {
+                typename Wide::Part factor = Wide::part(x_at[r] + i);
+                for (int p = 0; p < TOGETHER; p++) {
+                    acc[r][p] = Wide::add(acc[r][p], factor, weight[p]);
+                }
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            for (int p = 0; p < TOGETHER; p++) store(sums + r * sums_row + p * Vec::WIDTH, acc[r][p]);
+        }
+    }
+};
+
+struct WideSingles {
+    using X = float;
+    static constexpr int STEP = Vec::WIDTH, ROWS = Vec::WIDTH == 8 ? 2 : 5;
+    using Part = Vec;
+    static Part part(const float* p) { return load(p); }
+    static Vec add(Vec sum, Part x, Part weight) { return fma(x, weight, sum); }
+};
+
+// The sums of the lanes of four vectors.
+inline void sum_of_four(const float* from, float* to) {
+#if defined(__AVX512F__)
+    __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + 16), c = _mm512_loadu_ps(from + 32),
+           d = _mm512_loadu_ps(from + 48);
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m256 eight = halves_sum({_mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high))});
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)));
+#else
+    for (int i = 0; i < 4; i++) to[i] = sum(load(from + i * Vec::WIDTH));
+#endif
+}
+
+template <class Lanes, int R>
+inline void tile_of(int rows, const char* x, int64_t x_row, const char* weights, int64_t weight_row,
+                    int inputs, bool begins, float* sums, int64_t sums_row) {
+    if constexpr (R > 0) {
+        if (rows == R) {
+            return Lanes::template tile<R>(x, x_row, weights, weight_row, inputs, begins, sums, sums_row);
+        }
+        tile_of<Lanes, R - 1>(rows, x, x_row, weights, weight_row, inputs, begins, sums, sums_row);
+    }
+}
+
+template <class Lanes, int R>
+inline void fused_of(int rows, const char* x, int64_t x_row, const uint8_t* row, int inputs, float* sums,
+                     int64_t sums_row) {
+    if constexpr (R > 0) {
+        if (rows == R) return Lanes::template fused<R>(x, x_row, row, inputs, sums, sums_row);
+        fused_of<Lanes, R - 1>(rows, x, x_row, row, inputs, sums, sums_row);
+    }
+}
+
+template <class Number>
+void block_results(const LinearJob& job, const float* sums, int64_t sums_row, int first_row, int rows,
+                   int first, int count) {
+    for (int r = 0; r < rows; r++) {
+        float found[DECODED];
+        for (int o = 0; o < count; o += 4) {
+            sum_of_four(sums + r * sums_row + o * Vec::WIDTH, found + o);
+        }
+        Number* to = static_cast<Number*>(job.out) + (first_row + r) * job.out_row + first;
+        for (int o = 0; o < count; o += Vec::WIDTH) {
+            int here = count - o < Vec::WIDTH ? count - o : Vec::WIDTH;
+            Vec value = load_first(found + o, here, 0.0f);
+            if (job.bias) value = value + load_first(job.bias + first + o, here, 0.0f);
+            store_first(to + o, here, value);
+        }
+    }
+}
+
+template <class Lanes, class Number>
+void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
+    // few rows read each output's weights in their order, many keep those of more outputs in L2
+    int group = job.rows <= 2 * Lanes::ROWS ? TOGETHER : DECODED;
+    int blocks = (job.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    int most_rows = blocks ? (job.rows + blocks - 1) / blocks : 0;
+    int most_inputs = job.inputs < MOST_DECODED ? job.inputs : MOST_DECODED;
+    int64_t sums_row = group * Vec::WIDTH, sums_bytes = most_rows * sums_row * 4;
+    int64_t weight_row = Lanes::weight_bytes(most_inputs), weight_bytes = group * weight_row;
+    int64_t x_row = Lanes::x_bytes(job.inputs);
+    char* memory = static_cast<char*>(
+        scratch->take(scratch, (sums_bytes + weight_bytes + 63) / 64 * 64 + most_rows * x_row));
+    float* sums = reinterpret_cast<float*>(memory);
+    char *weights = memory + sums_bytes, *x = memory + (sums_bytes + weight_bytes + 63) / 64 * 64;
+    int groups = (job.outputs + DECODED - 1) / DECODED;
+    int first = static_cast<int>(static_cast<int64_t>(groups) * part / parts) * DECODED;
+    int end = static_cast<int>(static_cast<int64_t>(groups) * (part + 1) / parts) * DECODED;
+    end = end < job.outputs ? end : job.outputs;
+    for (int row = 0; row < job.rows; row += most_rows) {
+        int rows = job.rows - row < most_rows ? job.rows - row : most_rows;
+        for (int r = 0; r < rows; r++) {
+            const Number* from = static_cast<const Number*>(job.x) + (row + r) * job.x_row;
+            Lanes::read_x(from, job.inputs, x + r * x_row);
+        }
+        for (int output = first; output < end; output += group) {
+            int count = end - output < group ? end - output : group;
+            const uint8_t* from = static_cast<const uint8_t*>(job.packed) + output * job.packed_row;
+            if (job.rows <= Lanes::FUSED_ROWS) {
+                for (int o = 0; o < count; o++) {
+                    fused_of<Lanes, Lanes::FUSED_ROWS>(rows, x, x_row, from + o * job.packed_row,
+                                                       job.inputs, sums + o * Vec::WIDTH, sums_row);
+                }
+                block_results<Number>(job, sums, sums_row, row, rows, output, count);
+                continue;
+            }
+            for (int input = 0; input < job.inputs; input += most_inputs) {
+                int inputs = job.inputs - input < most_inputs ? job.inputs - input : most_inputs;
+                for (int o = 0; o < count; o++) {
+                    Lanes::decode(from + o * job.packed_row, input, inputs, weights + o * weight_row);
+                }
+                for (int at = 0; at < rows;) {
+                    int tiles = (rows - at + Lanes::ROWS - 1) / Lanes::ROWS;
+                    int some = (rows - at + tiles - 1) / tiles;
+                    for (int o = 0; o < count; o += TOGETHER) {  // past the last: room, never stored
+                        tile_of<Lanes, Lanes::ROWS>(
+                            some, x + at * x_row + Lanes::x_bytes(input), x_row,
+                            weights + o * weight_row, weight_row, inputs, input == 0,
+                            sums + at * sums_row + o * Vec::WIDTH, sums_row);
+                    }
+                    at += some;
+                }
+            }
+            block_results<Number>(job, sums, sums_row, row, rows, output, count);
+        }
+    }
+}
+
+void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
+    with_format(job.packed_number, [&](auto format) {
+        using F = decltype(format);
+        if (job.number == arbor::FLOAT32) {
+            return block_groups<PlainLanes<F, WideSingles>, float>(job, part, parts, scratch);
+        }
+#if defined(__AVX512BF16__)
+        if constexpr (PLAIN<F>) {
+            block_groups<PlainLanes<F, WidePairs>, bf16>(job, part, parts, scratch);
+        } else {
+            block_groups<CodeLanes<F>, bf16>(job, part, parts, scratch);
+        }
+#else
+        block_groups<PlainLanes<F, WideSingles>, bf16>(job, part, parts, scratch);
+#endif
+    });
+}
+
+// Rows of a matrix in blocks as float32 or bfloat16.
+void decode_rows(const DecodeJob& job) {
+    with_format(job.packed_number, [&](auto format) {
+        using F = decltype(format);
+        for (int64_t i = 0; i < job.rows; i++) {
+            const uint8_t* from = static_cast<const uint8_t*>(job.packed) + job.ids[i] * job.packed_row;
+            int64_t at = i * job.inputs;
+            if (job.number == arbor::FLOAT32) {
+                decode_blocks<F>(from, 0, job.inputs, static_cast<float*>(job.out) + at);
+            } else {
+                decode_blocks<F>(from, 0, job.inputs, static_cast<bf16*>(job.out) + at);
+            }
+        }
+    });
+}
+
+void any_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
+    if (job.packed_number >= arbor::BLOCKS) return block_linear(job, part, parts, scratch);
+    linear(job, part, parts, scratch);
+}
+
+}  // namespace

@@ -1,0 +1,304 @@
+"""Weights in blocks, as GGUF files have them: matrices, linear layers and embeddings over them.
+
+A format packs 32 or 256 weights of a row into a block of codes, scales and offsets (the layouts are
+ggml's; `gguf.quants` defines what each weight is). The matrix stays in its bytes, most often those
+of a mapped file. The native kernels decode it where it is multiplied (kernels/csrc/block_linear.h);
+without them torch multiplies by the rows that `gguf.quants` decodes.
+
+No weight is rounded to bfloat16, as a converted model has it: codes are multiplied exactly, and
+sums of a scale's weights are scaled in float32. Only matrices in F16 and F32 are rounded, where the
+CPU multiplies pairs of bfloat16 and the model is in bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arbor.kernels.native import BLOCKS, NUMBERS, DecodeJob, LinearJob, native_library
+
+# Weights and bytes of a block, and ggml's number, by ggml's name of the format.
+KINDS: dict[str, tuple[int, int, int]] = {
+    "F32": (1, 4, 0),
+    "F16": (1, 2, 1),
+    "Q4_0": (32, 18, 2),
+    "Q4_1": (32, 20, 3),
+    "Q5_0": (32, 22, 6),
+    "Q5_1": (32, 24, 7),
+    "Q8_0": (32, 34, 8),
+    "Q2_K": (256, 84, 10),
+    "Q3_K": (256, 110, 11),
+    "Q4_K": (256, 144, 12),
+    "Q5_K": (256, 176, 13),
+    "Q6_K": (256, 210, 14),
+    "IQ4_NL": (32, 18, 20),
+    "BF16": (1, 2, 30),
+}
+RUN = 32  # inputs are a multiple of it
+MOST_SCALE = 127  # codes of Q8_0
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+_PART = 4096  # rows that torch decodes at a time where there are no kernels
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """A matrix in blocks.
+
+    Attributes:
+        data: uint8 [outputs, bytes of a row], rows one after the other.
+        kind: a name of `KINDS`.
+        inputs: weights of a row, a multiple of `RUN` and of the block.
+
+    Raises:
+        ValueError: the bytes are not those of such rows.
+    """
+
+    data: Tensor
+    kind: str
+    inputs: int
+
+    def __post_init__(self) -> None:
+        """Refuses what the kernels would read past its end."""
+        if self.kind not in KINDS:
+            raise ValueError(f"no format {self.kind}; there are {', '.join(KINDS)}")
+        numbers, size, _ = KINDS[self.kind]
+        if self.inputs <= 0 or self.inputs % max(numbers, RUN):
+            raise ValueError(f"{self.inputs} inputs are not whole blocks of {max(numbers, RUN)}")
+        row = self.inputs // numbers * size
+        given = (self.data.dtype, self.data.dim(), self.data.shape[-1], self.data.is_contiguous())
+        if given != (torch.uint8, 2, row, True):
+            raise ValueError(f"{self.kind} of {self.inputs} inputs takes rows of {row} bytes")
+
+    @property
+    def outputs(self) -> int:
+        """Rows."""
+        return self.data.shape[0]
+
+    @property
+    def number(self) -> int:
+        """The format, as the native kernels know it."""
+        return BLOCKS + KINDS[self.kind][2]
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the matrix, decoded.
+
+        Args:
+            ids: int64, any shape; each below `outputs`.
+            dtype: floating point.
+
+        Returns:
+            [*ids.shape, inputs].
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        flat = ids.reshape(-1).long()
+        if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.outputs:
+            raise IndexError(f"a row is not below {self.outputs}")
+        library = native_library()
+        if library is None or dtype not in NATIVE_DTYPES:
+            return _decoded(self.data[flat], self).to(dtype).view(*ids.shape, self.inputs)
+        flat = flat.contiguous()
+        out = torch.empty(len(flat), self.inputs, dtype=dtype)
+        job = DecodeJob(
+            self.data.data_ptr(),
+            flat.data_ptr(),
+            out.data_ptr(),
+            self.data.shape[1],
+            len(flat),
+            self.inputs,
+            _number(dtype),
+            self.number,
+        )
+        library.decode(ctypes.addressof(job))
+        return out.view(*ids.shape, self.inputs)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The whole matrix, [outputs, inputs]."""
+        return self.rows(torch.arange(self.outputs), dtype)
+
+
+def _decoded(data: Tensor, weight: BlockWeight) -> Tensor:
+    """Rows of bytes as float32 [rows, inputs], by the package `gguf`."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, quants
+
+    plain: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
+    given = data.contiguous().numpy()
+    if weight.kind in plain:
+        found = given.view(plain[weight.kind]).astype(np.float32)
+    else:
+        found = quants.dequantize(given, GGMLQuantizationType[weight.kind])
+    return torch.tensor(found).view(len(data), weight.inputs)  # where torch begins tensors
+
+
+def _number(dtype: torch.dtype) -> int:
+    return NUMBERS[str(dtype).removeprefix("torch.")]
+
+
+def encode_q8_0(weight: Tensor) -> BlockWeight:
+    """A matrix in 8 bits: codes, and for each 32 inputs a float16 scale, the largest / 127.
+
+    Args:
+        weight: [outputs, inputs], any floating-point dtype; inputs a multiple of 32.
+
+    Raises:
+        ValueError: the inputs are not whole blocks, or a weight is not finite or beyond float16's
+            scales.
+
+    Example:
+        >>> encode_q8_0(torch.tensor([[0.0, 1.0, -2.0, 254.0] * 8])).dense(torch.float32)[0, :4]
+        tensor([  0.,   0.,  -2., 254.])
+    """
+    outputs, inputs = weight.shape
+    if inputs % RUN:
+        raise ValueError(f"{inputs} inputs are not whole blocks of {RUN}")
+    data = torch.empty(outputs, inputs // RUN, KINDS["Q8_0"][1], dtype=torch.uint8)
+    for first in range(0, outputs, _PART):  # no second copy of the weight
+        groups = weight[first : first + _PART].float().unflatten(1, (-1, RUN))
+        scales = groups.abs().amax(-1) / MOST_SCALE
+        if not bool(scales.half().isfinite().all()):
+            raise ValueError("a weight is NaN, infinite or beyond what a scale of float16 holds")
+        codes = (groups / scales.where(scales > 0, 1.0)[..., None]).round()
+        part = data[first : first + _PART]
+        part[..., :2] = scales.half()[..., None].view(torch.uint8)
+        part[..., 2:] = codes.to(torch.int8).view(torch.uint8)
+    return BlockWeight(data.flatten(1), "Q8_0", inputs)
+
+
+def multiply(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
+    """x times a matrix in blocks, plus a bias; a row's bits do not depend on the other rows.
+
+    Args:
+        x: [rows, inputs], on the CPU.
+        bias: float32 [outputs], or None.
+
+    Returns:
+        [rows, outputs] in x's dtype.
+    """
+    library = native_library()
+    if library is None or x.dtype not in NATIVE_DTYPES:
+        return _multiply_by_torch(x, weight, bias)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = x.new_empty(x.shape[0], weight.outputs)
+    job = LinearJob(
+        x.data_ptr(),
+        weight.data.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.stride(0),
+        weight.outputs,
+        weight.data.shape[1],
+        x.shape[0],
+        weight.inputs,
+        weight.outputs,
+        _number(x.dtype),
+        weight.number,
+    )
+    library.linear(ctypes.addressof(job), torch.get_num_threads())
+    return out
+
+
+def _multiply_by_torch(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
+    """In float32 or wider, some outputs at a time, in chunks of a fixed number of rows."""
+    from arbor.kernels.linear.layers import in_chunks
+
+    wide = torch.promote_types(x.dtype, torch.float32)
+
+    def product(rows: Tensor) -> Tensor:
+        parts = weight.data.split(_PART)
+        return torch.cat([F.linear(rows, _decoded(each, weight).to(wide)) for each in parts], dim=1)
+
+    out = in_chunks(x.to(wide), product)
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+class BlockLinear(nn.Module):
+    """An `nn.Linear` for inference over one or more matrices in blocks, their outputs in order.
+
+    `weight` has the shape and dtype that models look at, but holds NaN and no memory; a product
+    with it shows the mistake at once. Not part of the state dict.
+
+    Args:
+        weights: of equal inputs.
+        bias: [outputs of all], or None.
+        dtype: of the model.
+
+    Example:
+        >>> layer = BlockLinear([encode_q8_0(torch.eye(32) * 127)], None, torch.float32)
+        >>> layer(torch.arange(32.0)[None])[0, :3]
+        tensor([  0., 127., 254.])
+    """
+
+    def __init__(
+        self, weights: Sequence[BlockWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.weights = tuple(weights)
+        self.in_features = self.weights[0].inputs
+        self.out_features = sum(each.outputs for each in self.weights)
+        self.dtype = dtype
+        self.bias = None if bias is None else bias.detach().float()
+        nothing = torch.full((1, 1), torch.nan, dtype=dtype)
+        self.weight: Tensor = nothing.expand(self.out_features, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        biases: Sequence[Tensor | None] = [None] * len(self.weights)
+        if self.bias is not None:
+            biases = self.bias.split([each.outputs for each in self.weights])
+        parts = [multiply(rows, *each) for each in zip(self.weights, biases, strict=True)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """As `nn.Linear` prints it."""
+        kinds = ", ".join(each.kind for each in self.weights)
+        bias = self.bias is not None
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={bias},"
+            f" blocks={kinds}"
+        )
+
+
+class BlockEmbedding(nn.Module):
+    """An `nn.Embedding` for inference whose rows are decoded when they are looked up.
+
+    Args:
+        table: a row for each token.
+        dtype: of the model.
+        scale: what rows are multiplied by, in `dtype`, as some models do; None: nothing.
+        padding_idx: as models look at it.
+
+    Example:
+        >>> table = encode_q8_0(torch.eye(32) * 127)
+        >>> BlockEmbedding(table, torch.float32)(torch.tensor([1]))[0, :3]
+        tensor([  0., 127.,   0.])
+    """
+
+    def __init__(
+        self,
+        table: BlockWeight,
+        dtype: torch.dtype,
+        scale: Tensor | None = None,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.table, self.dtype, self.scale = table, dtype, scale
+        self.num_embeddings, self.embedding_dim = table.outputs, table.inputs
+        self.padding_idx = padding_idx
+        nothing = torch.full((1, 1), torch.nan, dtype=dtype)
+        self.weight: Tensor = nothing.expand(table.outputs, table.inputs)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int [...] -> [..., embedding_dim]."""
+        found = self.table.rows(ids, self.dtype)
+        return found if self.scale is None else found * self.scale.to(self.dtype)

@@ -1,0 +1,149 @@
+"""Weights in blocks: those that `gguf.quants` defines, and rows independent of the batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from torch import Tensor
+
+from arbor.kernels.linear.blocks import (
+    KINDS,
+    BlockEmbedding,
+    BlockLinear,
+    BlockWeight,
+    encode_q8_0,
+    multiply,
+)
+from arbor.kernels.native import native_library, without_native
+
+DTYPES = (torch.float32, torch.bfloat16)
+HALVES = {  # where a block has its float16 numbers
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)},
+}
+
+
+def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> BlockWeight:
+    """Blocks of random bytes, with scales of the size that weights have."""
+    random = np.random.default_rng(seed)
+    numbers, size, _ = KINDS[kind]
+    if kind in ("F32", "F16", "BF16"):
+        weight = torch.from_numpy(random.standard_normal((outputs, inputs)))
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+        return BlockWeight(weight.to(dtype).view(torch.uint8), kind, inputs)
+    data = random.integers(0, 256, (outputs, inputs // numbers, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        scales = random.standard_normal((outputs, inputs // numbers, 1)) * 0.02
+        data[:, :, at : at + 2] = scales.astype(np.float16).view(np.uint8)
+    return BlockWeight(torch.from_numpy(data).flatten(1), kind, inputs)
+
+
+def defined(weight: BlockWeight) -> Tensor:
+    """The weights by the package `gguf`, float32."""
+    plain: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
+    data: Any = weight.data.numpy()
+    if weight.kind in plain:
+        found = data.view(plain[weight.kind]).astype(np.float32)
+    else:
+        found = quants.dequantize(data, GGMLQuantizationType[weight.kind])
+    return torch.from_numpy(found).view(weight.outputs, weight.inputs)
+
+
+def rounds_weights(kind: str) -> bool:
+    """Whether weights are rounded to the dtype of a product: numbers that are no codes, where the
+    CPU multiplies pairs of bfloat16."""
+    library = native_library()
+    pairs = library is not None and library.name in ("avx512_bf16", "amx")
+    return pairs and kind in ("F32", "F16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_and_products_are_those_of_the_format(kind: str) -> None:
+    weight = random_blocks(kind, 37, 768)
+    exact = defined(weight)
+    random = torch.Generator().manual_seed(1)
+    ids = torch.tensor([[36, 0], [7, 7]])
+    for dtype in DTYPES:
+        assert torch.equal(weight.dense(dtype), exact.to(dtype))
+        assert torch.equal(weight.rows(ids, dtype), exact.to(dtype)[ids])
+
+        x = torch.randn(150, 768, generator=random).to(dtype)
+        bias = torch.randn(37, generator=random)
+        multiplied = exact.to(dtype) if rounds_weights(kind) else exact
+        wanted = x.double() @ multiplied.double().T + bias.double()
+        found = multiply(x, weight, bias)
+
+        bound = 1e-5 if dtype == torch.float32 else 2**-8  # of the sums; of rounding the result
+        scale = x.double().abs() @ multiplied.double().abs().T + bias.abs()
+        error = (found.double() - wanted).abs()
+        assert bool((error <= bound * (wanted.abs() if bound > 1e-4 else 0) + 1e-5 * scale).all())
+        for rows in (1, 2, 6, 7, 31, 129):
+            assert torch.equal(multiply(x[-rows:], weight, bias), found[-rows:])
+
+
+def test_without_the_kernels_torch_multiplies_by_the_same_weights() -> None:
+    weight = random_blocks("Q4_K", 70, 512)
+    x = torch.randn(40, 512)
+    found = multiply(x, weight, None)
+    with without_native():
+        plain = multiply(x, weight, None)
+        assert torch.equal(multiply(x[:3], weight, None), plain[:3])
+        assert torch.equal(weight.dense(torch.float32), defined(weight))
+    assert torch.allclose(plain, found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "row", "message"),
+    [
+        (768, 431, "takes rows of 432 bytes"),
+        (512 + 32, 306, "are not whole blocks of 256"),
+        (0, 0, "are not whole blocks"),
+    ],
+)
+def test_rows_that_are_not_whole_blocks_are_refused(inputs: int, row: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlockWeight(torch.zeros(4, row, dtype=torch.uint8), "Q4_K", inputs)
+
+
+def test_rows_beyond_the_matrix_are_refused() -> None:
+    weight = random_blocks("Q6_K", 5, 256)
+    for wrong in (-1, 5):
+        with pytest.raises(IndexError):
+            weight.rows(torch.tensor([0, wrong]), torch.float32)
+
+
+def test_layers_over_several_matrices_look_like_those_of_torch() -> None:
+    parts = [random_blocks("Q4_0", 33, 64), random_blocks("Q8_0", 16, 64, seed=1)]
+    bias = torch.randn(49)
+    layer = BlockLinear(parts, bias, torch.float32)
+    x = torch.randn(2, 3, 64)
+
+    wanted = torch.nn.functional.linear(x, torch.cat([defined(each) for each in parts]), bias)
+    assert torch.allclose(layer(x), wanted, atol=1e-4)
+    assert layer.weight.shape == (49, 64)
+    assert bool(layer.weight.isnan().all())
+    assert not layer.state_dict()
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied(x), layer(x))
+
+    table = BlockEmbedding(parts[0], torch.bfloat16, scale=torch.tensor(8.0))
+    ids = torch.tensor([[1, 32]])
+    assert torch.equal(table(ids), defined(parts[0]).bfloat16()[ids] * torch.tensor(8.0).bfloat16())
+
+
+def test_8_bits_change_a_weight_by_half_a_step_at_most() -> None:
+    weight = torch.randn(20, 96) * torch.logspace(-4, 4, 20)[:, None]
+    encoded = encode_q8_0(weight)
+    scales = weight.unflatten(1, (-1, 32)).abs().amax(-1) / 127
+    bound = (scales * (0.5 + 127 * 2**-11) + 2**-24 * 127)[..., None]  # and the scale's rounding
+    error = (encoded.dense(torch.float32) - weight).unflatten(1, (-1, 32)).abs()
+    assert bool((error <= bound).all())
+    for wrong in (torch.nan, torch.inf, 1e30):
+        with pytest.raises(ValueError, match="a weight is NaN, infinite or beyond"):
+            encode_q8_0(torch.full((1, 32), wrong))
