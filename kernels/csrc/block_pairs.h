@@ -116,18 +116,18 @@ struct CodeLanes {
     static constexpr int X_BYTES = 512 + 64;             // of a block: numbers, sums of groups
     static constexpr int WEIGHT_BYTES = 512 + 2 * 64;    // numbers, scales, offsets
 
-    static int64_t x_bytes(int inputs) { return static_cast<int64_t>(inputs + BLOCK - 1) / BLOCK * X_BYTES; }
+    static int64_t x_bytes(int inputs) { return static_cast<int64_t>(inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS * X_BYTES; }
     static int64_t weight_bytes(int inputs) {
-        return static_cast<int64_t>(inputs + BLOCK - 1) / BLOCK * WEIGHT_BYTES;
+        return static_cast<int64_t>(inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS * WEIGHT_BYTES;
     }
 
     // Numbers of x in the order in which codes meet them; zeros behind the last.
     static void read_x(const bf16* x, int inputs, char* to) {
-        for (int first = 0; first < inputs; first += BLOCK, to += X_BYTES) {
-            alignas(64) bf16 block[BLOCK];
-            int here = inputs - first < BLOCK ? inputs - first : BLOCK;
+        for (int first = 0; first < inputs; first += BLOCK_WEIGHTS, to += X_BYTES) {
+            alignas(64) bf16 block[BLOCK_WEIGHTS];
+            int here = inputs - first < BLOCK_WEIGHTS ? inputs - first : BLOCK_WEIGHTS;
             std::memcpy(block, x + first, here * sizeof(bf16));
-            std::memset(block + here, 0, (BLOCK - here) * sizeof(bf16));
+            std::memset(block + here, 0, (BLOCK_WEIGHTS - here) * sizeof(bf16));
             bf16* numbers = reinterpret_cast<bf16*>(to);
             float* sums = reinterpret_cast<float*>(to + 512);
             for (int lane = 0; lane < 16; lane++) {
@@ -149,12 +149,12 @@ struct CodeLanes {
 
     static void decode(const uint8_t* row, int first, int inputs, char* to) {
         row += static_cast<int64_t>(first / F::NUMBERS) * F::BYTES;
-        for (int at = 0; at < inputs; at += BLOCK, to += WEIGHT_BYTES) {
+        for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, to += WEIGHT_BYTES) {
             auto keep = [&](int step, __m512i numbers) { _mm512_storeu_si512(to + step * 64, numbers); };
             auto [scale, offset] = decoded(row, inputs - at, keep);
             _mm512_storeu_ps(to + 512, scale);
             if (F::OFFSETS) _mm512_storeu_ps(to + 576, offset);
-            row += BLOCK / F::NUMBERS * F::BYTES;
+            row += BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
         }
     }
 
@@ -168,7 +168,7 @@ struct CodeLanes {
         __m512i z[4], lanes[4];
         Factors found{_mm512_setzero_ps(), _mm512_setzero_ps()};
         if constexpr (F::NUMBERS == RUN) {
-            int count = inputs < BLOCK ? inputs / RUN : BLOCK / RUN;
+            int count = inputs < BLOCK_WEIGHTS ? inputs / RUN : BLOCK_WEIGHTS / RUN;
             z[0] = two_small<F, 0>(block, count);
             z[1] = two_small<F, 2>(block, count);
             z[2] = two_small<F, 4>(block, count);
@@ -223,7 +223,7 @@ struct CodeLanes {
                       int64_t sums_row) {
         __m512 total[R];
         for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
-        for (int at = 0; at < inputs; at += BLOCK, x += X_BYTES) {
+        for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, x += X_BYTES) {
             __m512 acc[R];
             for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
             auto add = [&](int step, __m512i numbers) {
@@ -242,7 +242,7 @@ struct CodeLanes {
                     total[r] = _mm512_fnmadd_ps(offset, sum, total[r]);
                 }
             }
-            row += BLOCK / F::NUMBERS * F::BYTES;
+            row += BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
         }
         for (int r = 0; r < R; r++) _mm512_storeu_ps(sums + r * sums_row, total[r]);
     }
@@ -259,7 +259,7 @@ struct CodeLanes {
         const char *x_at[R], *weight_at[4];
         for (int r = 0; r < R; r++) x_at[r] = x + r * x_row;
         for (int p = 0; p < 4; p++) weight_at[p] = weights + p * weight_row;
-        for (int at = 0; at < inputs; at += BLOCK) {
+        for (int at = 0; at < inputs; at += BLOCK_WEIGHTS) {
             __m512 acc[R][4];
             for (int r = 0; r < R; r++) {
                 for (int p = 0; p < 4; p++) acc[r][p] = _mm512_setzero_ps();

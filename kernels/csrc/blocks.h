@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int RUN = 32;
-constexpr int BLOCK = 256;  // weights that are decoded together: a block, or eight of 32
+constexpr int BLOCK_WEIGHTS = 256;  // weights that are decoded together: a block, or eight of 32
 
 inline float half_at(const uint8_t* p) {
     uint16_t bits;
