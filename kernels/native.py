@@ -399,17 +399,10 @@ def without_native() -> Iterator[None]:
 def _layout() -> int:
     """The library's own number for these structures."""
     layout = LAYOUT_VERSION
-    sent: tuple[type[Structure], ...] = (
-        LevelStruct,
-        AttentionJob,
-        LinearJob,
-        NormJob,
-        GatedJob,
-        StoreJob,
-        RotaryJob,
-    )
-    sent += (AddJob, HeadNormJob, HeadSelectJob, HeadShareJob, ChoiceJob, LogitSumsJob, DecodeJob)
-    for each in (*sent, Call):
+    jobs = (AttentionJob, LinearJob, NormJob, GatedJob, StoreJob, RotaryJob, AddJob, HeadNormJob)
+    later = (HeadSelectJob, HeadShareJob, ChoiceJob, LogitSumsJob, DecodeJob, Call)
+    sent: list[Any] = [LevelStruct, *jobs, *later]
+    for each in sent:
         layout = (layout * 1009 + ctypes.sizeof(each)) % (1 << 40)
     return layout
 

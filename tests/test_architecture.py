@@ -96,7 +96,7 @@ PACKAGES = {
     "engine": {"numpy", "torch", "xgrammar"},
     "forest": {"numpy"},
     "heads": {"numpy", "torch"},
-    "kernels": {"flashinfer", "numpy", "torch", "triton"},
+    "kernels": {"flashinfer", "gguf", "numpy", "torch", "triton"},
     "integrations.inspect_ai": {"anyio", "inspect_ai"},
     "integrations.kvpress": {"torch"},
     "integrations.lm_eval": {"lm_eval"},
