@@ -26,7 +26,7 @@ from model_and_problems import add_model_and_problems, task_of
 from random_llama import random_llama
 
 from arbor.kernels.attention.native_cascade import NativeCascade
-from arbor.kernels.linear.layers import pack_linears
+from arbor.kernels.linear.layers import encode_linears, pack_linears
 
 Row = dict[str, Any]
 # How a task is solved; others by one chain, which goes wrong as soon as a line is wrong.
@@ -43,7 +43,8 @@ def decode_speed(dtype: str, shapes: list[str], rounds: int) -> Iterator[Row]:
         for name in ("auto", "int8"):
             model = random_llama("100m", number)
             if name == "int8":
-                pack_linears(model, deterministic=True, choose="int8")
+                encode_linears(model)
+            pack_linears(model, deterministic=True)
             contestants[name] = Arbor(model, shape, model.config.vocab_size, NativeCascade())
             timed(contestants[name])
         times: dict[str, list[float]] = {name: [] for name in contestants}

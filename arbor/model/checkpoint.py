@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from arbor.errors import ModelError, UsageError
+from arbor.model.bfloat16 import is_gpu
 from arbor.model.description_cache import kept_description
 from arbor.model.loading import ModelLocation, locate_model, revision_error, settled_dtype
 from arbor.model.model_info import Description, Files, ModelInfo
@@ -93,7 +94,7 @@ class ModelSettings(ModelSource):
         kv_dtype: ``int8`` keeps K and V in 8 bits, rounded once when a token is written: lossy, and
             up to nearly four times the tokens in the same bytes (CPU only; docs/cpu.md).
             ``auto`` is the model's dtype.
-        weights: ``int8`` keeps the weights of linear layers in 8 bits with a scale for each 64,
+        weights: ``int8`` keeps the weights of linear layers in 8 bits with a scale for each 32,
             rounded once when the model is loaded: lossy (CPU only; docs/cpu.md). ``auto``
             keeps them as they are.
         backend: what computes attention: ``auto``, ``native`` (CPU), ``torch``, ``flashinfer``
@@ -312,6 +313,9 @@ class Checkpoint:
     def _as_kept(self, info: ModelInfo) -> ModelInfo:
         """The model with weights and KV as they are kept here."""
         info = replace(info, weights=self.weights)
+        dense = self.source.adapter is not None or is_gpu(self.asked_device)
+        if self.source.gguf is not None and dense:
+            info = info.with_dense_weights()
         return info.with_int8_kv() if self.kv_dtype == INT8 else info
 
     def backend_name(self, info: ModelInfo) -> str:

@@ -24,7 +24,12 @@ from arbor.model.description_cache import keep_description
 from arbor.model.fuse.attention import fuse_attention
 from arbor.model.fuse.parts import fuse, unfuse
 from arbor.model.graphs import CudaRecorder
-from arbor.model.int8_weights import WeightRounding, check_packed_before, round_weights
+from arbor.model.int8_weights import (
+    WeightRounding,
+    check_packed_before,
+    packed_before,
+    round_weights,
+)
 from arbor.model.loading import (
     ModelLocation,
     eos_ids,
@@ -227,7 +232,8 @@ def load_weights(
     if int8_weights:
         if own is not None:
             _check_agreement(model, runner, own, attention)
-        rounding = round_weights(model, runner.device, deterministic=deterministic)
+        if given is None or not packed_before(given):
+            rounding = round_weights(model, runner.device, deterministic=deterministic)
     elif runner.device.type == "cpu" or deterministic:
         pack_linears(model, deterministic=deterministic)
     ops = fused_ops(runner.device)

@@ -102,8 +102,8 @@ class FusedGated(Fused):
     down_proj: nn.Module
 
     @property
-    def projections(self) -> nn.Module | JointLinear | None:
-        """What computes the gate and its factor as one product; None where two do."""
+    def projections(self) -> Sequence[nn.Module | JointLinear | DenseJoint]:
+        """What computes the gate and its factor, in this order."""
         raise NotImplementedError
 
 
@@ -112,9 +112,9 @@ class _FusedSeparate(FusedGated):
     up_proj: nn.Module
 
     @property
-    def projections(self) -> nn.Module | JointLinear | None:
+    def projections(self) -> Sequence[nn.Module | JointLinear | DenseJoint]:
         joint = getattr(self, "_arbor_joint", None)
-        return joint if isinstance(joint, JointLinear) else None
+        return [self.gate_proj, self.up_proj] if joint is None else [joint]
 
     def _fused(self, x: Tensor) -> Tensor:
         joint: JointLinear | DenseJoint | None = getattr(self, "_arbor_joint", None)
@@ -131,8 +131,8 @@ class _FusedJoint(FusedGated):
     gate_up_proj: nn.Module
 
     @property
-    def projections(self) -> nn.Module | JointLinear | None:
-        return self.gate_up_proj
+    def projections(self) -> Sequence[nn.Module | JointLinear | DenseJoint]:
+        return [self.gate_up_proj]
 
     def _fused(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
