@@ -310,7 +310,7 @@ class Solver:
         kept = setup.kept_prompts
         engine = Engine(
             runner,
-            self.tokenizer,
+            self.checkpoint.read().tokenizer,
             policy=setup.policy,
             mode=setup.mode,
             rehydrate=setup.rehydrate,

@@ -88,8 +88,9 @@ def test_weights_have_the_bits_of_transformers_conversion(
     dense = [each for each in model.modules() if type(each) in (nn.Linear, nn.Embedding)]
     assert all(getattr(each, "out_features", 0) == 1 for each in dense), "one row is no matrix"
     assert in_blocks and model.dtype == dtype
-    error = (logits(model) - logits(wanted)).norm() / logits(wanted).norm()
-    assert error < (1e-4 if dtype == torch.float32 else 0.05)
+    exact = logits(converted(path, torch.float32))
+    ours, theirs = ((logits(each) - exact).norm() / exact.norm() for each in (model, wanted))
+    assert ours < (1e-4 if dtype == torch.float32 else 1.2 * theirs)
 
 
 @pytest.mark.parametrize("architecture", IN_BLOCKS)

@@ -240,7 +240,8 @@ class Checkpoint:
             known = self._files or self._description
             if known is not None:
                 return known
-            light = "torch" not in sys.modules and self._given is None and self._tokenizer is None
+            cheap = "torch" not in sys.modules or self.source.gguf is not None
+            light = cheap and self._given is None and self._tokenizer is None
             if light:
                 kept = kept_description(self.source, self._settled_dtype())
                 self._description = kept and replace(kept, info=self._as_kept(kept.info))
@@ -265,17 +266,17 @@ class Checkpoint:
         """
         with self._loading:
             if self._weights is None:
-                files = self.read_files()
+                files = self.read() if self.device.type == "cpu" else self.read_files()
                 if not files.info.supported:
                     reason, hint = files.info.reason, "See 'arbor info MODEL'."
                     raise ModelError("arch-unsupported", reason, hint)
                 self._weights = self._load(files)
             return self._weights
 
-    def _load(self, files: Files) -> Weights:
-        from arbor.model.weights import load_weights
+    def _load(self, files: Description) -> Weights:
+        with stage_of(f"loading {self.source.label}"), no_collection():
+            from arbor.model.weights import load_weights
 
-        with stage_of(f"loading {self.source.label}"):
             return load_weights(
                 self.source,
                 self._ready_model(files),
@@ -289,7 +290,7 @@ class Checkpoint:
                 int8_weights=self.weights == INT8,
             )
 
-    def _ready_model(self, files: Files) -> Any:
+    def _ready_model(self, files: Description) -> Any:
         """The model as it was passed; None: its weights are read as those of a `*ForCausalLM`.
 
         Args:
