@@ -298,7 +298,7 @@ class Solver:
         room = setup.tier_room(kv_bytes, runner.kv_dtype.itemsize)
         engine = Engine(
             runner,
-            self.tokenizer,
+            self.checkpoint.read().tokenizer,
             policy=setup.policy,
             mode=setup.mode,
             rehydrate=setup.rehydrate,

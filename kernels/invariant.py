@@ -9,6 +9,8 @@ thread has last elements of its own. `row_invariant` pads: every element is comp
 On CUDA every element is computed alike; there the order of summation in a row's mean depends on the
 number of rows: torch gives a row more threads where there are few. `row_invariant` sums in a fixed
 order. Layer norm and softmax give a row a thread block or a warp by its width, and need nothing.
+
+Products of libraries depend on the number of rows too; `in_chunks` keeps it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Functions of one tensor that are not rounded exactly, by their names in torch; those with an
@@ -69,6 +72,7 @@ LANES = 64
 # Torch divides a tensor among its threads from 32768 elements on.
 PIECE = 1 << 14
 ALIGNMENT_BYTES = 64
+CHUNK_ROWS = 16  # of a product whose bits would depend on their number
 # Dispatch keys of devices that are not here: one for each kind of device that is.
 KEYS = {"cpu": "AutocastIPU", "cuda": "AutocastHPU"}
 
@@ -337,3 +341,25 @@ REDUCTIONS: dict[str, Handler] = {
     "linalg_vector_norm": _norm,
     "bmm": _batched_product,
 }
+
+
+def in_chunks(rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """A product of rows [M, in] in chunks of exactly `CHUNK_ROWS`, padded with zeros.
+
+    A row's bits do not depend on the other rows.
+    """
+    count = len(rows)
+    padding = -count % CHUNK_ROWS
+    if padding:
+        rows = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])])
+    parts = [product(_aligned(chunk)) for chunk in rows.contiguous().split(CHUNK_ROWS)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:count]
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The rows, each at an address where all begin alike: libraries choose loops by it."""
+    width, whole = rows.shape[1], ALIGNMENT_BYTES // rows.itemsize
+    padding = -width % whole
+    if not padding:
+        return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
+    return F.pad(rows, (0, padding))[:, :width]

@@ -27,7 +27,7 @@ FILE = Path(
 
 # `Number` of native.h, by torch's names of dtypes.
 NUMBERS = {"float32": 0, "bfloat16": 1}
-INT8 = 2  # of pools with 8-bit KV, and of weights in 8 bits
+INT8 = 2  # of pools with 8-bit KV
 BLOCKS = 64  # and ggml's number of a format: weights in blocks
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from arbor import Solver
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.int8 import MOST_CODE, decode, encode
-from arbor.kernels.linear.layers import pack_linears
+from arbor.kernels.linear.layers import encode_linears, pack_linears
 from arbor.measure.statistics import clopper_pearson, paired
 
 Row = dict[str, Any]
@@ -124,7 +124,8 @@ def decode_speed(args: argparse.Namespace) -> Iterator[Row]:
         for name in ("auto", "int8"):
             model = random_llama(args.size, getattr(torch, args.dtype))
             if (args.of, name) == ("weights", "int8"):
-                pack_linears(model, deterministic=True, choose="int8")
+                encode_linears(model)
+                pack_linears(model, deterministic=True)
             contestants[name] = Arbor(model, shape, model.config.vocab_size, NativeCascade())
             if (args.of, name) == ("kv", "int8"):
                 contestants[name].engine.runner.kv_dtype = torch.int8

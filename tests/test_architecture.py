@@ -61,6 +61,7 @@ TORCH = (
     "model.describe",
     "model.fetch_probe",
     "model.fuse",
+    "model.gguf.weights",
     "model.graphs",
     "model.int8_weights",
     "model.kv_identity",
@@ -112,6 +113,7 @@ PACKAGES = {
     "measure": {"datasets", "numpy", "pyarrow", "scipy", "torch"},
     "memory": {"numpy", "torch"},
     "model": {
+        "accelerate",
         "gguf",
         "huggingface_hub",
         "numpy",

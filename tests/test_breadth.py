@@ -28,7 +28,7 @@ def test_the_estimate_is_the_time_in_which_the_weights_are_read(
 ) -> None:
     info, boundary = Solver().describe(), Reasoning().boundary
     monkeypatch.setattr(estimate.timeit, "repeat", lambda *_, **__: [estimate._SAMPLE / 10e9])
-    large = replace(info, parameters=1_500_000_000, dtype="bfloat16")
+    large = replace(info, parameters=1_500_000_000, weights_bytes=3_000_000_000)
 
     assert estimate.step_seconds(large) == pytest.approx(0.3)
     assert estimate.step_seconds(replace(large, weights="int8")) == pytest.approx(0.15)

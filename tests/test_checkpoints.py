@@ -15,6 +15,7 @@ from support.gguf_files import LAYERS, llama, write_gguf
 from torch import Tensor, nn
 
 from arbor import ModelError, Solver, UsageError
+from arbor.kernels.linear.blocks import BlockLinear
 from arbor.kernels.linear.layers import PackedLinear, batch_dependent, is_plain, pack_linears
 from arbor.model import adapters, quantized
 from arbor.model.loading import BUILTIN, locate_model
@@ -310,7 +311,7 @@ def test_a_gguf_file_is_a_model(quantized: bool, plain: Path, tmp_path: Path) ->
         found = logprobs(solver)
         solution = solver.solve("4 5 6 10")
         info = solver.describe()
-        assert all(isinstance(each, PackedLinear) for each in linears(solver).values())
+        assert all(isinstance(each, BlockLinear) for each in linears(solver).values())
 
     wanted = logprobs_of(plain)
     assert found == pytest.approx(wanted, abs=0.05 if quantized else 1e-4)

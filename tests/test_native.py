@@ -338,7 +338,6 @@ CHECK = """
 import sys
 sys.path.insert(0, "tests")
 import torch
-import test_int8_weights
 import test_native
 import test_rotary
 from arbor.kernels.native import native_state
@@ -349,9 +348,6 @@ if native_state() == sys.argv[1]:
     for dtype in test_native.DTYPES:
         for size in ((768, 200), (100, 77)):
             test_native.test_products_agree_and_a_row_keeps_its_bits(size, dtype)
-        for size in ((768, 200), (100, 77), (33, 1)):
-            test_int8_weights.test_products_have_the_bits_of_the_rounded_weight_in_float32(
-                size, True, dtype)
         test_native.test_gated_activations_agree_with_float64("silu", dtype)
         test_native.test_norms_agree_with_float64(250, test_native.NORM_FORMS[0], dtype)
         for form in test_rotary.ROTARY_FORMS:

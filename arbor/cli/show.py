@@ -113,6 +113,8 @@ def info(output: Output, /, **values: Any) -> int:
         )
         return 0 if model.supported else ModelError.exit_code
     for name, value in model.to_dict().items():
+        if name == "weights_bytes":
+            continue  # below, in words
         shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
         output.print(f"{name.replace('_', ' '):<20}{'-' if value in (None, '') else shown}")
     if model.supported:

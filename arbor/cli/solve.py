@@ -29,7 +29,6 @@ from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import UsageError
 from arbor.metrics import Metrics
 from arbor.model.model_info import ModelInfo
-from arbor.model.names import BYTES_OF
 from arbor.run.config import config_text
 from arbor.run.limits import RunLimits
 from arbor.run.request import TraceDetail
@@ -480,8 +479,8 @@ def step_seconds(info: ModelInfo) -> float:
     """
     memory = b"\0" * _SAMPLE  # written, so that it is in memory
     best = min(timeit.repeat(lambda: memory.find(b"\1"), number=1, repeat=_READS))  # is nowhere
-    width = 1 if info.weights != "auto" else BYTES_OF[info.dtype]
-    return info.parameters * width * best / _SAMPLE
+    size = info.weights_bytes if info.weights == "auto" else info.parameters
+    return size * best / _SAMPLE
 
 
 def estimate_line(blocks: int, boundary: BlockLimits, info: ModelInfo, device: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from arbor.errors import UsageError
+from arbor.model.plain_tokenizer import PlainTokenizer
 from arbor.tasks.step_format import EXAMPLE, StepFormat
 from arbor.tree import Node
 
@@ -140,6 +141,8 @@ def _compiled(
 def _compiler(tokenizer: Any, vocabulary: int, ends: tuple[int, ...]) -> Any:
     import xgrammar
 
+    if isinstance(tokenizer, PlainTokenizer):
+        tokenizer = tokenizer.of_transformers()
     known = xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocabulary, stop_token_ids=list(ends) or None
     )

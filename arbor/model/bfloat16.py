@@ -29,18 +29,25 @@ def auto_dtype(header: GGUFHeader, device: str) -> str:
 
 
 def multiplies_bfloat16(device: str) -> bool:
-    """Whether a device has instructions for bfloat16; torch is imported only where a GPU may be.
+    """Whether a device, by name, has instructions for bfloat16."""
+    if not is_gpu(device):
+        return _cpu_multiplies_bfloat16()
+    import torch
+
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a device is a GPU that torch sees; torch is imported only where there may be one.
 
     Args:
         device: by name, or ``auto``: a GPU where there is one.
     """
-    gpu = device.startswith("cuda") or (device == "auto" and _may_have_gpu())
-    if gpu:
-        import torch
+    if not (device.startswith("cuda") or (device == "auto" and _may_have_gpu())):
+        return False
+    import torch
 
-        if torch.cuda.is_available():
-            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return _cpu_multiplies_bfloat16()
+    return torch.cuda.is_available()
 
 
 def _may_have_gpu() -> bool:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from arbor.errors import ModelError, UsageError
+from arbor.model.bfloat16 import is_gpu
 from arbor.model.description_cache import kept_description
 from arbor.model.loading import ModelLocation, locate_model, revision_error, settled_dtype
 from arbor.model.model_info import Description, Files, ModelInfo
@@ -93,7 +94,7 @@ class ModelSettings(ModelSource):
         kv_dtype: ``int8`` keeps K and V in 8 bits, rounded once when a token is written: lossy, and
             up to nearly four times the tokens in the same bytes (CPU only; docs/cpu.md).
             ``auto`` is the model's dtype.
-        weights: ``int8`` keeps the weights of linear layers in 8 bits with a scale for each 64,
+        weights: ``int8`` keeps the weights of linear layers in 8 bits with a scale for each 32,
             rounded once when the model is loaded: lossy (CPU only; docs/cpu.md). ``auto``
             keeps them as they are.
         backend: what computes attention: ``auto``, ``native`` (CPU), ``torch``, ``flashinfer``
@@ -239,7 +240,8 @@ class Checkpoint:
             known = self._files or self._description
             if known is not None:
                 return known
-            light = "torch" not in sys.modules and self._given is None and self._tokenizer is None
+            cheap = "torch" not in sys.modules or self.source.gguf is not None
+            light = cheap and self._given is None and self._tokenizer is None
             if light:
                 kept = kept_description(self.source, self._settled_dtype())
                 self._description = kept and replace(kept, info=self._as_kept(kept.info))
@@ -264,17 +266,17 @@ class Checkpoint:
         """
         with self._loading:
             if self._weights is None:
-                files = self.read_files()
+                files = self.read() if self.device.type == "cpu" else self.read_files()
                 if not files.info.supported:
                     reason, hint = files.info.reason, "See 'arbor info MODEL'."
                     raise ModelError("arch-unsupported", reason, hint)
                 self._weights = self._load(files)
             return self._weights
 
-    def _load(self, files: Files) -> Weights:
-        from arbor.model.weights import load_weights
+    def _load(self, files: Description) -> Weights:
+        with stage_of(f"loading {self.source.label}"), no_collection():
+            from arbor.model.weights import load_weights
 
-        with stage_of(f"loading {self.source.label}"):
             return load_weights(
                 self.source,
                 self._ready_model(files),
@@ -288,7 +290,7 @@ class Checkpoint:
                 int8_weights=self.weights == INT8,
             )
 
-    def _ready_model(self, files: Files) -> Any:
+    def _ready_model(self, files: Description) -> Any:
         """The model as it was passed; None: its weights are read as those of a `*ForCausalLM`.
 
         Args:
@@ -312,6 +314,9 @@ class Checkpoint:
     def _as_kept(self, info: ModelInfo) -> ModelInfo:
         """The model with weights and KV as they are kept here."""
         info = replace(info, weights=self.weights)
+        dense = self.source.adapter is not None or is_gpu(self.asked_device)
+        if self.source.gguf is not None and dense:
+            info = info.with_dense_weights()
         return info.with_int8_kv() if self.kv_dtype == INT8 else info
 
     def backend_name(self, info: ModelInfo) -> str:

@@ -13,9 +13,12 @@ from arbor.kernels.attention.base import AttentionShape
 from arbor.memory.pool import LayerKV, bytes_per_token
 from arbor.model.attention import IMPLEMENTATION, LayerSpec, probe, register_implementation
 from arbor.model.context_limit import context_limit
+from arbor.model.gguf.header import read_gguf_header
+from arbor.model.gguf.weights import kept_bytes
 from arbor.model.loading import (
     ModelLocation,
     cached_commit,
+    gguf_path,
     load_config,
     locate_model,
     needs_remote_code,
@@ -94,10 +97,17 @@ def describe_attention(
         kv_bytes_per_token=bytes_per_token(layers, chosen),
         kv_bytes_int8=bytes_per_token(layers, torch.int8),
         parameters=parameters,
+        weights_bytes=_bytes_in_a_file(source, chosen) or parameters * chosen.itemsize,
         context=context_limit(text),
         vocabulary=int(getattr(text, "vocab_size", 0) or 0),
     )
     return info, tuple(dict.fromkeys(spec.shape for spec in specs))
+
+
+def _bytes_in_a_file(source: ModelLocation, dtype: torch.dtype) -> int:
+    """Bytes of the weights of a GGUF file as they are loaded on a CPU; 0 for other models."""
+    header = None if source.gguf is None else read_gguf_header(gguf_path(source))
+    return 0 if header is None else kept_bytes(header, dtype)
 
 
 def _architecture(config: Any) -> str:

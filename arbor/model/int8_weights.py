@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from arbor.errors import ModelError, UsageError
-from arbor.kernels.linear.layers import PackedLinear, pack_linears, weight_bytes
+from arbor.kernels.linear.layers import PackedLinear, encode_linears, pack_linears, weight_bytes
 from arbor.kernels.native import NUMBERS, native_library, native_state
 from arbor.model.names import INT8, check_int8_weights
 from arbor.model.placement import dtype_name
 from arbor.support.texts import human_bytes
+
+ROUNDED = "_arbor_rounded"  # of a model whose weights are in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,11 @@ class WeightRounding:
         return f"weights {INT8}, lossy: {self.layers:,} linear layers, {sizes}{moved}"
 
 
-def round_weights(
-    model: nn.Module, device: torch.device, *, deterministic: bool
-) -> WeightRounding | None:
-    """Replaces the linear layers of a loaded model by ones in 8 bits, in place.
+def round_weights(model: nn.Module, device: torch.device, *, deterministic: bool) -> WeightRounding:
+    """Replaces the linear layers of a loaded model by ones in 8 bits, in place, and packs the rest.
 
-    What is not a plain linear layer keeps its weights: embeddings, norms, the experts of mixtures.
+    What is not a linear layer of plain numbers keeps its weights: embeddings, norms, the experts of
+    mixtures, layers of a GGUF file that are in blocks already.
 
     Args:
         model: its weights in float32 or bfloat16.
@@ -50,7 +51,7 @@ def round_weights(
         deterministic: as in `pack_linears`.
 
     Returns:
-        What changed; None if its weights are in 8 bits already.
+        What changed.
 
     Raises:
         UsageError: not on a CPU, no native kernels, another dtype than they compute in, or no
@@ -71,26 +72,26 @@ def round_weights(
             f"weights={INT8}: no kernels for {dtype}.",
             f"Add --dtype {' or '.join(NUMBERS)}.",
         )
-    if packed_before(model):
-        return None
     before = weight_bytes(model)
     try:
-        report = pack_linears(model, deterministic=deterministic, choose="int8")
+        layers = encode_linears(model)
     except ValueError as error:
         raise ModelError("weights-not-finite", f"{error}.", "Take an intact checkpoint.") from error
-    layers = report.packed.get("int8", ())
     if not layers:
         raise UsageError(
             "weights",
             f"weights={INT8}: no linear layer of the model is in full precision.",
             "Leave weights out.",
         )
+    pack_linears(model, deterministic=deterministic)
+    setattr(model, ROUNDED, True)
     return WeightRounding(len(layers), before, weight_bytes(model))
 
 
 def packed_before(model: nn.Module) -> bool:
-    """Whether linear layers of a model were packed already."""
-    return any(each.packing != "dense" for each in _packed(model))
+    """Whether linear layers of a model were packed or rounded already."""
+    packed = (each for each in model.modules() if isinstance(each, PackedLinear))
+    return hasattr(model, ROUNDED) or any(each.packing != "dense" for each in packed)
 
 
 def check_packed_before(model: nn.Module, weights: str) -> None:
@@ -103,7 +104,7 @@ def check_packed_before(model: nn.Module, weights: str) -> None:
     Raises:
         UsageError: its weights are no longer what they were.
     """
-    in_8_bits = any(each.packing == INT8 for each in _packed(model))
+    in_8_bits = hasattr(model, ROUNDED)
     if packed_before(model) and in_8_bits != (weights == INT8):
         raise UsageError(
             "weights",
@@ -111,7 +112,3 @@ def check_packed_before(model: nn.Module, weights: str) -> None:
             "of this model.",
             "Load it again.",
         )
-
-
-def _packed(model: nn.Module) -> list[PackedLinear]:
-    return [each for each in model.modules() if isinstance(each, PackedLinear)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from arbor.errors import ModelError
+from arbor.kernels.linear.blocks import BlockLinear
 from arbor.kernels.linear.layers import PackedLinear
 
 # Asked after each layer with (layer, state [T', d] of the rows still running, their places in the
@@ -371,12 +372,20 @@ class Unembedding:
     def _rows_of(self, ids: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
         """Weights [k, d] and biases [k] of the head for some tokens; None where it hides them."""
         if ids not in self._rows:
-            weight = self._weight()
+            chosen, bias = list(ids), getattr(self._head, "bias", None)
+            weight = self._chosen(chosen)
             if weight is None:
                 return None
-            chosen, bias = list(ids), self._head.bias
-            self._rows[ids] = (weight[chosen], None if bias is None else bias[chosen])
+            self._rows[ids] = (weight, None if bias is None else bias[chosen])
         return self._rows[ids]
+
+    def _chosen(self, ids: list[int]) -> Tensor | None:
+        """Rows [k, d] of the weight of the head; None where it hides them."""
+        head = self._head
+        if isinstance(head, BlockLinear) and len(head.weights) == 1:
+            return head.weights[0].rows(torch.tensor(ids), torch.float32)
+        weight = self._weight()
+        return None if weight is None else weight[ids]
 
     def _weight(self) -> Tensor | None:
         """The weight [V, d] of the head: its own, or of a packed one the embedding's it is tied

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -255,7 +255,7 @@ def load_config(source: ModelLocation) -> Any:
         with read_once(source) as (path, packed):
             config: Any = AutoConfig.from_pretrained(path, **packed, **source.loading)
         if source.gguf is not None:
-            scale_rotary(config, read_gguf_header(_gguf_path(source)))
+            scale_rotary(config, read_gguf_header(gguf_path(source)))
     except ArborError:
         raise
     except Exception as error:  # transformers checks little of what a file holds
@@ -291,7 +291,7 @@ def read_once(
             return
         from arbor.model.gguf.conversion import header_given
 
-        header = read_gguf_header(_gguf_path(source))
+        header = read_gguf_header(gguf_path(source))
         header.check()
         folder, file = lasting.enter_context(header_given(header, on_tensor))
         yield folder, {"gguf_file": file}
@@ -311,12 +311,12 @@ def settled_dtype(source: ModelLocation, dtype: str, device: str) -> str:
     if dtype != "auto" or source.gguf is None:
         return dtype
     try:
-        return auto_dtype(read_gguf_header(_gguf_path(source)), device)
+        return auto_dtype(read_gguf_header(gguf_path(source)), device)
     except (OSError, ValueError) as error:
         raise _unreadable(source, error) from error
 
 
-def _gguf_path(source: ModelLocation) -> Path:
+def gguf_path(source: ModelLocation) -> Path:
     """A GGUF file on this machine; that of a model of the Hub is downloaded if need be."""
     assert source.gguf is not None, "it names a file"
     if Path(source.path).is_dir():
@@ -349,7 +349,7 @@ def load_tokenizer(source: ModelLocation) -> Any:
         with read_once(source) as (path, packed):
             tokenizer: Any = AutoTokenizer.from_pretrained(path, **packed, **source.loading)
         if source.gguf is not None:
-            header = read_gguf_header(_gguf_path(source))
+            header = read_gguf_header(gguf_path(source))
             split_as_named(tokenizer, header)
             restore_tags(tokenizer, header, ending_ids(header))
             tokenizer.chat_template = tokenizer.chat_template or named_templates(header)
@@ -404,31 +404,21 @@ def load_model(
         OutOfMemory: they do not fit into memory.
     """
     import torch
-    import transformers
     from transformers.utils.import_utils import is_accelerate_available
 
     from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 
-    def shown(done: int, tensors: int) -> None:
-        show(f"loading {source.label}: tensor {done + 1:,} of {tensors:,}")
-
     config = load_config(source)
     check_quantized(config, source.name, device.type)
     direct = device.type != "cpu" and is_accelerate_available()
-    placement: dict[str, Any] = {"device_map": {"": device}} if direct else {}
-    if source.gguf is not None:
-        placement["config"] = config
-        placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        with _no_progress_bar(), read_once(source, shown) as (path, packed):
-            loaded: Any = getattr(transformers, auto).from_pretrained(
-                path,
-                dtype=dtype,
-                output_loading_info=True,
-                **packed,
-                **placement,
-                **source.loading,
-            )
+        model = None if source.gguf is None else _blocks_of_gguf(source, config, dtype, device)
+        missing: Iterable[str] = ()
+        if model is None:
+            place = device if direct else None
+            model, missing = _by_transformers(source, config, dtype, place, auto)
+    except ArborError:
+        raise
     except Exception as error:
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             raise weights_too_large(device if direct else torch.device("cpu"), None) from error
@@ -438,12 +428,11 @@ def load_model(
         ):
             raise
         raise _unreadable(source, error) from error
-    model, report = loaded
     if source.gguf is not None:
-        header = read_gguf_header(_gguf_path(source))
+        header = read_gguf_header(gguf_path(source))
         set_ends(model, header)
         divide_frequencies(model, header)
-    missing = sorted(report.get("missing_keys") or ())
+    missing = sorted(missing)
     if missing:
         lost = "1 tensor" if len(missing) == 1 else f"{len(missing)} tensors, among them"
         raise ModelError(
@@ -473,6 +462,58 @@ def load_model(
         if not is_out_of_memory(error):
             raise
         raise weights_too_large(device, weights) from error
+
+
+def _blocks_of_gguf(
+    source: ModelLocation, config: Any, dtype: torch.dtype, device: torch.device
+) -> Any | None:
+    """The model of a GGUF file, its matrices in the file's blocks on a CPU; None for an
+    architecture that only transformers converts."""
+    from arbor.model.gguf.weights import read_model
+
+    header = read_gguf_header(gguf_path(source))
+    dense = source.adapter is not None  # added to numbers
+    model = read_model(header, config, dtype, device, dense=dense, on_tensor=_shown(source))
+    if model is None:
+        kind = header.get("general.architecture")
+        logger.info("%s: weights of '%s' become dense", source.label, kind)
+    return model
+
+
+def _by_transformers(
+    source: ModelLocation, config: Any, dtype: torch.dtype, device: torch.device | None, auto: str
+) -> tuple[Any, Iterable[str]]:
+    """A model as transformers loads it, and names of the weights that it did not find.
+
+    Args:
+        source, config, dtype, auto: as in `load_model`.
+        device: to read weights to; None: host memory.
+    """
+    import transformers
+
+    placement: dict[str, Any] = {} if device is None else {"device_map": {"": device}}
+    if source.gguf is not None:
+        placement["config"] = config
+        placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with _no_progress_bar(), read_once(source, _shown(source)) as (path, packed):
+        model, report = getattr(transformers, auto).from_pretrained(
+            path,
+            dtype=dtype,
+            output_loading_info=True,
+            **packed,
+            **placement,
+            **source.loading,
+        )
+    return model, report.get("missing_keys") or ()
+
+
+def _shown(source: ModelLocation) -> Callable[[int, int], None]:
+    """Shows how many tensors are read, and of how many."""
+
+    def shown(done: int, tensors: int) -> None:
+        show(f"loading {source.label}: tensor {done + 1:,} of {tensors:,}")
+
+    return shown
 
 
 def weight_files(source: ModelLocation) -> list[Path]:

@@ -34,6 +34,7 @@ class ModelInfo:
         kv_bytes_per_token: over all layers; 0 if unsupported.
         kv_bytes_int8: bytes per token of 8-bit KV and its scales, likewise.
         parameters: number of weights.
+        weights_bytes: what they take as they are loaded, before any is rounded to 8 bits.
         context: longest path that runs exactly, tokens.
         vocabulary: number of token ids.
         kv_dtype: of the KV, as in `Solver`.
@@ -56,6 +57,7 @@ class ModelInfo:
     kv_bytes_per_token: int
     kv_bytes_int8: int
     parameters: int
+    weights_bytes: int
     context: int
     vocabulary: int
     kv_dtype: str = "auto"
@@ -65,10 +67,9 @@ class ModelInfo:
         """The same model with 8-bit KV."""
         return replace(self, kv_bytes_per_token=self.kv_bytes_int8, kv_dtype=INT8)
 
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights in their dtype, before any of them is rounded to 8 bits."""
-        return self.parameters * BYTES_OF[self.dtype]
+    def with_dense_weights(self) -> ModelInfo:
+        """The same model with all weights as numbers of its dtype."""
+        return replace(self, weights_bytes=self.parameters * BYTES_OF[self.dtype])
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, JSON-able."""
@@ -78,7 +79,7 @@ class ModelInfo:
         """The fields that a trace's header holds; `kv_dtype` and `weights` only where they are not
         ``auto``."""
         usual = [name for name in ("kv_dtype", "weights") if getattr(self, name) == "auto"]
-        left_out = ("kv_bytes_int8", *usual)
+        left_out = ("kv_bytes_int8", "weights_bytes", *usual)
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 

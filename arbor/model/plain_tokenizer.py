@@ -46,6 +46,13 @@ class PlainTokenizer:
         """The tokenizer of a file, without a chat template."""
         return cls(path.read_bytes())
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the token that ends a text; None if none is named."""
+        token = self.special_tokens_map.get("eos_token")
+        found = None if token is None else self.backend_tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         (encoded,) = self.backend_tokenizer.encode_batch(
@@ -82,6 +89,14 @@ class PlainTokenizer:
             **self.special_tokens_map,
         )
         return str(text)
+
+    def of_transformers(self) -> Any:
+        """The same as a tokenizer of transformers, for what reads its vocabulary."""
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self.backend_tokenizer, **self.special_tokens_map
+        )
 
     def __len__(self) -> int:
         """Number of token ids, added ones included."""

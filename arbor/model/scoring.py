@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from arbor.errors import ModelError
 from arbor.model.checkpoint import Checkpoint, ModelSettings
 from arbor.model.loading import ModelLocation, load_model, weight_files
-from arbor.model.model_info import Files
+from arbor.model.model_info import Description
 from arbor.model.names import check_dtype
 
 # names of a score head in checkpoints: of most architectures, and of GPT-2 for tokens
@@ -59,7 +59,7 @@ class ScoreCheckpoint(Checkpoint):
         )
         self.tokens: Sequence[int] | None = None
 
-    def _ready_model(self, files: Files) -> Any:
+    def _ready_model(self, files: Description) -> Any:
         dtype: torch.dtype = getattr(torch, files.info.dtype)
         if self.tokens is not None:
             return TokenScores(load_model(self.source, dtype, self.device), self.tokens)

@@ -24,7 +24,12 @@ from arbor.model.description_cache import keep_description
 from arbor.model.fuse.attention import fuse_attention
 from arbor.model.fuse.parts import fuse, unfuse
 from arbor.model.graphs import CudaRecorder
-from arbor.model.int8_weights import WeightRounding, check_packed_before, round_weights
+from arbor.model.int8_weights import (
+    WeightRounding,
+    check_packed_before,
+    packed_before,
+    round_weights,
+)
 from arbor.model.loading import (
     ModelLocation,
     eos_ids,
@@ -36,7 +41,7 @@ from arbor.model.loading import (
     load_tokenizer,
     sampling_defaults,
 )
-from arbor.model.model_info import Files
+from arbor.model.model_info import Description, Files
 from arbor.model.names import INT8
 from arbor.model.placement import (
     FLASHINFER,
@@ -177,7 +182,7 @@ def read_files(
 def load_weights(
     source: ModelLocation,
     given: Any,
-    files: Files,
+    files: Description,
     *,
     device: torch.device,
     backend: str,
@@ -192,7 +197,7 @@ def load_weights(
     Args:
         source: the model.
         given: the ready model; None: it is read.
-        files: its config and tokenizer; the model is supported.
+        files: its description; the model is supported, and for a GPU it is read from its files.
         device: where it runs.
         backend: name of the attention backend.
         required: whether FlashInfer is required where it is the backend; else torch replaces it if
@@ -227,7 +232,8 @@ def load_weights(
     if int8_weights:
         if own is not None:
             _check_agreement(model, runner, own, attention)
-        rounding = round_weights(model, runner.device, deterministic=deterministic)
+        if given is None or not packed_before(given):
+            rounding = round_weights(model, runner.device, deterministic=deterministic)
     elif runner.device.type == "cpu" or deterministic:
         pack_linears(model, deterministic=deterministic)
     ops = fused_ops(runner.device)
@@ -276,10 +282,11 @@ def _check_agreement(model: Any, runner: ModelRunner, own: torch.Tensor, attenti
 
 
 def _backend(
-    files: Files, device: torch.device, name: str, required: bool
+    files: Description, device: torch.device, name: str, required: bool
 ) -> tuple[str, AttentionBackend]:
     """The attention backend and its name."""
     if name == FLASHINFER:
+        assert isinstance(files, Files), "read for a GPU"
         found = _flashinfer(files, device, required)
         if found is not None:
             return name, found

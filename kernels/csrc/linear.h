@@ -2,9 +2,7 @@
 //
 // A packed weight is a list of panels of 16 outputs: in float32 [panels][inputs][16], in bfloat16
 // [panels][pairs of inputs][16][2], padded with zeros to whole panels and to 32 inputs. The second
-// form is what the tiles of AMX and the pairs of AVX-512 BF16 read. In 8 bits a panel is
-// [groups of 64 inputs][16 float32 scales, then a code for each of 64 inputs and 16 outputs]; a weight
-// is code * scale, rounded to float32, and what follows is as in float32.
+// form is what the tiles of AMX and the pairs of AVX-512 BF16 read.
 // Every result is summed over its inputs in order, whatever the number of rows and wherever sums are
 // stored in between: a row's bits do not depend on the other rows or on the number of threads.
 #pragma once
@@ -26,9 +24,6 @@ constexpr int PANELS = Vec::WIDTH == 16 ? 4 : 1;  // of a group: one part of a j
 constexpr int MANY_ROWS = Vec::WIDTH == 16 ? 128 : 1 << 30;  // measured with AVX-512 alone
 constexpr int AHEAD = 8192;  // bytes of weights on their way to L2 while sums stay in registers
 constexpr int MOST_ROWS = 512;  // that meet all weights, so that x and sums stay in the L2 cache
-constexpr int CODED = 64;       // inputs that share a scale, as in kernels/int8_weights.py
-constexpr int CODED_BYTES = (4 + CODED) * PANEL;
-constexpr int CODE_ROWS = Vec::WIDTH == 4 ? 3 : 5;  // up to which codes are not decoded to memory
 
 // A dot adds what a step of x, one number or two of each row, gives with the weights of a panel.
 
@@ -36,7 +31,6 @@ constexpr int CODE_ROWS = Vec::WIDTH == 4 ? 3 : 5;  // up to which codes are not
 struct SingleDot {
     using Number = float;  // of the job
     using X = float;       // in which x is read
-    static constexpr bool CODES = false;  // of the weights, which are decoded before they are added
     static constexpr int STEP = 1;
     static constexpr int ROWS = Vec::WIDTH == 4 ? 5 : 6;  // whose sums stay in registers
 
@@ -55,7 +49,6 @@ struct SingleDot {
 // bfloat16: two inputs at a time.
 struct PairDot {
     using Number = bf16;
-    static constexpr bool CODES = false;
     static constexpr int STEP = 2;
     static constexpr int ROWS = Vec::WIDTH == 16 ? 6 : 5;
 
@@ -92,13 +85,6 @@ struct PairDot {
         }
     }
 #endif
-};
-
-// 8 bits: as float32, once they are decoded; the job's numbers may be bfloat16.
-template <class T>
-struct CodeDot : SingleDot {
-    using Number = T;
-    static constexpr bool CODES = true;
 };
 
 inline int64_t steps_of(const LinearJob& job) {
@@ -262,92 +248,6 @@ void linear_block(const LinearJob& job, const typename Dot::X* x, int64_t x_row,
     }
 }
 
-// The weights of a panel for up to `CODED` inputs, in float32.
-inline void decode_panel(const char* group, int inputs, float* to) {
-    const float* scales = reinterpret_cast<const float*>(group);
-    const int8_t* codes = reinterpret_cast<const int8_t*>(group) + 4 * PANEL;
-    Vec scale[VECS];
-    for (int c = 0; c < VECS; c++) scale[c] = load(scales + c * Vec::WIDTH);
-    for (int i = 0; i < inputs; i++) {
-        if (i % 4 == 0) prefetch_far(codes + i * PANEL + AHEAD);
-        for (int c = 0; c < VECS; c++) {
-            int at = i * PANEL + c * Vec::WIDTH;
-            store(to + at, load(codes + at) * scale[c]);
-        }
-    }
-}
-
-// As linear_tile for one panel in 8 bits, from the first input to the last.
-template <int R>
-void code_tile(const float* const* x, const char* weights, int inputs, int out_row, float* out) {
-    Vec acc[R][VECS];
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < VECS; c++) acc[r][c] = set1(0.0f);
-    }
-    for (int first = 0; first < inputs; first += CODED, weights += CODED_BYTES) {
-        int end = first + CODED < inputs ? first + CODED : inputs;
-        const float* scales = reinterpret_cast<const float*>(weights);
-        const int8_t* codes = reinterpret_cast<const int8_t*>(weights) + 4 * PANEL;
-        Vec scale[VECS];
-        for (int c = 0; c < VECS; c++) scale[c] = load(scales + c * Vec::WIDTH);
-        for (int i = first; i < end; i++, codes += PANEL) {
-            prefetch_far(codes + AHEAD);
-            Vec numbers[VECS];
-            for (int c = 0; c < VECS; c++) numbers[c] = load(codes + c * Vec::WIDTH) * scale[c];
-            for (int r = 0; r < R; r++) {
-                Vec factor = set1(x[r][i]);
-                for (int c = 0; c < VECS; c++) acc[r][c] = fma(factor, numbers[c], acc[r][c]);
-            }
-        }
-    }
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < VECS; c++) store(out + r * out_row + c * Vec::WIDTH, acc[r][c]);
-    }
-}
-
-template <int R>
-void code_rows(int rows, const float* const* x, const char* weights, int inputs, int out_row,
-               float* out) {
-    if constexpr (R > 0) {
-        if (rows == R) return code_tile<R>(x, weights, inputs, out_row, out);
-        code_rows<R - 1>(rows, x, weights, inputs, out_row, out);
-    }
-}
-
-// As linear_block with weights in 8 bits. They are decoded on the way to the registers, or for more
-// rows into the L1 cache: the same numbers either way.
-template <class Number>
-void coded_block(const LinearJob& job, const float* x, int64_t x_row, int first_row, int rows,
-                 int first_group, int end_group, float* sums) {
-    constexpr int OUT_ROW = PANELS * PANEL;
-    constexpr int64_t DECODED_BYTES = sizeof(float) * CODED * PANEL;
-    alignas(64) char decoded[PANELS * DECODED_BYTES];
-    int64_t panel_bytes = static_cast<int64_t>(job.inputs + CODED - 1) / CODED * CODED_BYTES;
-    int panels = (job.outputs + PANEL - 1) / PANEL;
-    for (int group = first_group; group < end_group; group++) {
-        int here = panels - group * PANELS < PANELS ? panels - group * PANELS : PANELS;
-        const char* weights = static_cast<const char*>(job.packed) + group * PANELS * panel_bytes;
-        if (rows <= CODE_ROWS) {
-            const float* x_at[CODE_ROWS];
-            for (int r = 0; r < rows; r++) x_at[r] = x + r * x_row;
-            for (int p = 0; p < here; p++) {
-                const char* panel = weights + p * panel_bytes;
-                code_rows<CODE_ROWS>(rows, x_at, panel, job.inputs, OUT_ROW, sums + p * PANEL);
-            }
-        }
-        for (int first = 0; first < job.inputs && rows > CODE_ROWS; first += CODED) {
-            int some = job.inputs - first < CODED ? job.inputs - first : CODED;
-            for (int p = 0; p < here; p++) {
-                const char* codes = weights + p * panel_bytes + first / CODED * CODED_BYTES;
-                decode_panel(codes, some, reinterpret_cast<float*>(decoded + p * DECODED_BYTES));
-            }
-            InputBlock inputs{DECODED_BYTES, some, first == 0, OUT_ROW, 0};
-            tiled_rows<SingleDot>(rows, x + first, x_row, here, decoded, inputs, sums);
-        }
-        finish<Number>(job, sums, OUT_ROW, first_row, rows, group * OUT_ROW);
-    }
-}
-
 template <class Dot>
 void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
     using X = typename Dot::X;
@@ -366,11 +266,7 @@ void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) 
         int rows = job.rows - row < most_rows ? job.rows - row : most_rows;
         int64_t x_row;
         const X* x = rows_of<typename Dot::Number>(job, row, rows, width, room, &x_row);
-        if constexpr (Dot::CODES) {
-            coded_block<typename Dot::Number>(job, x, x_row, row, rows, first_group, end_group, sums);
-        } else {
-            linear_block<Dot>(job, x, x_row, row, rows, first_group, end_group, sums);
-        }
+        linear_block<Dot>(job, x, x_row, row, rows, first_group, end_group, sums);
     }
 }
 
@@ -433,12 +329,6 @@ inline void linear_tiles(const LinearJob& job, int part, int parts, Scratch* scr
 #endif
 
 void linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
-    if (job.packed_number == arbor::INT8) {
-        if (job.number == arbor::FLOAT32) {
-            return linear_groups<CodeDot<float>>(job, part, parts, scratch);
-        }
-        return linear_groups<CodeDot<bf16>>(job, part, parts, scratch);
-    }
     if (job.number == arbor::FLOAT32) return linear_groups<SingleDot>(job, part, parts, scratch);
 #if defined(__AMX_BF16__)
     linear_tiles(job, part, parts, scratch);

@@ -10,7 +10,7 @@ namespace arbor {
 constexpr int64_t LAYOUT_VERSION = 7;
 
 // Numbers of the pool, the queries, the weights and the results; sums are always in float32. Pools
-// and packed weights can be INT8: codes and scales, see int8.h and linear.h.
+// can be INT8: codes and scales, see int8.h.
 enum Number : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
 // Added to ggml's number of a format: weights in blocks, see blocks.h.
@@ -75,7 +75,7 @@ struct LinearJob {
     int32_t inputs;
     int32_t outputs;
     int32_t number;         // of x and out
-    int32_t packed_number;  // of the weight: the same, or INT8, or BLOCKS and a format
+    int32_t packed_number;  // of the weight: the same, or BLOCKS and a format
 };
 
 // out [rows, inputs] = some rows of a weight in blocks.

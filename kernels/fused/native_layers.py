@@ -31,6 +31,9 @@ from arbor.kernels.native import (
 MOST_ROWS = 128  # of a call: with more, a layer's own calls cost little next to its products
 
 
+Products = Sequence[Product]  # of one input, their outputs side by side
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
     """An RMS norm: its weight [width], the number under the root, and its form."""
@@ -46,12 +49,12 @@ class LayerParts:
 
     Attributes:
         shape: of the attention; heads of q, k and v are equally wide.
-        projections: of q, k and v together.
+        projections: of q, k and v.
         head_norms: of queries and of keys, before position embedding; None without.
         whole: whether these norm all heads of a row together, else each head.
         rotary: position embedding; None without.
         output: of the attention.
-        gate_up: of the gate and of what it is multiplied with, together.
+        gate_up: of the gate and of what it is multiplied with.
         activation: of the gate.
         down: of the gated part.
         before: norms of the inputs of the attention and of the gated part; None without.
@@ -60,14 +63,14 @@ class LayerParts:
     """
 
     shape: AttentionShape
-    projections: Product
+    projections: Products
     head_norms: tuple[Norm, Norm] | None
     whole: bool
     rotary: RotaryForm | None
-    output: Product
-    gate_up: Product
+    output: Products
+    gate_up: Products
     activation: Activation
-    down: Product
+    down: Products
     before: tuple[Norm | None, Norm | None]
     after: tuple[Norm | None, Norm | None]
     factor: float = 1.0
@@ -88,7 +91,7 @@ class NativeLayers:
     def __init__(self, library: Library, layers: Sequence[LayerParts], dtype: torch.dtype) -> None:
         self._library = library
         self._layers = tuple(layers)
-        self._number = layers[0].projections.number
+        self._number = layers[0].projections[0].number
         self._shapes = [each.shape for each in layers]
         self._linears: list[LinearJob] = []
         self._norms: list[NormJob] = []
@@ -100,17 +103,17 @@ class NativeLayers:
         self._jobs: list[Any] = []
         self._rows = 0
         self._pools: tuple[int, int, int] | None = None
-        self._width = layers[0].projections.inputs
+        self._width = layers[0].projections[0].inputs
         heads = [each.shape.num_qo_heads * each.shape.head_dim_qk for each in layers]
         sizes = {
             "hidden": self._width,
-            "normed": max(self._width, *(each.down.outputs for each in layers)),
-            "qkv": max(each.projections.outputs for each in layers),
+            "normed": max(self._width, *(_outputs(each.down) for each in layers)),
+            "qkv": max(_outputs(each.projections) for each in layers),
             "queries": max(heads),
             "attended": max(heads),
             "result": self._width,
-            "both": max(each.gate_up.outputs for each in layers),
-            "gated": max(each.down.inputs for each in layers),
+            "both": max(_outputs(each.gate_up) for each in layers),
+            "gated": max(each.down[0].inputs for each in layers),
         }
         self._buffers = {
             name: torch.empty(MOST_ROWS * size, dtype=dtype) for name, size in sizes.items()
@@ -206,7 +209,7 @@ class NativeLayers:
         self._add_residual(layer.after[0], layer.factor)
         read = self._add_norm(second)
         self._add_linear(layer.gate_up, read, "both")
-        width = layer.down.inputs
+        width = layer.down[0].inputs
         job = GatedJob(
             gate=self._at["both"],
             up=self._place("both", width),
@@ -223,7 +226,7 @@ class NativeLayers:
         self._add_residual(layer.after[1], layer.factor)
 
     def _add_attention(self, layer: LayerParts) -> None:
-        shape, row = layer.shape, layer.projections.outputs
+        shape, row = layer.shape, _outputs(layer.projections)
         dim, queries, keys = shape.head_dim_qk, shape.num_qo_heads, shape.num_kv_heads
         if layer.head_norms is not None:
             for norm, start, heads in zip(
@@ -277,21 +280,25 @@ class NativeLayers:
         self._attentions.append(attention)
         self._jobs += [rotary, attention]
 
-    def _add_linear(self, product: Product, source: str, target: str) -> None:
-        job = LinearJob(
-            x=self._at[source],
-            packed=product.packed.data_ptr(),
-            bias=None if product.bias is None else product.bias.data_ptr(),
-            out=self._at[target],
-            x_row=product.inputs,
-            out_row=product.outputs,
-            inputs=product.inputs,
-            outputs=product.outputs,
-            number=product.number,
-            packed_number=product.packed_number,
-        )
-        self._linears.append(job)
-        self._jobs.append(job)
+    def _add_linear(self, products: Products, source: str, target: str) -> None:
+        start, row = 0, _outputs(products)
+        for product in products:
+            job = LinearJob(
+                x=self._at[source],
+                packed=product.packed.data_ptr(),
+                bias=None if product.bias is None else product.bias.data_ptr(),
+                out=self._place(target, start),
+                x_row=product.inputs,
+                out_row=row,
+                packed_row=product.packed_row,
+                inputs=product.inputs,
+                outputs=product.outputs,
+                number=product.number,
+                packed_number=product.packed_number,
+            )
+            self._linears.append(job)
+            self._jobs.append(job)
+            start += product.outputs
 
     def _add_norm(self, norm: Norm | None) -> str:
         """A norm of the state; the name of the buffer to read on from."""
@@ -329,6 +336,10 @@ class NativeLayers:
     def _place(self, name: str, number: int) -> int:
         """The address of a number of a buffer."""
         return self._at[name] + number * self._buffers[name].itemsize
+
+
+def _outputs(products: Products) -> int:
+    return sum(each.outputs for each in products)
 
 
 def _place_of(cos: Tensor, sin: Tensor) -> tuple[int, int, int, int, int]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from arbor.kernels.invariant import in_chunks
 from arbor.kernels.native import BLOCKS, NUMBERS, DecodeJob, LinearJob, native_library
 
 # Weights and bytes of a block, and ggml's number, by ggml's name of the format.
@@ -74,6 +75,10 @@ class BlockWeight:
         given = (self.data.dtype, self.data.dim(), self.data.shape[-1], self.data.is_contiguous())
         if given != (torch.uint8, 2, row, True):
             raise ValueError(f"{self.kind} of {self.inputs} inputs takes rows of {row} bytes")
+
+    def __deepcopy__(self, memo: Any) -> BlockWeight:
+        """Itself: copies of a model share what it maps."""
+        return self
 
     @property
     def outputs(self) -> int:
@@ -208,8 +213,6 @@ def multiply(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
 
 def _multiply_by_torch(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
     """In float32 or wider, some outputs at a time, in chunks of a fixed number of rows."""
-    from arbor.kernels.linear.layers import in_chunks
-
     wide = torch.promote_types(x.dtype, torch.float32)
 
     def product(rows: Tensor) -> Tensor:
@@ -249,13 +252,29 @@ class BlockLinear(nn.Module):
         nothing = torch.full((1, 1), torch.nan, dtype=dtype)
         self.weight: Tensor = nothing.expand(self.out_features, self.in_features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        rows = x.reshape(-1, self.in_features)
+    @property
+    def is_plain(self) -> bool:
+        """Whether its blocks are single numbers, which nothing has rounded together."""
+        return all(KINDS[each.kind][0] == 1 for each in self.weights)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it keeps in memory, or maps."""
+        bias = [] if self.bias is None else [self.bias]
+        return [*(each.data for each in self.weights), *bias]
+
+    @property
+    def parts(self) -> list[tuple[BlockWeight, Tensor | None]]:
+        """Each matrix, and its part of the bias."""
         biases: Sequence[Tensor | None] = [None] * len(self.weights)
         if self.bias is not None:
             biases = self.bias.split([each.outputs for each in self.weights])
-        parts = [multiply(rows, *each) for each in zip(self.weights, biases, strict=True)]
+        return list(zip(self.weights, biases, strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        parts = [multiply(rows, weight, bias) for weight, bias in self.parts]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return out.view(*x.shape[:-1], self.out_features)
 
@@ -297,6 +316,11 @@ class BlockEmbedding(nn.Module):
         self.padding_idx = padding_idx
         nothing = torch.full((1, 1), torch.nan, dtype=dtype)
         self.weight: Tensor = nothing.expand(table.outputs, table.inputs)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it keeps in memory, or maps."""
+        return [self.table.data]
 
     def forward(self, ids: Tensor) -> Tensor:
         """int [...] -> [..., embedding_dim]."""

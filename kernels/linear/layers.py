@@ -59,7 +59,7 @@ import ctypes
 import functools
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -69,19 +69,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arbor.kernels.hugepages import on_huge_pages
-from arbor.kernels.invariant import ALIGNMENT_BYTES
-from arbor.kernels.linear.int8_weights import PANEL, int8_bytes, int8_panels
-from arbor.kernels.native import INT8, NUMBERS, Library, LinearJob, native_library
+from arbor.kernels.invariant import in_chunks
+from arbor.kernels.linear.blocks import RUN, BlockEmbedding, BlockLinear, encode_q8_0
+from arbor.kernels.linear.experts import BlockExperts
+from arbor.kernels.native import NUMBERS, Library, LinearJob, native_library
 
-Packing = Literal["native", "int8", "mkl", "onednn", "dense"]
-NATIVE = ("native", "int8")  # packings that the native kernels read
+Packing = Literal["native", "mkl", "onednn", "dense"]
+PANEL = 16  # outputs of a panel of the native kernels
 
 # Smaller weights lose more to oneDNN's call than its layout gains.
 ONEDNN_ELEMENTS = {"GenuineIntel": 1 << 19}
 ONEDNN_ELEMENTS_ELSEWHERE = 1 << 16
 # Packed for many rows, MKL is as fast with few; packed for few, it is slow with many.
 MKL_ROWS = 512
-CHUNK_ROWS = 16
 DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CODES = (torch.int8, torch.uint8, torch.int16, torch.int32)  # of quantized weights
 
@@ -118,10 +118,9 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: the layer to replace; its weight is not kept unless `packing` is "dense".
-        packing: see `packing`; "int8" is for the native kernels too, and changes the weight
-            (`int8_weights`).
+        packing: see `packing`.
         deterministic: a row's result does not depend on the batch: always so by the native
-            kernels, in chunks of exactly `CHUNK_ROWS` rows (zero padded) by others on a CPU, by
+            kernels, in chunks of one size (`in_chunks`) by others on a CPU, by
             `arbor.kernels.invariant_triton` on CUDA.
         compute: dtype of the matmul, if not the weight's; input and output keep the weight's dtype.
 
@@ -148,12 +147,12 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self.dtype = weight.dtype
         self.compute = compute or weight.dtype
-        added = torch.float32 if packing in NATIVE else self.compute
+        added = torch.float32 if packing == "native" else self.compute
         self.bias = None if linear.bias is None else linear.bias.detach().to(added)
         self.weight: Tensor = weight
         self._ghost = weight
         self._packed: Tensor | None = None
-        self._library = native_library() if packing in NATIVE else None
+        self._library = native_library() if packing == "native" else None
         if packing != "dense":
             self._packed = _pack(weight.to(self.compute), packing)
             self.weight = weight.new_full((1, 1), torch.nan).expand(weight.shape)
@@ -166,7 +165,7 @@ class PackedLinear(nn.Module):
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        if self.packing in NATIVE:
+        if self.packing == "native":
             rows = x.reshape(-1, self.in_features)
             packed = cast(Tensor, self._packed)
             out = _native(self._library, rows, packed, self.out_features, self.bias)
@@ -201,19 +200,6 @@ class PackedLinear(nn.Module):
         if self._packed is None:
             return F.linear(rows, self.weight, self.bias)
         return _apply(rows, self._packed, self._ghost, self.bias, self.packing)
-
-
-def in_chunks(rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """A product of rows [M, in] in chunks of exactly `CHUNK_ROWS`, padded with zeros.
-
-    A row's bits do not depend on the other rows.
-    """
-    count = len(rows)
-    padding = -count % CHUNK_ROWS
-    if padding:
-        rows = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])])
-    parts = [product(_aligned(chunk)) for chunk in rows.contiguous().split(CHUNK_ROWS)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:count]
 
 
 class JointLinear:
@@ -258,13 +244,10 @@ class JointLinear:
 
 def joint_linear(layers: Sequence[nn.Module]) -> JointLinear | None:
     """Layers as one product; None unless all are packed for the native kernels, alike."""
-    if not all(isinstance(each, PackedLinear) and each.packing in NATIVE for each in layers):
+    if not all(isinstance(each, PackedLinear) and each.packing == "native" for each in layers):
         return None
     packed = cast(Sequence[PackedLinear], layers)
-    kinds = {
-        (each.in_features, each.packing, each.dtype, each.compute, each.bias is None)
-        for each in packed
-    }
+    kinds = {(each.in_features, each.dtype, each.compute, each.bias is None) for each in packed}
     whole = all(each.out_features % PANEL == 0 for each in packed)
     if len(kinds) > 1 or not whole or packed[0].compute != packed[0].dtype:
         return None
@@ -331,14 +314,15 @@ def dense_joint(layers: Sequence[nn.Module]) -> DenseJoint | None:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A linear layer as the native kernels read it.
+    """A product of the native kernels: a matrix as they read it, and a bias.
 
     Attributes:
-        packed: the weight in panels.
+        packed: the weight in panels, or in blocks.
         bias: float32 [outputs], or None.
         inputs, outputs: numbers of a row.
         number: of the rows' dtype, as in `NUMBERS`.
-        packed_number: likewise of the weight's; `INT8` if it is in 8 bits.
+        packed_number: likewise of the weight's; of one in blocks its own number.
+        packed_row: bytes of an output's weights, if in blocks.
     """
 
     packed: Tensor
@@ -347,22 +331,43 @@ class Product:
     outputs: int
     number: int
     packed_number: int
+    packed_row: int = 0
 
 
-def native_product(layer: nn.Module | JointLinear | DenseJoint | None) -> Product | None:
-    """What the native kernels multiply by; None unless the layer is packed for them and computes
-    in its own dtype."""
-    if isinstance(layer, JointLinear):
-        first, packed, bias = layer.layers[0], layer._packed, layer._bias
-    elif isinstance(layer, PackedLinear) and layer.packing in NATIVE:
-        first, packed, bias = layer, cast(Tensor, layer._packed), layer.bias
-    else:
-        return None
-    if first.compute != first.dtype:
-        return None
-    number = _NUMBERS[first.dtype]
-    inputs, outputs = first.in_features, layer.out_features
-    return Product(packed, bias, inputs, outputs, number, _packed_number(packed))
+def native_products(
+    layers: Sequence[nn.Module | JointLinear | DenseJoint],
+) -> tuple[Product, ...] | None:
+    """What the native kernels multiply an input of some layers by, for their outputs in order.
+
+    None unless every layer is one of theirs and computes in its own dtype.
+    """
+    found: list[Product] = []
+    for layer in layers:
+        if isinstance(layer, BlockLinear) and layer.dtype in _NUMBERS:
+            found += [
+                Product(
+                    weight.data,
+                    bias,
+                    weight.inputs,
+                    weight.outputs,
+                    _NUMBERS[layer.dtype],
+                    weight.number,
+                    weight.data.shape[1],
+                )
+                for weight, bias in layer.parts
+            ]
+            continue
+        if isinstance(layer, JointLinear):
+            first, packed, bias = layer.layers[0], layer._packed, layer._bias
+        elif isinstance(layer, PackedLinear) and layer.packing == "native":
+            first, packed, bias = layer, cast(Tensor, layer._packed), layer.bias
+        else:
+            return None
+        if first.compute != first.dtype:
+            return None
+        number, inputs = _NUMBERS[first.dtype], first.in_features
+        found.append(Product(packed, bias, inputs, layer.out_features, number, number))
+    return tuple(found)
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:
@@ -383,17 +388,9 @@ def _by_triton(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(rows, weight, bias)
 
 
-def _aligned(rows: Tensor) -> Tensor:
-    """The rows, each at an address where all begin alike: libraries choose loops by it."""
-    width, whole = rows.shape[1], ALIGNMENT_BYTES // rows.itemsize
-    padding = -width % whole
-    if not padding:
-        return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
-    return F.pad(rows, (0, padding))[:, :width]
-
-
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights, packed ones included without the padding of their layout.
+    """Bytes of a model's weights: packed ones without the padding of their layout, and once those
+    in blocks that several layers share.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 16, bias=False))  # float32
@@ -410,8 +407,10 @@ def weight_bytes(model: nn.Module) -> int:
             if module.packing == "dense":
                 parts.append(module.weight)
             else:
-                packed += _packed_bytes(module.packing, module._ghost, module.compute)
+                packed += module._ghost.numel() * module.compute.itemsize
             found |= {each.data_ptr(): each.nbytes for each in parts if each is not None}
+        elif isinstance(module, BlockLinear | BlockEmbedding | BlockExperts):
+            found |= {each.data_ptr(): each.nbytes for each in module.tensors}
     return sum(found.values()) + packed
 
 
@@ -441,13 +440,10 @@ def pack_linears(
             faster, twice the weights' bytes); None = if that takes at most half of the machine's
             memory.
         choose: a packing for all layers instead of the rule of `packing`; layers it cannot do stay
-            dense. "int8" changes the model.
+            dense.
 
     Returns:
         What was packed.
-
-    Raises:
-        ValueError: `choose` is "int8", and a weight is NaN or infinite; names the layer.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -459,7 +455,6 @@ def pack_linears(
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.deterministic = True
-    if deterministic or choose == "int8":
         _transpose(model)
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -474,6 +469,8 @@ def pack_linears(
         upcast = 2 * 4 * sum(p.numel() for p in model.parameters()) <= _memory_bytes()
     for name, parent, child_name in _linears(model):
         linear = getattr(parent, child_name)
+        if isinstance(linear, BlockLinear):
+            continue
         weight = linear.weight
         shared = owners[weight.data_ptr()] > 1
         emulated = (
@@ -495,18 +492,51 @@ def pack_linears(
                 continue
         else:
             packed.setdefault(kind, []).append(name)
-            extra_bytes += _packed_bytes(kind, weight, compute) - (0 if shared else weight.nbytes)
+            packed_bytes = weight.numel() * compute.itemsize
+            extra_bytes += packed_bytes - (0 if shared else weight.nbytes)
             upcasts += compute != weight.dtype
-        try:
-            replacement = PackedLinear(linear, kind, deterministic, compute)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        replacement = PackedLinear(linear, kind, deterministic, compute)
         replacement.train(linear.training)
         setattr(parent, child_name, replacement)
         del linear, weight
     note = "this CPU has no bfloat16 instructions: float32 is 3-5x faster" if slow else ""
     layers = {kind: tuple(names) for kind, names in packed.items()}
     return PackReport(layers, tuple(dense), extra_bytes, upcasts, note)
+
+
+def encode_linears(model: nn.Module) -> tuple[str, ...]:
+    """Replaces every plain `nn.Linear` of a loaded model by one in 8 bits (Q8_0), in place.
+
+    So is a `BlockLinear` of plain numbers. Layers whose inputs are not whole blocks of `RUN` stay,
+    and so do subclasses and quantized layers.
+
+    Returns:
+        Names of the layers replaced.
+
+    Raises:
+        ValueError: a weight is not finite; names the layer.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 8))
+        >>> encode_linears(model), type(model[0]).__name__
+        (('0',), 'BlockLinear')
+    """
+    _transpose(model)
+    found = []
+    for name, parent, child_name in _linears(model):
+        linear = getattr(parent, child_name)
+        if linear.in_features % RUN:
+            continue
+        blocks = linear.weights if isinstance(linear, BlockLinear) else ()
+        weights = [each.dense(torch.float32) for each in blocks] or [linear.weight.detach()]
+        try:
+            coded = [encode_q8_0(each) for each in weights]
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        layer = BlockLinear(coded, linear.bias, linear.weight.dtype)
+        setattr(parent, child_name, layer.train(linear.training))
+        found.append(name)
+    return tuple(found)
 
 
 def batch_dependent(model: nn.Module) -> dict[str, str]:
@@ -556,7 +586,7 @@ def packing(weight: Tensor, compute: torch.dtype) -> Packing:
 
 def _supported(kind: Packing, weight: Tensor, compute: torch.dtype) -> Packing:
     """`kind` if it works for the weight's device and a dtype, else "dense"."""
-    if kind in NATIVE and native_library() is None:
+    if kind == "native" and native_library() is None:
         return "dense"
     return kind if weight.is_cpu and _works(kind, compute) else "dense"
 
@@ -571,10 +601,8 @@ def _works(kind: Packing, dtype: torch.dtype) -> bool:
         return True
     if kind == "mkl" and dtype != torch.float32:
         return False
-    if kind in NATIVE and (native_library() is None or dtype not in _NUMBERS):
+    if kind == "native" and (native_library() is None or dtype not in _NUMBERS):
         return False
-    if kind == "int8":
-        return True  # its products are not those of the weight
     grid = torch.arange(48 * 80) * 7919
     weight = (grid % 7 - 3).view(48, 80).to(dtype)
     bias = torch.arange(48).to(dtype)
@@ -613,17 +641,6 @@ def _native_panels(weight: Tensor) -> Tensor:
     return packed
 
 
-def _packed_bytes(kind: Packing, weight: Tensor, compute: torch.dtype) -> int:
-    """Bytes of a weight once it is packed, without padding."""
-    if kind == "int8":
-        return int8_bytes(weight.shape[1], weight.shape[0])
-    return weight.numel() * compute.itemsize
-
-
-def _packed_number(packed: Tensor) -> int:
-    return INT8 if packed.dtype == torch.int8 else _NUMBERS[packed.dtype]
-
-
 def _native(
     library: Library | None, rows: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
 ) -> Tensor:
@@ -644,7 +661,7 @@ def _native(
         rows.shape[1],
         outputs,
         _NUMBERS[rows.dtype],
-        _packed_number(packed),
+        _NUMBERS[packed.dtype],
     )
     library.linear(ctypes.addressof(job), torch.get_num_threads())
     return out
@@ -653,8 +670,6 @@ def _native(
 def _pack(weight: Tensor, kind: Packing) -> Tensor:
     if kind == "native":
         return _native_panels(weight)
-    if kind == "int8":
-        return int8_panels(weight)
     if kind == "mkl":
         packed: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), MKL_ROWS)
     else:
@@ -672,7 +687,7 @@ def _apply(
     `ghost` has the weight's shape. MKL's op reads it only where the row counts differ; passing the
     batch's own count avoids that, as its packed weights serve any number of rows.
     """
-    if kind in NATIVE:
+    if kind == "native":
         added = None if bias is None else bias.float()
         return _native(native_library(), rows, packed, ghost.shape[0], added)
     if kind == "mkl":
@@ -683,11 +698,13 @@ def _apply(
 
 
 def _linears(model: nn.Module) -> list[tuple[str, Any, str]]:
-    """(name, parent, name in the parent) of every plain linear layer, once for each parent."""
+    """(name, parent, name in the parent) of every linear layer of plain numbers, once for each
+    parent."""
     found = []
     for name, module in model.named_modules():
         for child_name, child in module.named_children():
-            if is_plain(child):
+            plain = isinstance(child, BlockLinear) and child.is_plain
+            if plain or is_plain(child):
                 found.append((f"{name}.{child_name}".lstrip("."), module, child_name))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,140 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2moe": ("Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3": ("Qwen3", {"head_dim": 128}),
+    "qwen3moe": ("Qwen3Moe", {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2}),
+    "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 64}),
+    "gemma3": ("Gemma3Text", {"head_dim": 32, "sliding_window": 64}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "starcoder2": ("Starcoder2", {}),
+}
+
+
+def write_random(
+    path: Path, architecture: str, kinds: Sequence[str] = ("Q8_0",), tied: bool = False
+) -> None:
+    """A small model of an architecture whose weights are random blocks.
+
+    Args:
+        path: of the file.
+        architecture: a key of `ARCHITECTURES`.
+        kinds: types of the matrices, in turn; Q8_0 where the inputs are not whole blocks.
+        tied: whether the head reads the embedding.
+    """
+    import gguf
+    import numpy as np
+    import transformers
+
+    name, own = ARCHITECTURES[architecture]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=320,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        **own,
+    )
+    with torch.device("meta"):
+        model: Any = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // HEADS
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    if "sliding_window" in own:
+        writer.add_sliding_window(own["sliding_window"])
+    if "num_experts" in own:
+        writer.add_expert_count(own["num_experts"])
+        writer.add_expert_used_count(own["num_experts_per_tok"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    tokens = ["<pad>", "<bos>", "<eos>", *gguf_alphabet(), "4Ġ"]
+    tokens += [f"<unused{number}>" for number in range(config.vocab_size - len(tokens))]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["4 Ġ"])
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    names = gguf.get_tensor_name_map(_number_of(architecture), LAYERS)
+    random = np.random.default_rng(0)
+    turn = 0
+    for own_name, weight in model.state_dict().items():
+        if own_name == "lm_head.weight" and tied:
+            continue
+        shape = tuple(weight.shape)
+        layer, experts, part = own_name.partition(".mlp.experts.")
+        if experts:
+            place = f"blk.{layer.rpartition('.')[2]}.ffn_{{}}_exps.weight"
+            parts = ("gate", "up") if part == "gate_up_proj" else ("down",)
+            shape = (shape[0], shape[1] // len(parts), shape[2])
+            stored = [place.format(each) for each in parts]
+        else:
+            stored = [names.get_name(own_name, try_suffixes=(".weight", ".bias"))]
+        for each in filter(None, stored):  # Gemma's head is tied in any case
+            if len(shape) == 1 or "gate_inp" in each:
+                numbers = random.standard_normal(shape).astype(np.float32) * 0.1
+                writer.add_tensor(each, numbers.squeeze() + np.float32("norm" in each))
+            else:
+                kind = kinds[turn % len(kinds)]
+                if shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
+                    kind = "Q8_0"
+                turn += 1
+                blocks = random_blocks(kind, prod(shape[:-1]), shape[-1], turn)
+                blocks = blocks.reshape(*shape[:-1], -1)
+                writer.add_tensor(each, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _number_of(architecture: str) -> Any:
+    from gguf import MODEL_ARCH_NAMES
+
+    return next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+
+
+# Where the blocks of a type have their float16 numbers.
+HALVES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)},
+}
+
+
+def random_blocks(kind: str, rows: int, inputs: int, seed: int) -> Any:
+    """Rows of blocks of random bytes, uint8, with scales of the size that weights have."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    random = np.random.default_rng(seed)
+    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if numbers == 1:
+        weight = torch.from_numpy(random.standard_normal((rows, inputs)) * 0.05)
+        plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+        return weight.to(plain).view(torch.uint8).numpy()
+    data = random.integers(0, 256, (rows, inputs // numbers, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        scales = random.standard_normal((rows, inputs // numbers, 1)) * 1e-3
+        data[:, :, at : at + 2] = scales.astype(np.float16).view(np.uint8)
+    return data.reshape(rows, -1)
 
 
 def gguf_alphabet() -> list[str]:

@@ -23,7 +23,6 @@ import numpy as np
 
 from arbor.kernels import native
 from arbor.kernels.int8 import stored_width
-from arbor.kernels.linear.int8_weights import GROUP, GROUP_BYTES
 from arbor.kernels.native import (
     BLOCKS,
     INT8,
@@ -133,8 +132,6 @@ def linear_memory(job: LinearJob, memory: Memory) -> None:
     panels = -(-job.outputs // PANEL)
     if job.packed_number >= BLOCKS:
         panels, size = job.outputs, job.packed_row
-    elif job.packed_number == INT8:
-        size = GROUP_BYTES * -(-job.inputs // GROUP)
     else:
         padded = job.inputs if wide == 4 else -(-job.inputs // PADDED_INPUTS) * PADDED_INPUTS
         size = wide * padded * PANEL

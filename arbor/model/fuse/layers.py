@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from arbor.kernels.attention.base import AttentionShape
 from arbor.kernels.fused.native_layers import LayerParts, NativeLayers, Norm
-from arbor.kernels.linear.layers import native_product
+from arbor.kernels.linear.layers import native_products
 from arbor.kernels.native import head_dim_fits, native_library
 from arbor.model.attention import answering
 from arbor.model.fuse.attention import FusedAttention
@@ -149,10 +149,10 @@ def whole_decoder(layers: StoppableLayers, several_tables: bool) -> WholeDecoder
         if isinstance(parts, str):
             return f"layer {index}: {parts}"
         found.append(parts)
-    kinds = {(each.projections.number, each.projections.inputs) for each in found}
+    kinds = {(each.projections[0].number, each.projections[0].inputs) for each in found}
     if len(kinds) > 1:
         return "its layers are of several widths or dtypes"
-    dtype = torch.bfloat16 if found[0].projections.number else torch.float32
+    dtype = torch.bfloat16 if found[0].projections[0].number else torch.float32
     return WholeDecoder(NativeLayers(library, found, dtype), layers, several_tables)
 
 
@@ -174,16 +174,14 @@ def _parts(layer: nn.Module) -> LayerParts | str:
     form = attention[0]._arbor_form
     if form.sinks or not head_dim_fits(form.shape.head_dim_qk):
         return "its attention is of an unknown kind"
-    joint: Any = form.joint
-    if joint is None and len(form.projections) == 1:
-        joint = getattr(attention[0], form.projections[0])
+    apart = [getattr(attention[0], name) for name in form.projections]
     products = [
-        native_product(each)
+        native_products(each)
         for each in (
-            joint,
-            getattr(attention[0], form.output),
+            apart if form.joint is None else [form.joint],
+            [getattr(attention[0], form.output)],
             gated[0].projections,
-            gated[0].down_proj,
+            [gated[0].down_proj],
         )
     ]
     if any(each is None for each in products):

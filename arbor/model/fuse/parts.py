@@ -102,8 +102,8 @@ class FusedGated(Fused):
     down_proj: nn.Module
 
     @property
-    def projections(self) -> nn.Module | JointLinear | None:
-        """What computes the gate and its factor as one product; None where two do."""
+    def projections(self) -> Sequence[nn.Module | JointLinear | DenseJoint]:
+        """What computes the gate and its factor, in this order."""
         raise NotImplementedError
 
 
@@ -112,9 +112,9 @@ class _FusedSeparate(FusedGated):
     up_proj: nn.Module
 
     @property
-    def projections(self) -> nn.Module | JointLinear | None:
+    def projections(self) -> Sequence[nn.Module | JointLinear | DenseJoint]:
         joint = getattr(self, "_arbor_joint", None)
-        return joint if isinstance(joint, JointLinear) else None
+        return [self.gate_proj, self.up_proj] if joint is None else [joint]
 
     def _fused(self, x: Tensor) -> Tensor:
         joint: JointLinear | DenseJoint | None = getattr(self, "_arbor_joint", None)
@@ -131,8 +131,8 @@ class _FusedJoint(FusedGated):
     gate_up_proj: nn.Module
 
     @property
-    def projections(self) -> nn.Module | JointLinear | None:
-        return self.gate_up_proj
+    def projections(self) -> Sequence[nn.Module | JointLinear | DenseJoint]:
+        return [self.gate_up_proj]
 
     def _fused(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -148,7 +148,8 @@ def fuse(model: nn.Module, ops: FusedOps) -> FuseReport:
     """Let the norms and gated parts of a model run by fused kernels, in place.
 
     A module is changed only if its results agree with those of its own forward: for random inputs
-    of the model's dtype with 1, 3 and 64 rows of several sizes. Modules that an earlier call fused
+    of the model's dtype with 1, 3 and 64 rows of several sizes, without the products of gated
+    parts, which stay as they are. Modules that an earlier call fused
     are compared anew. Hooks of a gated part's activation do not run any more.
 
     Args:
@@ -247,8 +248,10 @@ def _fuse_gated(module: nn.Module, ops: FusedOps) -> str:
     """Fuse a gated part; the reason if it stays."""
     joint = hasattr(module, "gate_up_proj")
     projection: Any = module.gate_up_proj if joint else module.gate_proj
-    width, weight = getattr(projection, "in_features", None), getattr(projection, "weight", None)
-    if not isinstance(width, int) or not isinstance(weight, Tensor):
+    sizes = [getattr(projection, name, None) for name in ("in_features", "out_features")]
+    width, outputs = sizes
+    weight = getattr(projection, "weight", None)
+    if not isinstance(width, int) or not isinstance(outputs, int) or not isinstance(weight, Tensor):
         return "its projections are of an unknown kind"
     if weight.dtype not in GATED_TOLERANCE:
         return f"no kernels for {weight.dtype}"
@@ -259,7 +262,65 @@ def _fuse_gated(module: nn.Module, ops: FusedOps) -> str:
         return (found - wanted).norm(dim=-1), SMALLEST + tolerance * wanted.norm(dim=-1)
 
     kind = _FusedJoint if joint else _FusedSeparate
-    return _compare(module, kind, ops, ACTIVATIONS, inputs, errors)
+    names = ("gate_up_proj",) if joint else ("gate_proj", "up_proj")
+    own = {name: getattr(module, name) for name in (*names, "down_proj")}
+    try:
+        for number, name in enumerate(names):
+            setattr(module, name, _Spread(outputs, 7 + 4 * number))
+        module.down_proj = _Folded(width)
+        reason = _compare(module, kind, ops, ACTIVATIONS, inputs, errors)
+    finally:
+        for name, each in own.items():
+            setattr(module, name, each)
+    if not reason and not joint:
+        _join(module, inputs, errors)
+    return reason
+
+
+class _Spread(nn.Module):
+    """In place of a projection in a trial: numbers of the input in another order, and repeated.
+
+    What surrounds projections shows without the time of their products.
+    """
+
+    def __init__(self, outputs: int, step: int) -> None:
+        super().__init__()
+        self._places = torch.arange(outputs) * step
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return x[..., (self._places % x.shape[-1]).to(x.device)]
+
+
+class _Folded(nn.Module):
+    """In place of the last projection in a trial: sums of the numbers that lie so far apart."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        rows = nn.functional.pad(x.float(), (0, -x.shape[-1] % self._outputs))
+        return rows.unflatten(-1, (-1, self._outputs)).sum(-2).to(x.dtype)
+
+
+def _join(
+    module: Any,
+    inputs: Sequence[Tensor],
+    errors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    """Multiply the projections of a fused gated part as one where that is possible, and gives the
+    same up to rounding."""
+    pair = (module.gate_proj, module.up_proj)
+    module._arbor_joint = joint_linear(pair)
+    if module._arbor_joint is not None or not joins_dense(inputs[0]):
+        return
+    own = [module.forward(x).float() for x in inputs]
+    module._arbor_joint = dense_joint(pair)
+    found = map(errors, (module.forward(x).float() for x in inputs), own)
+    if not all(bool((error <= bound).all()) for error, bound in found):
+        module._arbor_joint = None
 
 
 def _inputs(width: int, like: Tensor, sizes: Sequence[float]) -> list[Tensor]:
@@ -318,16 +379,6 @@ def _compare(
     if chosen is None:
         return f"its results differ by {least:.2g} tolerances or more"
     install(module, kind, ops, chosen)
-    if kind is _FusedSeparate:
-        fused: Any = module
-        pair = (fused.gate_proj, fused.up_proj)
-        fused._arbor_joint = joint_linear(pair)
-        if fused._arbor_joint is None and joins_dense(inputs[0]):
-            fused._arbor_joint = dense_joint(pair)
-            results = [module.forward(x).float() for x in inputs]
-            pairs = map(errors, results, own)
-            if not all(bool((found <= bound).all()) for found, bound in pairs):
-                fused._arbor_joint = None
     return ""
 
 

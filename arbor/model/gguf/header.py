@@ -422,6 +422,8 @@ def _after_texts(data: bytes, at: int, count: int) -> int:
     """The byte after an array of texts."""
     size = struct.Struct("<Q").unpack_from
     for _ in range(count):
+        if at > len(data):
+            raise _Short
         at += 8 + size(data, at)[0]
     return at
 

@@ -1,0 +1,221 @@
+"""Weights of GGUF files in their blocks: those that transformers converts, and their logits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.gguf_files import ARCHITECTURES, llama, write_gguf, write_random
+from support.real_models import model_file
+from torch import Tensor, nn
+
+from arbor import Solver
+from arbor.errors import ArborError
+from arbor.kernels.linear.blocks import KINDS, BlockEmbedding, BlockLinear
+from arbor.kernels.linear.experts import BlockExperts
+from arbor.kernels.linear.layers import weight_bytes
+from arbor.model.gguf import weights
+from arbor.model.gguf.header import read_gguf_header
+from arbor.model.loading import _by_transformers, load_config, load_model, locate_model
+
+pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that convert
+
+CPU = torch.device("cpu")
+IN_BLOCKS = list(weights.ARCHITECTURES)
+DTYPES = (torch.float32, torch.bfloat16)
+LONG = 64  # tokens
+
+
+def converted(path: Path, dtype: torch.dtype) -> Any:
+    """The model as transformers converts it."""
+    source = locate_model(path)
+    model, missing = _by_transformers(
+        source, load_config(source), dtype, None, "AutoModelForCausalLM"
+    )
+    assert not missing
+    return model
+
+
+def numbers(model: Any, name: str, dtype: torch.dtype) -> Tensor:
+    """A parameter of a model that may keep it in blocks."""
+    path, _, key = name.rpartition(".")
+    module: Any = model.get_submodule(path)
+    if isinstance(module, BlockLinear):
+        bias = None if module.bias is None else module.bias.to(dtype)
+        found = module.weights[0].dense(dtype) if key == "weight" else bias
+        assert found is not None
+        return found
+    if isinstance(module, BlockEmbedding):
+        return module.table.dense(dtype)
+    if isinstance(module, BlockExperts):
+        parts = [module.gate, module.up] if key == "gate_up_proj" else [module.down]
+        dense = [torch.stack([each.dense(dtype) for each in part]) for part in parts]
+        return torch.cat(dense, dim=1)
+    found = getattr(module, key)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def logits(model: Any, count: int = 12) -> Tensor:
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, model.config.vocab_size, (1, count), generator=random)
+    with torch.inference_mode():
+        found: Tensor = model(ids).logits[0].float()
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+@pytest.mark.parametrize("architecture", IN_BLOCKS)
+def test_weights_have_the_bits_of_transformers_conversion(
+    architecture: str, tied: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, architecture, ("Q4_K", "Q8_0", "Q6_K", "F16"), tied)
+    wanted = converted(path, dtype)
+
+    model = load_model(locate_model(path), dtype, CPU)
+
+    for name, weight in wanted.state_dict().items():
+        assert torch.equal(numbers(model, name, dtype), weight), name
+    in_blocks = [each for each in model.modules() if isinstance(each, BlockLinear)]
+    dense = [each for each in model.modules() if type(each) in (nn.Linear, nn.Embedding)]
+    assert all(getattr(each, "out_features", 0) == 1 for each in dense), "one row is no matrix"
+    assert in_blocks and model.dtype == dtype
+    exact = logits(converted(path, torch.float32))
+    ours, theirs = ((logits(each) - exact).norm() / exact.norm() for each in (model, wanted))
+    assert ours < (1e-4 if dtype == torch.float32 else 1.2 * theirs)
+
+
+@pytest.mark.parametrize("architecture", IN_BLOCKS)
+def test_a_search_runs_over_the_blocks(architecture: str, tmp_path: Path) -> None:
+    """Its logits are compared with the model's own when it is loaded."""
+    path = tmp_path / "m.gguf"
+    write_random(path, architecture, ("Q4_0", "Q5_K"))
+
+    with Solver(path, controller="chain", verifier="exact", max_expansions=1) as solver:
+        solver.solve("4 5 6 10")
+        runner = solver.engine.runner
+        described = solver.describe().weights_bytes
+
+    header = read_gguf_header(path)
+    assert abs(weight_bytes(runner.model) - described) < 0.05 * described
+    assert sum(each.length for each in header.tensors) == pytest.approx(described, rel=0.05)
+
+
+def test_what_shares_a_model_shares_its_weights(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, "llama", tied=True)
+    model = load_model(locate_model(path), torch.float32, CPU)
+
+    copied = copy.deepcopy(model)
+
+    for mine, other in zip(model.modules(), copied.modules(), strict=True):
+        if isinstance(mine, BlockLinear):
+            assert mine.weights[0].data.data_ptr() == other.weights[0].data.data_ptr()
+    assert model.lm_head.weights[0] is model.get_input_embeddings().table
+
+
+def test_blocks_that_no_kernel_reads_become_dense_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, "qwen2", ("IQ4_XS", "Q4_K"))
+    assert "IQ4_XS" not in KINDS
+
+    with caplog.at_level(logging.INFO):
+        model = load_model(locate_model(path), torch.float32, CPU)
+
+    kinds = {type(each).__name__ for each in model.modules() if hasattr(each, "in_features")}
+    assert kinds == {"Linear", "BlockLinear"}
+    assert "IQ4_XS are decoded to float32" in caplog.text
+    wanted = converted(path, torch.float32).state_dict()
+    assert all(torch.equal(numbers(model, name, torch.float32), wanted[name]) for name in wanted)
+
+
+def test_other_architectures_are_converted_by_transformers_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, "starcoder2")
+
+    with caplog.at_level(logging.INFO):
+        load_model(locate_model(path), torch.float32, CPU)
+
+    assert "weights of 'starcoder2' become dense" in caplog.text
+    assert set(ARCHITECTURES) - {"starcoder2"} == set(IN_BLOCKS)
+
+
+def test_logits_of_single_tokens_are_those_of_the_head(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, "llama", ("Q6_K",))
+
+    with Solver(path, dtype="float32") as solver:
+        solver.load()
+        runner = solver.engine.runner
+        state = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+        whole = runner.unembed(state, norm=False)
+        some = runner.unembed(state, [7, 300], norm=False)
+
+    assert torch.allclose(some, whole[:, [7, 300]], atol=1e-5)
+
+
+# Damaged files
+
+
+def changed(data: bytes, end: int, random: Any) -> bytes:
+    """A file with some bytes of its header changed, or cut off."""
+    found = bytearray(data)
+    for _ in range(int(random.integers(1, 4))):
+        at = int(random.integers(4, end))
+        size = int(random.choice([1, 4, 8]))
+        found[at : at + size] = random.bytes(size)
+    if random.random() < 0.1:
+        del found[int(random.integers(0, len(found))) :]
+    return bytes(found)
+
+
+@pytest.mark.parametrize(
+    "count", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+def test_damaged_files_are_refused_or_read_and_never_crash(count: int, tmp_path: Path) -> None:
+    import numpy as np
+
+    whole, path = tmp_path / "whole.gguf", tmp_path / "m.gguf"
+    write_gguf(llama(), whole, quantized=True)
+    data, end = whole.read_bytes(), read_gguf_header(whole).data_start
+    random, refused = np.random.default_rng(count), 0
+    for _ in range(count):
+        path.write_bytes(changed(data, end, random))
+        try:
+            logits(load_model(locate_model(path), torch.float32, CPU), 3)
+        except ArborError as error:
+            assert error.code in ("model-incomplete", "model-gguf", "model-not-found"), error
+            refused += 1
+    assert 0 < refused < count
+
+
+# Models that others trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "qwen-small", "gemma"])
+def test_a_real_model_has_the_logits_of_its_conversion(name: str) -> None:
+    path = model_file(name)
+    model, wanted = (
+        each(path, torch.float32)
+        for each in (lambda place, dtype: load_model(locate_model(place), dtype, CPU), converted)
+    )
+
+    ours, theirs = logits(model, LONG), logits(wanted, LONG)
+
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+    for own_name, weight in wanted.state_dict().items():
+        assert torch.equal(numbers(model, own_name, torch.float32), weight), own_name
