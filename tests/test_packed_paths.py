@@ -364,7 +364,7 @@ def test_a_search_has_the_same_bits_at_every_split_with_a_packed_tier() -> None:
     ("given", "found"),
     [
         ({"mode": "lossless", "policy": "lru"}, "lossless mode promises exact KV"),
-        ({"mode": "lossless"}, "destroys tokens"),
+        ({"mode": "lossless"}, "lossless mode promises exact KV"),
         ({"staging": None}, "never comes back"),
         ({"host_bits": None}, "packs tokens"),
         ({"policy": "hierarchy,packed=2"}, "packed=2"),

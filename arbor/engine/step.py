@@ -98,6 +98,7 @@ class Stepper:
         for operation in list(operations):
             if operation in self._schedulers.operations:
                 self._end(operation, error)
+        self._let_go()
 
     def step(self) -> None:
         """One forward for all operations in progress; none if there are none.
@@ -141,6 +142,12 @@ class Stepper:
             self._tick([visit.node for visit in joined.visits])
         if self._state.budgets_move:
             self.keep_within()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep nothing of work that has ended where none is left."""
+        if not self._schedulers.operations:
+            self._hold_ready()
 
     # Before the forward
 

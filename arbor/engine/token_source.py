@@ -89,7 +89,11 @@ class ModelSampler:
         if asked:
             most = max(rows[place].growth.alternatives for place in asked)
             for place, found in zip(asked, likeliest(logits[asked], most), strict=True):
-                rows[place].alternatives = found[: rows[place].growth.alternatives]
+                token, logprob = drawn.tokens[place], drawn.logprob[place]
+                rows[place].alternatives = tuple(
+                    (each, logprob if each == token else other)  # summed in another order
+                    for each, other in found[: rows[place].growth.alternatives]
+                )
         return drawn.tokens
 
     def _masked(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
