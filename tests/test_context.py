@@ -8,7 +8,7 @@ import pytest
 from support.models import config_of, copy_of, random_model
 from support.trees import GREEDY, Lab, own_logits, relative_error
 
-from arbor.model.context_limit import context_limit
+from arbor.model.attention import context_limit
 
 LONGROPE = {
     "rope_type": "longrope",

@@ -265,6 +265,23 @@ def test_a_gated_part_of_another_formula_stays(dtype: torch.dtype) -> None:
     assert forms == ["silu", "gelu_tanh"]
 
 
+def test_gated_parts_are_compared_without_their_products() -> None:
+    """They would take seconds with large weights."""
+    model, products = build("llama"), 0
+
+    def count(*_: Any) -> None:
+        nonlocal products
+        products += 1
+
+    for name, each in model.named_modules():
+        if name.endswith("_proj"):
+            each.register_forward_hook(count)
+
+    report = fuse(model, TorchFusedOps())
+
+    assert report.gated and products == 0
+
+
 class WrongOps(TorchFusedOps):
     """Kernels with one fault each."""
 

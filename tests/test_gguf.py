@@ -19,7 +19,7 @@ from support.real_models import model_file
 from support.run_cli import environment, in_process
 
 from arbor import ModelError, Solver
-from arbor.model import bfloat16
+from arbor.model import bfloat16, weights
 from arbor.model.description_cache import (
     keep_description,
     kept_description,
@@ -225,6 +225,24 @@ def test_a_prompt_of_a_gguf_file_keeps_its_tokenizer(tiny: Path) -> None:
 
     assert not isinstance(first, PlainTokenizer)
     assert isinstance(second, PlainTokenizer)
+
+
+@needs_load
+def test_a_model_seen_before_is_loaded_with_the_tokenizer_that_was_kept(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search: dict[str, Any] = {"controller": "chain", "verifier": "exact", "max_expansions": 1}
+    with Solver(tiny, step_format="regex:[0-9]+", **search) as first:
+        found = first.solve("4 5 6 10")
+        thoughts = [node.text for node in first.engine.tree]
+
+    monkeypatch.setattr(weights, "load_tokenizer", lambda source: pytest.fail("read again"))
+    with Solver(tiny, step_format="regex:[0-9]+", **search) as second:
+        again = second.solve("4 5 6 10")
+
+        assert [node.text for node in second.engine.tree] == thoughts
+        assert isinstance(second.engine.tokenizer, PlainTokenizer)
+    assert again.answer == found.answer
 
 
 # Damaged files

@@ -9,8 +9,8 @@ import pytest
 from support.gguf_files import NAMED, llama, write_gguf
 from support.real_models import model_file
 
-from arbor.model.gguf.ends import ending_ids
 from arbor.model.gguf.header import read_gguf_header
+from arbor.model.gguf.tokenizer import ending_ids
 from arbor.model.loading import load_tokenizer, locate_model
 from arbor.model.plain_tokenizer import PlainTokenizer, plain_parts
 

@@ -18,6 +18,7 @@ from arbor.errors import ArborError
 from arbor.kernels.linear.blocks import KINDS, BlockEmbedding, BlockLinear
 from arbor.kernels.linear.experts import BlockExperts
 from arbor.kernels.linear.layers import weight_bytes
+from arbor.kernels.native import without_native
 from arbor.model.gguf import weights
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.loading import _by_transformers, load_config, load_model, locate_model
@@ -107,6 +108,42 @@ def test_a_search_runs_over_the_blocks(architecture: str, tmp_path: Path) -> Non
     header = read_gguf_header(path)
     assert abs(weight_bytes(runner.model) - described) < 0.05 * described
     assert sum(each.length for each in header.tensors) == pytest.approx(described, rel=0.05)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("BF16", torch.bfloat16)])
+def test_numbers_of_the_models_dtype_lie_in_the_file(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, "qwen2", (kind,))
+
+    model = load_model(locate_model(path), dtype, CPU)
+
+    held = {each.data_ptr() for each in model.parameters() if each.dim() == 2}
+    lines = [each.split() for each in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = [
+        tuple(int(end, 16) for end in each[0].split("-")) for each in lines if str(path) in each
+    ]
+    assert held and all(any(begin <= at < end for begin, end in mapped) for at in held)
+    wanted = converted(path, dtype).state_dict()
+    assert all(torch.equal(numbers(model, name, dtype), wanted[name]) for name in wanted)
+
+
+def test_weights_are_dense_where_no_kernel_multiplies_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, "gemma3", ("Q4_0",), tied=True)
+    source = locate_model(path)
+
+    with without_native():
+        without = load_model(source, torch.float32, CPU)
+        described = Solver(path, dtype="float32").describe()
+    double = load_model(source, torch.float64, CPU)
+
+    assert described.weights_bytes == 4 * described.parameters
+    for model in (without, double):
+        assert not [each for each in model.modules() if isinstance(each, BlockLinear)]
+        wanted = converted(path, model.dtype).state_dict()
+        assert all(torch.equal(numbers(model, name, model.dtype), wanted[name]) for name in wanted)
 
 
 def test_what_shares_a_model_shares_its_weights(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from arbor.errors import UsageError
-from arbor.model.chat_rendering import chat_renderer
-from arbor.model.gguf.ends import TEMPLATE
 from arbor.model.gguf.header import GGUFHeader
+from arbor.model.gguf.tokenizer import TEMPLATE
+from arbor.model.plain_tokenizer import chat_renderer
 
 USED = "default"  # of several named templates
 UNPARSED = "TemplateSyntaxError"  # of Jinja's errors

@@ -11,8 +11,13 @@ import torch
 from arbor.errors import ModelError
 from arbor.kernels.attention.base import AttentionShape
 from arbor.memory.pool import LayerKV, bytes_per_token
-from arbor.model.attention import IMPLEMENTATION, LayerSpec, probe, register_implementation
-from arbor.model.context_limit import context_limit
+from arbor.model.attention import (
+    IMPLEMENTATION,
+    LayerSpec,
+    context_limit,
+    probe,
+    register_implementation,
+)
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.gguf.weights import kept_bytes
 from arbor.model.loading import (

@@ -26,6 +26,7 @@ from typing import Any
 
 from arbor._version import __version__
 from arbor.errors import ArborError
+from arbor.kernels.native import native_state
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.loading import BUILTIN, GGUF_PACKAGES, ModelLocation, load_tokenizer
 from arbor.model.model_info import Description, ModelInfo
@@ -232,6 +233,7 @@ def _identity(source: ModelLocation, kind: str) -> str:
     packed = source.gguf is not None
     packages = (*PACKAGES, *GGUF_PACKAGES) if packed else PACKAGES
     versions = {name: metadata.version(name) for name in packages}
+    versions["native kernels"] = native_state()  # by which weights are in blocks, or dense
     made_from = _header_digest(source) if packed else files_digest(Path(source.path))
     return _digest([_place(source, kind), made_from, __version__, versions, _code()])
 
@@ -245,7 +247,7 @@ def _header_digest(source: ModelLocation) -> str:
 def _code() -> str:
     """A digest of the modules that describe models: an editable install keeps its version."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

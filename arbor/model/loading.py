@@ -16,13 +16,10 @@ from arbor.errors import ArborError, ModelError, UnknownName, UsageError
 from arbor.model.adapters import check_adapter, merged
 from arbor.model.bfloat16 import auto_dtype
 from arbor.model.chat_template import named_templates
-from arbor.model.gguf.ends import ending_ids, set_ends
-from arbor.model.gguf.header import is_gguf, read_gguf_header
-from arbor.model.gguf.pretokenizers import split_as_named
+from arbor.model.gguf.header import instead_of_weights, is_gguf, read_gguf_header
 from arbor.model.gguf.rope import divide_frequencies, scale_rotary
-from arbor.model.gguf.tags import restore_tags
+from arbor.model.gguf.tokenizer import ending_ids, restore_tags, set_ends, split_as_named
 from arbor.model.hub import cache_if_unreachable, is_reachable
-from arbor.model.placeholders import instead_of_weights
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
 from arbor.support.stages import show

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
-
-from arbor.model.chat_rendering import chat_renderer
 
 # what a tokenizer's class may change between text and ids
 STEPS = (
@@ -132,3 +135,37 @@ def plain_parts(tokenizer: Any) -> tuple[bytes, str | None, dict[str, str]] | No
         backend.no_truncation()  # as `encode` does
         backend.no_padding()
     return backend.to_str().encode(), template, special
+
+
+PACKAGE = "transformers"
+ALONE = "arbor_transformers"  # the name of the files that are imported alone
+RENDERER = "utils.chat_template_utils"
+
+
+@functools.cache
+def chat_renderer() -> Callable[..., Any]:
+    """``render_jinja_template`` of transformers, without an import of the whole package.
+
+    The package lists all of its models as it is imported, which takes longer than everything else
+    that a prompt needs. The renderer's file needs two others, and these three are imported alone.
+    """
+    module = None if PACKAGE in sys.modules else _alone()
+    module = module or importlib.import_module(f"{PACKAGE}.{RENDERER}")
+    found: Callable[..., Any] = module.render_jinja_template
+    return found
+
+
+def _alone() -> ModuleType | None:
+    """The file of the renderer; None where it needs more of the package."""
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    for name, path in ((ALONE, folder), (f"{ALONE}.utils", folder / "utils")):
+        package = ModuleType(name)
+        package.__path__ = [str(path)]
+        sys.modules[name] = package
+    try:
+        return importlib.import_module(f"{ALONE}.{RENDERER}")
+    except Exception:  # whatever another version needs
+        return None

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from arbor.errors import ModelError
-from arbor.model.placeholders import instead_of_weights
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -441,3 +440,21 @@ def _cut(path: Path, size: int, end: int) -> ModelError:
 
 def _damaged(path: Path, what: str, hint: str = DOWNLOAD_AGAIN) -> ModelError:
     return ModelError("model-incomplete", f"{path}: {what}.", hint, model=str(path))
+
+
+POINTER = b"version https://git-lfs"
+
+
+def instead_of_weights(data: bytes) -> str | None:
+    """What is wrong with a file, as a clause; None: it is none of these.
+
+    Args:
+        data: its first bytes.
+    """
+    if not data:
+        return "it is empty"
+    if data.startswith(POINTER):
+        return "it is a pointer of Git LFS, in whose folder `git lfs pull` fetches the file"
+    if data.lstrip()[:1] == b"<":
+        return "it is a web page"
+    return None if any(data[:64]) else "it begins with zeros, as an unfinished download does"

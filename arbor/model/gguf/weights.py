@@ -20,8 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from arbor.errors import ModelError
-from arbor.kernels.linear.blocks import KINDS, RUN, BlockEmbedding, BlockLinear, BlockWeight
+from arbor.kernels.linear.blocks import (
+    KINDS,
+    NATIVE_DTYPES,
+    RUN,
+    BlockEmbedding,
+    BlockLinear,
+    BlockWeight,
+)
 from arbor.kernels.linear.experts import BlockExperts
+from arbor.kernels.native import native_library
 from arbor.model.gguf.header import OTHER_CONVERSION, GGUFHeader, TensorPlace
 
 logger = logging.getLogger(__name__)
@@ -29,6 +37,7 @@ logger = logging.getLogger(__name__)
 ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3")
 INTERLEAVED = ("llama",)  # heads of q and k have the two halves of a rotation in turn
 OFFSET = ("gemma2", "gemma3")  # norms are written with 1 added
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EXPERT_DIMENSIONS = 3  # of the tensors of all experts of a layer
 
 
@@ -47,8 +56,8 @@ def read_model(
         header: of the file, checked.
         config: of the model.
         dtype: of what is computed, and of weights that are not in blocks.
-        device: of the weights; they are in blocks on a CPU only.
-        dense: whether all weights become numbers of `dtype`.
+        device: of the weights; they are in blocks where the native kernels compute.
+        dense: whether all weights become numbers of `dtype` in any case.
         on_tensor: called with the number of tensors read, and of all.
 
     Raises:
@@ -59,7 +68,8 @@ def read_model(
     model = _without_weights(config, dtype)
     places = _places(header, model)
     _check(header, model, places)
-    reader = _Reader(header, config, dtype, device, dense or device.type != "cpu")
+    blocks = not dense and device.type == "cpu" and _computes(dtype)
+    reader = _Reader(header, config, dtype, device, blocks)
     done = 0
     for name, module in list(model.named_modules()):
         own = {
@@ -79,7 +89,7 @@ def read_model(
 
 def kept_bytes(header: GGUFHeader, dtype: torch.dtype) -> int:
     """Bytes of the weights of `read_model` on a CPU; 0 for an architecture that is not known."""
-    if header.get("general.architecture") not in ARCHITECTURES:
+    if header.get("general.architecture") not in ARCHITECTURES or not _computes(dtype):
         return 0
     return sum(
         each.length if _is_read_in_blocks(each) else prod(each.shape) * dtype.itemsize
@@ -176,16 +186,21 @@ class _Reader:
     Args:
         header: of the file.
         config, dtype, device: as in `read_model`.
-        dense: whether no module reads blocks.
+        blocks: whether modules read blocks.
 
     Raises:
         ModelError: the file is not the one whose header was read.
     """
 
     def __init__(
-        self, header: GGUFHeader, config: Any, dtype: torch.dtype, device: torch.device, dense: bool
+        self,
+        header: GGUFHeader,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        blocks: bool,
     ) -> None:
-        self._header, self._dtype, self._device, self._dense = header, dtype, device, dense
+        self._header, self._dtype, self._device, self._blocks = header, dtype, device, blocks
         kind = header.get("general.architecture")
         self._interleaved, self._offset = kind in INTERLEAVED, kind in OFFSET
         self._heads = {
@@ -208,7 +223,7 @@ class _Reader:
                 count,
                 kind,
                 str(self._dtype).removeprefix("torch."),
-                "" if self._dense else ", which no kernel reads in blocks",
+                ", which no kernel reads in blocks" if self._blocks else "",
             )
 
     def fill(
@@ -221,7 +236,7 @@ class _Reader:
             name, module: the part.
             places: tensors of each parameter.
         """
-        replacement = None if self._dense else self._in_blocks(module, places)
+        replacement = self._in_blocks(module, places) if self._blocks else None
         if replacement is not None:
             model.set_submodule(name, replacement)
             return
@@ -231,14 +246,17 @@ class _Reader:
             whole = values[0] if len(values) == 1 else torch.cat(values, dim=1)
             parameter = nn.Parameter(whole.view(shape).to(self._device), requires_grad=False)
             setattr(module, key, parameter)
-            self._decoded += Counter(each.type_name for each in own if len(each.shape) > 1)
+            decoded = (each for each in own if len(each.shape) > 1 and not self._is_dense(each))
+            self._decoded.update(each.type_name for each in decoded)
 
     def _in_blocks(
         self, module: Any, places: Mapping[str, tuple[TensorPlace, ...]]
     ) -> nn.Module | None:
         """The module with its weights in blocks; None if it is another, or no kernel reads them."""
         matrices = [each for own in places.values() for each in own if len(each.shape) > 1]
-        if not matrices or not all(map(_is_read_in_blocks, matrices)):
+        if not all(map(_is_read_in_blocks, matrices)) or any(map(self._is_dense, matrices)):
+            return None  # numbers as they are computed with are faster once they are packed
+        if not matrices:
             return None
         if type(module) is nn.Linear:
             bias = self._values(places["bias"][0], torch.float32) if "bias" in places else None
@@ -264,16 +282,22 @@ class _Reader:
 
     def _values(self, place: TensorPlace, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers of a tensor, in the model's dtype unless another is given."""
-        if place.type_name in KINDS and place.shape[-1] % RUN == 0:
-            rows = prod(place.shape[:-1])
-            data = self._bytes(place.start, place.length).view(rows, -1)
-            whole = BlockWeight(data, place.type_name, place.shape[-1]).dense(torch.float32)
+        wanted = dtype or self._dtype
+        offset = self._offset and place.name.endswith("norm.weight")
+        if PLAIN.get(place.type_name) == wanted and not place.start % wanted.itemsize:
+            whole = self._bytes(place.start, place.length).view(wanted)
+        elif _is_read_in_blocks(place):
+            data = self._bytes(place.start, place.length).view(prod(place.shape[:-1]), -1)
+            matrix = BlockWeight(data, place.type_name, place.shape[-1])
+            whole = matrix.dense(torch.float32 if offset else wanted)
         else:
             whole = self._by_gguf(place)
         whole = self._in_order(place, whole.view(place.shape))
-        if self._offset and place.name.endswith("norm.weight"):
-            whole = whole - 1
-        return whole.to(dtype or self._dtype)
+        return (whole - 1 if offset else whole).to(wanted)
+
+    def _is_dense(self, place: TensorPlace) -> bool:
+        """Whether a tensor is in the model's dtype already: it is read where it lies."""
+        return PLAIN.get(place.type_name) == self._dtype
 
     def _by_gguf(self, place: TensorPlace) -> Tensor:
         """float32, by the package `gguf`."""
@@ -302,6 +326,11 @@ class _Reader:
     def _bytes(self, start: int, length: int) -> Tensor:
         """Some bytes of the file where they are mapped."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=length, offset=start)
+
+
+def _computes(dtype: torch.dtype) -> bool:
+    """Whether the native kernels are there and compute in a dtype."""
+    return native_library() is not None and dtype in NATIVE_DTYPES
 
 
 def _is_read_in_blocks(place: TensorPlace) -> bool:
