@@ -46,6 +46,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "F32x48": ((32,), 48),
     "T4": ((2, 2, 2, 4), 32),
 }
+PREFILL = ((), 0)  # the prefix alone, a shape of `bench_peers.py`
 
 
 def generated(shape: str) -> int:
@@ -167,8 +168,11 @@ def _cache_bytes(cache: Any) -> int:
 
 
 def timed(contestant: Any) -> float:
-    """Thread CPU seconds of one decode; what prepares it is not timed."""
+    """Thread CPU seconds of one decode, without the prefix unless that is all."""
+    began = time.thread_time()
     contestant.prepare()
+    if not contestant.fans:  # the prefix alone
+        return time.thread_time() - began
     began = time.thread_time()
     contestant.run()
     return time.thread_time() - began

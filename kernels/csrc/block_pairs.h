@@ -1,8 +1,8 @@
 // Codes of blocks as pairs of bfloat16, for CPUs that multiply these (AVX-512 BF16).
 //
 // A block's 256 weights are 16 groups of 16, each with one scale. Eight products of 32 numbers sum
-// them so that lane 4 m + k holds the sum of group 4 k + m alone; the sixteen sums are then scaled
-// together, and offsets are met by the sums of x over groups. Whole numbers up to 256 are exact in
+// them so that a lane holds the sum of one group alone; the sixteen sums are then scaled together,
+// and offsets are met by the sums of x over groups. Whole numbers up to 256 are exact in
 // bfloat16, and so is every weight.
 #pragma once
 
@@ -30,6 +30,9 @@ constexpr bf16 bfloat16_of(int whole) {
     return static_cast<bf16>((whole < 0 ? 0x8000 : 0) | (127 + exponent) << 7 | fraction);
 }
 
+template <class F>
+constexpr bool NIBBLES = F::NUMBERS == RUN && F::LEVELS <= 32;  // in halves of a run
+
 // What up to 64 codes stand for.
 template <class F>
 struct Levels {
@@ -53,33 +56,113 @@ inline __m512i levels_of(__m512i words) {
     return _mm512_permutexvar_epi16(words, low);
 }
 
+// Words of 32 bytes twice: shifted to the left by so many bits, and by others (below 0: to the right).
+template <int FIRST, int SECOND>
+inline __m512i twice(const uint8_t* bytes) {
+    auto from = reinterpret_cast<const __m256i*>(bytes);
+    __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(from));
+    constexpr int LEFT = FIRST < 0 || SECOND < 0 ? 0 : 1;
+    __m256i first = _mm256_set1_epi16(LEFT ? FIRST : -FIRST);
+    __m512i shifts = _mm512_inserti64x4(_mm512_castsi256_si512(first),
+                                        _mm256_set1_epi16(LEFT ? SECOND : -SECOND), 1);
+    return LEFT ? _mm512_sllv_epi16(both, shifts) : _mm512_srlv_epi16(both, shifts);
+}
+
+// Some bits of bytes, added to codes that do not have them.
+template <int BITS>
+inline __m512i with_bits(__m512i codes, __m512i bytes) {
+    return _mm512_ternarylogic_epi32(codes, bytes, _mm512_set1_epi8(BITS), 0xf8);  // a | (b & c)
+}
+
 // The codes of two runs.
 template <class F, int R>
 inline __m512i two_runs(const uint8_t* block) {
-    if constexpr (std::is_same_v<F, Q4_K>) {  // the nibbles of the same bytes
-        __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(
-            reinterpret_cast<const __m256i*>(block + 16 + R / 2 * 32)));
-        __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-        return _mm512_and_si512(_mm512_srlv_epi16(both, shifts), _mm512_set1_epi8(15));
+    if constexpr (std::is_same_v<F, Q2_K> || std::is_same_v<F, Q3_K>) {
+        constexpr int BYTE = F::OFFSETS ? 16 : 32, BIT = R % 4 * 2;
+        __m512i codes = twice<-BIT, -BIT - 2>(block + BYTE + R / 4 * 32);
+        codes = _mm512_and_si512(codes, _mm512_set1_epi8(3));
+        if constexpr (std::is_same_v<F, Q2_K>) return codes;
+        else if constexpr (R == 0) return with_bits<4>(codes, twice<2, 1>(block));
+        else return with_bits<4>(codes, twice<2 - R, 1 - R>(block));
+    } else if constexpr (std::is_same_v<F, Q4_K> || std::is_same_v<F, Q5_K>) {
+        __m512i codes = twice<0, -4>(block + F::BYTES - 128 + R / 2 * 32);
+        codes = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+        if constexpr (std::is_same_v<F, Q4_K>) return codes;
+        else return with_bits<16>(codes, twice<4 - R, 3 - R>(block + 16));
+    } else {
+        static_assert(std::is_same_v<F, Q6_K>);
+        __m512i codes = _mm512_loadu_si512(block + R / 4 * 64);
+        if (R % 4) codes = _mm512_srli_epi16(codes, 4);
+        codes = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+        if constexpr (R % 4) return with_bits<48>(codes, twice<0, -2>(block + 128 + R / 4 * 32));
+        else return with_bits<48>(codes, twice<4, 2>(block + 128 + R / 4 * 32));
     }
-    return _mm512_inserti64x4(
-        _mm512_castsi256_si512(reinterpret_cast<__m256i>(F::template codes<R>(block))),
-        reinterpret_cast<__m256i>(F::template codes<R + 1>(block)), 1);
 }
 
-// Those of two blocks of 32; a run that is not there has zeros.
-template <class F, int R>
-inline __m512i two_small(const uint8_t* block, int count) {
-    __m256i nothing = _mm256_setzero_si256(), low = nothing, high = nothing;
-    if (R < count) low = reinterpret_cast<__m256i>(F::template codes<0>(block + R * F::BYTES));
-    if (R + 1 < count) {
-        high = reinterpret_cast<__m256i>(F::template codes<0>(block + (R + 1) * F::BYTES));
-    }
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+// The first eight bytes of eight blocks of 32, or fewer and zeros.
+template <class F>
+inline __m512i headers_of(const uint8_t* blocks, int count) {
+    auto at = [&](int run) {
+        int64_t bits = 0;
+        if (run < count) std::memcpy(&bits, blocks + run * F::BYTES, 8);
+        return bits;
+    };
+    return _mm512_set_epi64(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0));
 }
 
-// Bytes of 16 groups of 16 in their order become four vectors whose lane 4 m + k has four bytes of
-// group 4 k + m.
+// A word of each header.
+template <int PLACE>
+inline __m128i words_of(__m512i headers) {
+    return _mm512_cvtepi64_epi16(_mm512_srli_epi64(headers, 16 * PLACE));
+}
+
+// The codes of these blocks. Nibbles come in halves: the first and the second 16 of four runs, then of
+// the others.
+template <class F>
+inline void small_codes(const uint8_t* blocks, int count, __m512i headers, __m512i* z) {
+    if constexpr (NIBBLES<F>) {
+        auto part = [&](int run) {
+            auto from = reinterpret_cast<const __m128i*>(blocks + run * F::BYTES + F::BYTES - 16);
+            return run < count ? _mm_loadu_si128(from) : _mm_setzero_si128();
+        };
+        for (int half = 0; half < 2; half++) {
+            __m512i four = _mm512_castsi128_si512(part(4 * half));
+            four = _mm512_inserti32x4(four, part(4 * half + 1), 1);
+            four = _mm512_inserti32x4(four, part(4 * half + 2), 2);
+            four = _mm512_inserti32x4(four, part(4 * half + 3), 3);
+            z[2 * half] = _mm512_and_si512(four, _mm512_set1_epi8(15));
+            z[2 * half + 1] = _mm512_and_si512(_mm512_srli_epi16(four, 4), _mm512_set1_epi8(15));
+        }
+        if constexpr (F::LEVELS == 32) {  // a fifth bit each
+            __m128i low = words_of<F::OFFSETS ? 2 : 1>(headers);
+            __m128i high = words_of<F::OFFSETS ? 3 : 2>(headers);
+            const int64_t masks[4] = {_mm_cvtsi128_si64(low), _mm_cvtsi128_si64(high),
+                                      _mm_extract_epi64(low, 1), _mm_extract_epi64(high, 1)};
+            for (int i = 0; i < 4; i++) {
+                z[i] = _mm512_or_si512(z[i], _mm512_maskz_set1_epi8(masks[i], 16));
+            }
+        }
+    } else {
+        auto part = [&](int run) {
+            auto from = reinterpret_cast<const __m256i*>(blocks + run * F::BYTES + F::BYTES - 32);
+            return run < count ? _mm256_loadu_si256(from) : _mm256_setzero_si256();
+        };
+        for (int i = 0; i < 4; i++) {
+            z[i] = _mm512_inserti64x4(_mm512_castsi256_si512(part(2 * i)), part(2 * i + 1), 1);
+        }
+    }
+}
+
+// The group whose sum a lane holds.
+template <class F>
+constexpr int group_of(int lane) {
+    int part = lane % 4, place = lane / 4;
+    if constexpr (NIBBLES<F>) return 2 * (place + 4 * (part / 2)) + part % 2;
+    return 4 * part + place;
+}
+
+// Four vectors of 16 bytes of four groups become four whose lane 4 m + k has four bytes of part m of
+// vector k.
 inline void group_lanes(const __m512i* z, __m512i* to) {
     __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
     __m512i c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
@@ -90,24 +173,16 @@ inline void group_lanes(const __m512i* z, __m512i* to) {
 }
 
 // A number for each group, or for each run of two groups, in the order of the lanes.
-template <bool HALVES>
-inline __m512 in_lanes(__m512 numbers) {
-    __m512i order = HALVES ? _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0)
-                           : _mm512_set_epi32(7, 5, 3, 1, 7, 5, 3, 1, 6, 4, 2, 0, 6, 4, 2, 0);
-    return _mm512_permutexvar_ps(order, numbers);
-}
-
-// The first numbers of blocks of 32 that lie next to each other, of float16.
 template <class F>
-inline __m512 halves_of(const uint8_t* blocks, int byte, int count) {
-    __m128i found = _mm_setzero_si128();
-    auto at = [&](int i) {
-        uint16_t bits = 0;
-        if (i < count) std::memcpy(&bits, blocks + i * F::BYTES + byte, 2);
-        return static_cast<short>(bits);
-    };
-    found = _mm_set_epi16(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0));
-    return _mm512_castps256_ps512(_mm256_cvtph_ps(found));
+inline __m512 in_lanes(__m512 numbers) {
+    alignas(64) static constexpr auto ORDER = [] {
+        struct {
+            int32_t places[16];
+        } found{};
+        for (int lane = 0; lane < 16; lane++) found.places[lane] = group_of<F>(lane) / (F::HALVES ? 1 : 2);
+        return found;
+    }();
+    return _mm512_permutexvar_ps(_mm512_load_si512(ORDER.places), numbers);
 }
 
 template <class F>
@@ -131,7 +206,7 @@ struct CodeLanes {
             bf16* numbers = reinterpret_cast<bf16*>(to);
             float* sums = reinterpret_cast<float*>(to + 512);
             for (int lane = 0; lane < 16; lane++) {
-                const bf16* group = block + 16 * (lane % 4 * 4 + lane / 4);
+                const bf16* group = block + 16 * group_of<F>(lane);
                 float sum = 0.0f;
                 for (int j = 0; j < 16; j += 4) {
                     bf16* pair = numbers + j / 4 * 64 + 2 * lane;
@@ -162,22 +237,28 @@ struct CodeLanes {
         __m512 scale, offset;  // of the lanes
     };
 
+    // Codes and factors of eight blocks of 32, or of fewer.
+    template <int WHOLE>
+    static void small(const uint8_t* blocks, int given, __m512i* z, Factors* to) {
+        int count = WHOLE ? WHOLE : given;
+        __m512i headers = headers_of<F>(blocks, count);
+        small_codes<F>(blocks, count, headers, z);
+        auto factors = [](__m128i halves) {
+            return in_lanes<F>(_mm512_castps256_ps512(_mm256_cvtph_ps(halves)));
+        };
+        to->scale = factors(words_of<0>(headers));
+        if (F::OFFSETS) to->offset = _mm512_sub_ps(_mm512_setzero_ps(), factors(words_of<1>(headers)));
+    }
+
     // Calls `visit(step, 32 numbers)` for the eight steps of a block.
     template <class Visit>
     static Factors decoded(const uint8_t* block, int inputs, Visit visit) {
         __m512i z[4], lanes[4];
         Factors found{_mm512_setzero_ps(), _mm512_setzero_ps()};
         if constexpr (F::NUMBERS == RUN) {
-            int count = inputs < BLOCK_WEIGHTS ? inputs / RUN : BLOCK_WEIGHTS / RUN;
-            z[0] = two_small<F, 0>(block, count);
-            z[1] = two_small<F, 2>(block, count);
-            z[2] = two_small<F, 4>(block, count);
-            z[3] = two_small<F, 6>(block, count);
-            found.scale = in_lanes<false>(halves_of<F>(block, 0, count));
-            if (F::OFFSETS) {
-                __m512 offset = in_lanes<false>(halves_of<F>(block, 2, count));
-                found.offset = _mm512_sub_ps(_mm512_setzero_ps(), offset);
-            }
+            bool whole = inputs >= BLOCK_WEIGHTS;  // written out apart
+            if (whole) small<8>(block, 8, z, &found);
+            else small<0>(block, inputs / RUN, z, &found);
         } else {
             z[0] = two_runs<F, 0>(block);
             z[1] = two_runs<F, 2>(block);
@@ -185,15 +266,12 @@ struct CodeLanes {
             z[3] = two_runs<F, 6>(block);
             Scales scales;
             F::prepare(block, scales);
-            if constexpr (F::HALVES) {
-                found.scale = in_lanes<true>(_mm512_load_ps(scales.scale));
-                if (F::OFFSETS) found.offset = in_lanes<true>(_mm512_load_ps(scales.offset));
-            } else {
-                found.scale = in_lanes<false>(_mm512_castps256_ps512(_mm256_load_ps(scales.scale)));
-                if (F::OFFSETS) {
-                    found.offset = in_lanes<false>(_mm512_castps256_ps512(_mm256_load_ps(scales.offset)));
-                }
-            }
+            auto numbers = [](const float* from) {
+                if (F::HALVES) return in_lanes<F>(_mm512_load_ps(from));
+                return in_lanes<F>(_mm512_castps256_ps512(_mm256_load_ps(from)));
+            };
+            found.scale = numbers(scales.scale);
+            if (F::OFFSETS) found.offset = numbers(scales.offset);
         }
         group_lanes(z, lanes);
         WRITTEN_OUT

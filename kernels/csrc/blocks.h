@@ -160,8 +160,10 @@ struct Q3_K {
             uint32_t low = packed[i % 2] >> i / 2 * 4 & 0x0f0f0f0f;
             parts[i] = low | (packed[2] >> i * 2 & 0x03030303) << 4;
         }
-        int8_t numbers[16];
-        std::memcpy(numbers, parts, 16);
+        Bytes whole = {};
+        std::memcpy(&whole, parts, 16);
+        alignas(16) int8_t numbers[16];
+        std::memcpy(numbers, &whole, 16);
         Vec d = set1(half_at(block + 108));
         for (int i = 0; i < 16; i += Vec::WIDTH) {
             store(to.scale + i, (load(numbers + i) - set1(32.0f)) * d);

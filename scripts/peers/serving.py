@@ -39,9 +39,12 @@ def serve(peer: Peer) -> None:
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        peer.prepare(asked["prompt"])
         began, whole = time.thread_time(), time.process_time()
-        blocks = peer.decode(asked["prompt"], asked["fans"], asked["tokens"])
+        peer.prepare(asked["prompt"])
+        blocks: Decoded = []
+        if asked["fans"]:  # else the prompt alone
+            began, whole = time.thread_time(), time.process_time()
+            blocks = peer.decode(asked["prompt"], asked["fans"], asked["tokens"])
         answer = {
             "seconds": time.thread_time() - began,
             "process_seconds": time.process_time() - whole,
