@@ -311,7 +311,8 @@ def test_a_gguf_file_is_a_model(quantized: bool, plain: Path, tmp_path: Path) ->
         found = logprobs(solver)
         solution = solver.solve("4 5 6 10")
         info = solver.describe()
-        assert all(isinstance(each, BlockLinear) for each in linears(solver).values())
+        kind = BlockLinear if quantized else PackedLinear
+        assert all(isinstance(each, kind) for each in linears(solver).values())
 
     wanted = logprobs_of(plain)
     assert found == pytest.approx(wanted, abs=0.05 if quantized else 1e-4)
@@ -357,6 +358,27 @@ def test_an_adapter_is_merged(plain: Path, adapter: Path) -> None:
     with_adapter, without = locate_model(plain, adapter=adapter), locate_model(plain)
     assert model_identity(with_adapter) != model_identity(without)
     assert with_adapter.place != without.place
+
+
+@needs_load
+@pytest.mark.slow
+def test_an_adapter_is_merged_into_a_gguf_file_in_memory_alone(
+    plain: Path, adapter: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    own = own_logprobs(PeftModel.from_pretrained(llama(), adapter).eval())
+    path = tmp_path / "m.gguf"
+    write_gguf(llama(), path)
+    before = path.read_bytes()
+
+    with Solver(path, adapter=adapter, **OPENED) as solver:
+        found = logprobs(solver)
+        info = solver.describe()
+
+    assert found == pytest.approx(own, abs=1e-4)
+    assert info.weights_bytes == 4 * info.parameters
+    assert path.read_bytes() == before
 
 
 def test_other_folders_than_adapters_are_refused_before_anything_loads(
