@@ -185,6 +185,25 @@ inline __m512 in_lanes(__m512 numbers) {
     return _mm512_permutexvar_ps(_mm512_load_si512(ORDER.places), numbers);
 }
 
+// Scales and offsets of Q4_K and Q5_K (`six_bits`) for the eight runs: first scales, then offsets.
+inline __m512 six_factors(const uint8_t* block) {
+    // a number's low bits and its two high ones lie in one byte, or in two
+    const __m512i low_at = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 15, 14, 13, 12, 7, 6, 5, 4);
+    const __m512i high_at = _mm512_set_epi32(11, 10, 9, 8, -1, -1, -1, -1, 7, 6, 5, 4, -1, -1, -1, -1);
+    const __m512i rest = _mm512_set1_epi32(static_cast<int>(0x80808000));  // of a lane: zeros
+    const __m512i shifts = _mm512_set_epi32(4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m512i kept = _mm512_set_epi32(15, 15, 15, 15, 63, 63, 63, 63, 15, 15, 15, 15, 63, 63, 63, 63);
+    __m128i header = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block));
+    __m512i bytes = _mm512_broadcast_i32x4(header);
+    __m512i low = _mm512_shuffle_epi8(bytes, _mm512_or_si512(low_at, rest));
+    __m512i high = _mm512_shuffle_epi8(bytes, _mm512_or_si512(high_at, rest));
+    low = _mm512_and_si512(_mm512_srlv_epi32(low, shifts), kept);
+    low = _mm512_ternarylogic_epi32(low, _mm512_srli_epi32(high, 2), _mm512_set1_epi32(48), 0xf8);
+    const __m512i which = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+    __m512 factors = _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_cvtph_ps(header)));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(low), factors);
+}
+
 template <class F>
 struct CodeLanes {
     static constexpr int ROWS = 6;
@@ -252,28 +271,7 @@ struct CodeLanes {
 
     // Calls `visit(step, 32 numbers)` for the eight steps of a block.
     template <class Visit>
-    static Factors decoded(const uint8_t* block, int inputs, Visit visit) {
-        __m512i z[4], lanes[4];
-        Factors found{_mm512_setzero_ps(), _mm512_setzero_ps()};
-        if constexpr (F::NUMBERS == RUN) {
-            bool whole = inputs >= BLOCK_WEIGHTS;  // written out apart
-            if (whole) small<8>(block, 8, z, &found);
-            else small<0>(block, inputs / RUN, z, &found);
-        } else {
-            z[0] = two_runs<F, 0>(block);
-            z[1] = two_runs<F, 2>(block);
-            z[2] = two_runs<F, 4>(block);
-            z[3] = two_runs<F, 6>(block);
-            Scales scales;
-            F::prepare(block, scales);
-            auto numbers = [](const float* from) {
-                if (F::HALVES) return in_lanes<F>(_mm512_load_ps(from));
-                return in_lanes<F>(_mm512_castps256_ps512(_mm256_load_ps(from)));
-            };
-            found.scale = numbers(scales.scale);
-            if (F::OFFSETS) found.offset = numbers(scales.offset);
-        }
-        group_lanes(z, lanes);
+    static Factors visited(const __m512i* lanes, Factors found, Visit visit) {
         WRITTEN_OUT
         for (int j = 0; j < 4; j++) {
             if constexpr (F::LEVELS == 256) {  // signed bytes
@@ -291,6 +289,40 @@ struct CodeLanes {
             }
         }
         return found;
+    }
+
+    // The same, from a block.
+    template <class Visit>
+    static Factors decoded(const uint8_t* block, int inputs, Visit visit) {
+        __m512i z[4], lanes[4];
+        Factors found{_mm512_setzero_ps(), _mm512_setzero_ps()};
+        if constexpr (F::NUMBERS == RUN) {
+            bool whole = inputs >= BLOCK_WEIGHTS;  // written out apart
+            if (whole) small<8>(block, 8, z, &found);
+            else small<0>(block, inputs / RUN, z, &found);
+        } else {
+            z[0] = two_runs<F, 0>(block);
+            z[1] = two_runs<F, 2>(block);
+            z[2] = two_runs<F, 4>(block);
+            z[3] = two_runs<F, 6>(block);
+            if constexpr (F::OFFSETS && !F::HALVES) {
+                __m512 both = six_factors(block);
+                found.scale = in_lanes<F>(both);
+                found.offset = in_lanes<F>(_mm512_shuffle_f32x4(both, both, 0xee));
+                group_lanes(z, lanes);
+                return visited(lanes, found, visit);
+            }
+            Scales scales;
+            F::prepare(block, scales);
+            auto numbers = [](const float* from) {
+                if (F::HALVES) return in_lanes<F>(_mm512_load_ps(from));
+                return in_lanes<F>(_mm512_castps256_ps512(_mm256_load_ps(from)));
+            };
+            found.scale = numbers(scales.scale);
+            if (F::OFFSETS) found.offset = numbers(scales.offset);
+        }
+        group_lanes(z, lanes);
+        return visited(lanes, found, visit);
     }
 
     static constexpr int FUSED_ROWS = 8;
