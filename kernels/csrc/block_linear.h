@@ -16,7 +16,7 @@ namespace {
 
 constexpr int TOGETHER = 4;      // outputs whose sums stay in registers
 constexpr int DECODED = 16;      // outputs decoded at a time for many rows, a part of a job
-constexpr int MOST_DECODED = 2048;  // inputs of them
+constexpr int MOST_DECODED = 512;  // inputs of them
 constexpr int BLOCK_ROWS = 128;  // that meet all weights, so that x stays in the L2 cache
 
 // Numbers of x and weights as they lie, `Vec::WIDTH` float32 or 32 bfloat16 at a time.
