@@ -403,8 +403,7 @@ class Stepper:
         """Make room where a budget has become smaller than what is held: blocks were shorter than
         expected, or another search has ended."""
         for opened in list(self._state.trees.values()):
-            account = self._state.account(opened.tree)
-            if account.part is None or account.free >= 0:
+            if opened.account.part is None or opened.account.free >= 0:
                 continue
             group = self._schedulers.within(opened.tree)
             if group is not None and group.rows:
@@ -510,7 +509,7 @@ class Stepper:
 
     def _report_limit(self, opened: OpenTree) -> None:
         """Report what a budget that is a part of full retention allows."""
-        part = self._state.account(opened.tree).part
+        part = opened.account.part
         if part is not None and part.part < 1:
             most, expansion = part.report()
             opened.emit(Limited(most, opened.retained.peak, expansion))

@@ -156,6 +156,7 @@ class ForwardPlan:
     """One ragged batch, ready to run.
 
     Attributes:
+        rows: T.
         ids: int64 [T].
         positions: int64 [T].
         write: int64 [T], slot per row (the trash slot allowed).
@@ -169,6 +170,7 @@ class ForwardPlan:
             several segments share counts for the first of them.
     """
 
+    rows: int
     ids: Tensor
     positions: Tensor
     write: Tensor
@@ -179,11 +181,6 @@ class ForwardPlan:
     reads: NDArray[np.int64]
     unique_reads: NDArray[np.int64]
     layouts: dict[int | None, CascadeLayout] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> int:
-        """T, rows of the batch."""
-        return int(self.ids.shape[0])
 
     @property
     def read_tokens(self) -> int:
@@ -228,6 +225,7 @@ def plan_table(table: SegmentTable, shared: SharedPrefix) -> ForwardPlan:
     counts = table.counts
     reads = counts * (table.context_lengths + tails) - counts * (counts - 1) // 2
     return ForwardPlan(
+        rows=len(table.ids),
         ids=torch.from_numpy(table.ids),
         positions=torch.from_numpy(table.positions),
         write=torch.from_numpy(table.write.astype(np.int64)),

@@ -7,39 +7,53 @@ import ctypes
 import torch
 from torch import Tensor
 
-from arbor.kernels.native import NUMBERS, ChoiceJob, LogitSumsJob, native_library
+from arbor.kernels.native import NUMBERS, ChoiceJob, Library, LogitSumsJob, native_library
 
 
-def choices(
-    logits: Tensor,
-    uniforms: list[float],
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-) -> Tensor | None:
-    """One token per row, by its number; a row's bits depend on nothing but the row.
+class NativeChoice:
+    """One token per row, by its number; a row's bits depend on nothing but the row."""
 
-    Args:
-        logits: [n, V].
-        uniforms: n numbers in [0, 1).
-        temperature, top_k, top_p, min_p: as in `Sampling`.
+    def __init__(self, library: Library) -> None:
+        self._choose = library.choose
 
-    Returns:
-        [5, n] float64: the fields of `Draws`; NaN as the probabilities of a row that is not finite.
-    """
-    library, number = native_library(), _number_of(logits)
-    if library is None or number is None:
-        return None
-    rows, vocabulary = logits.shape
-    numbers = torch.tensor(uniforms, dtype=torch.float64)
-    out = torch.empty(5, rows, dtype=torch.float64)
-    job = ChoiceJob(
-        *(logits.data_ptr(), numbers.data_ptr(), out.data_ptr(), logits.stride(0)),
-        *(temperature, top_p, min_p, top_k, rows, vocabulary, number),
-    )
-    library.choose(ctypes.addressof(job), torch.get_num_threads())
-    return out
+    def __call__(
+        self,
+        logits: Tensor,
+        uniforms: list[float],
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+    ) -> Tensor | None:
+        """The choice; None where the kernel does not read the logits.
+
+        Args:
+            logits: [n, V].
+            uniforms: n numbers in [0, 1).
+            temperature, top_k, top_p, min_p: as in `Sampling`.
+
+        Returns:
+            [5, n] float64: the fields of `Draws`; NaN as the probabilities of a row that is not
+            finite.
+        """
+        number = _number_of(logits)
+        if number is None:
+            return None
+        rows, vocabulary = logits.shape
+        numbers = torch.tensor(uniforms, dtype=torch.float64)
+        out = torch.empty(5, rows, dtype=torch.float64)
+        job = ChoiceJob(
+            *(logits.data_ptr(), numbers.data_ptr(), out.data_ptr(), logits.stride(0)),
+            *(temperature, top_p, min_p, top_k, rows, vocabulary, number),
+        )
+        self._choose(ctypes.addressof(job), torch.get_num_threads())
+        return out
+
+
+def native_choice() -> NativeChoice | None:
+    """The choice of the library; None without one."""
+    library = native_library()
+    return None if library is None else NativeChoice(library)
 
 
 def logit_sums(logits: Tensor) -> Tensor | None:

@@ -160,7 +160,7 @@ def models() -> None:
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module._general = in_triton(module)  # type: ignore[method-assign]
-        runner._layers_context = cuda_sums  # type: ignore[method-assign]
+        runner._layers_context = cuda_sums
         together = arbor_logits(runner)
         assert own is not None
         close(together, own, 2e-3)

@@ -9,7 +9,7 @@ batch before it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from arbor.kernels.attention.base import AttentionShape
 from arbor.kernels.fused.native_layers import LayerParts, NativeLayers, Norm
 from arbor.kernels.linear.layers import native_products
 from arbor.kernels.native import head_dim_fits, native_library
-from arbor.model.attention import answering
 from arbor.model.fuse.attention import FusedAttention
 from arbor.model.fuse.parts import FusedGated, FusedNorm
 from arbor.model.layers import InPlaceOfLayers, StoppableLayers
@@ -52,14 +51,11 @@ class ReadsPool(Protocol):
     """What answers attention calls in a forward of the runner, and says what they would read.
 
     write: int64 [T], where a row's K and V go.
+    pools: K and V of each layer.
     """
 
     write: Tensor
-
-    @property
-    def pools(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """K and V of each layer."""
-        ...
+    pools: tuple[Sequence[Tensor], Sequence[Tensor]]
 
     def plan(self, shape: AttentionShape) -> Any:
         """The backend's plan of the forward for layers of this shape."""
@@ -104,11 +100,15 @@ class WholeDecoder(InPlaceOfLayers):
         noted = [Noted(tables, each, layers.in_tuples) for each in before]
         self.__dict__.update(native=native, hooks=hooks, tables=tables, stand_ins=(*noted, self))
 
-    @property
-    def stand_ins(self) -> tuple[nn.Module, ...]:
-        """What the model's loop runs over in place of its layers; the last one is this."""
-        found: tuple[nn.Module, ...] = self.__dict__["stand_ins"]
+    def reading(self, reads: ReadsPool) -> tuple[nn.Module, ...]:
+        """What the model's loop runs over in place of its layers; the last one is this.
+
+        Args:
+            reads: what the next forward reads.
+        """
         self.__dict__["tables"].clear()  # of a forward that failed
+        self.__dict__["reads"] = reads
+        found: tuple[nn.Module, ...] = self.__dict__["stand_ins"]
         return found
 
     @property
@@ -118,7 +118,7 @@ class WholeDecoder(InPlaceOfLayers):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The state [1, T, d] after the last layer."""
-        reads = cast(ReadsPool, answering())
+        reads: ReadsPool = self.__dict__.pop("reads")
         noted: list[Tables] = self.__dict__["tables"]
         tables = [*noted, _tables_of(kwargs)]
         noted.clear()
