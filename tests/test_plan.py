@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbor.kernels.attention.base import CascadeLayout
+from arbor.model.level_rule import LevelRule
 from arbor.model.plan import (
     ForwardPlan,
     Piece,
     Segment,
     plan_forward,
 )
-from arbor.model.sharing import share
+from arbor.model.sharing import Sharing
 
 
 def keys_of_rows(layout: CascadeLayout, window: int | None) -> list[list[int]]:
@@ -219,7 +220,7 @@ def test_sharing_leaves_nothing_to_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     try:
-        share(contexts, [1, 1, 1])
+        Sharing(LevelRule()).of(contexts, [1, 1, 1])
         assert gc.collect() == 0
     finally:
         gc.enable()

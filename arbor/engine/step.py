@@ -98,7 +98,8 @@ class Stepper:
         for operation in list(operations):
             if operation in self._schedulers.operations:
                 self._end(operation, error)
-        self._let_go()
+        if not self._schedulers.operations:
+            self._hold_ready()  # nothing of work that has ended
 
     def step(self) -> None:
         """One forward for all operations in progress; none if there are none.
@@ -142,12 +143,8 @@ class Stepper:
             self._tick([visit.node for visit in joined.visits])
         if self._state.budgets_move:
             self.keep_within()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Keep nothing of work that has ended where none is left."""
         if not self._schedulers.operations:
-            self._hold_ready()
+            self._hold_ready()  # nothing of work that has ended
 
     # Before the forward
 
