@@ -313,7 +313,7 @@ class ModelRunner:
             and pool.dtype == self.dtype
             and not self._whole.hooked
         ):
-            with self._layers.replaced_by(*self._whole.reading(attend)):
+            with self._whole.reading(attend):
                 logits = self._logits(ids, positions, logit_rows)
             return ForwardResult(logits=logits.float())
         tap = None

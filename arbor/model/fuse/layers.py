@@ -8,7 +8,9 @@ batch before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,18 +100,23 @@ class WholeDecoder(InPlaceOfLayers):
         tables: list[Tables] = []
         before = list(layers)[:-1] if several_tables else []
         noted = [Noted(tables, each, layers.in_tuples) for each in before]
-        self.__dict__.update(native=native, hooks=hooks, tables=tables, stand_ins=(*noted, self))
+        self.__dict__.update(native=native, hooks=hooks, tables=tables, reads=None)
+        self.__dict__.update(replaced=partial(layers.replaced_by, *noted, self))
 
-    def reading(self, reads: ReadsPool) -> tuple[nn.Module, ...]:
-        """What the model's loop runs over in place of its layers; the last one is this.
+    @contextmanager
+    def reading(self, reads: ReadsPool) -> Iterator[None]:
+        """Within, the model's loop runs over this in place of its layers.
 
         Args:
-            reads: what the next forward reads.
+            reads: what the forward within reads.
         """
-        self.__dict__["tables"].clear()  # of a forward that failed
         self.__dict__["reads"] = reads
-        found: tuple[nn.Module, ...] = self.__dict__["stand_ins"]
-        return found
+        try:
+            with self.__dict__["replaced"]():
+                yield
+        finally:
+            self.__dict__["reads"] = None
+            self.__dict__["tables"].clear()
 
     @property
     def hooked(self) -> bool:
@@ -118,10 +125,8 @@ class WholeDecoder(InPlaceOfLayers):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The state [1, T, d] after the last layer."""
-        reads: ReadsPool = self.__dict__.pop("reads")
-        noted: list[Tables] = self.__dict__["tables"]
-        tables = [*noted, _tables_of(kwargs)]
-        noted.clear()
+        reads: ReadsPool = self.__dict__["reads"]
+        tables = [*self.__dict__["tables"], _tables_of(kwargs)]
         native: NativeLayers = self.__dict__["native"]
         state = native.run(hidden_states[0], tables, reads.write, reads.pools, reads.plan)
         return self.returned(state[None])
