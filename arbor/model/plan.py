@@ -186,16 +186,6 @@ class ForwardPlan:
     unique_reads: NDArray[np.int64]
     layouts: dict[int | None, CascadeLayout] = field(default_factory=dict)
 
-    @property
-    def read_tokens(self) -> int:
-        """Keys read if every row read its whole path by itself."""
-        return int(self.reads.sum())
-
-    @property
-    def unique_read_tokens(self) -> int:
-        """Keys the full-attention cascade reads, each shared span once per forward."""
-        return int(self.unique_reads.sum())
-
     def layout(self, window: int | None) -> CascadeLayout:
         """The layout for layers that look back `window` positions (None: all)."""
         if window not in self.layouts:
