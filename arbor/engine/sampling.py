@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from arbor.errors import logits_not_finite
-from arbor.kernels.fused.native_choice import NativeChoice, logit_sums, native_choice
-from arbor.kernels.fused.row_sums import row_sums
+from arbor.kernels.fused.choice import NativeChoice, logit_sums, native_choice, row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
 
@@ -145,7 +144,7 @@ def sample(
     Probabilities are float64 softmaxes over the whole vocabulary, computed for a few rows at a time
     (`_CPU_SLICE`, `_GPU_SLICE`); a softmax treats rows separately, so the slices change no bit, and
     neither do other rows of the batch. On CUDA they are quotients by sums of a kernel of ours
-    (`fused.row_sums`). Only probabilities of tokens that a cut-off can keep are stored: `topk` of
+    (`row_sums`). Only probabilities of tokens that a cut-off can keep are stored: `topk` of
     the logits, in their own type, finds these. It leaves open which of several equal logits it
     takes, which cannot matter while all tokens that the cut-offs keep lie strictly above the least
     probable token examined. Rows where they do not (a wide nucleus, many ties) are drawn again from
