@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from support.models import ARCHITECTURES, VOCABULARY, config_of, random_model
 from test_layers import batch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.fused.native_layers import MOST_ROWS, NativeLayers
@@ -185,3 +187,23 @@ def test_forwards_that_look_into_layers_run_them_one_by_one(settings: dict[str, 
         assert after.mass is not None and torch.equal(after.mass, before.mass)
     assert all(torch.equal(after.hidden[layer], each) for layer, each in before.hidden.items())
     assert all(torch.equal(after.queries[layer], each) for layer, each in before.queries.items())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_forward_that_fails_before_the_layers_keeps_no_pool(name: str) -> None:
+    runner = prepared(name)
+    before, _ = forward(runner)
+    assert runner.fuse_layers() == ""
+    plan, pool = batch(runner)
+    kept = weakref.ref(pool)
+
+    with (
+        patch.object(nn.Embedding, "forward", side_effect=RuntimeError("no memory")),
+        pytest.raises(RuntimeError, match="no memory"),
+    ):
+        runner.forward(plan, pool)
+    del pool
+    gc.collect()
+
+    assert kept() is None
+    assert torch.equal(forward(runner)[0].logits, before.logits)

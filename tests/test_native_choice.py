@@ -18,7 +18,7 @@ from test_sampling_reference import ALMOST_ONE, ROWS, SAMPLINGS, random_numbers,
 from torch import Tensor
 
 from arbor.engine.sampling import Draws, confidence, likeliest, likelihoods, sample
-from arbor.kernels.fused.native_choice import logit_sums
+from arbor.kernels.fused.choice import logit_sums
 from arbor.kernels.native import SETS, native_library, without_native
 from arbor.model.sampling_params import Sampling
 

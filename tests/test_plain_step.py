@@ -14,12 +14,15 @@ import arbor
 from arbor import Solver
 from arbor.engine import hooks
 from arbor.engine.step import Stepper
+from arbor.kernels.native import native_library
 
 PACKAGE = Path(arbor.__file__).parent
 OWN = ("engine", "memory", "retention", "forest.py", "tree.py")
-# that a plain step enters of these; a comprehension counts for the function it is in
-MOST_FILES = 10
-MOST_FUNCTIONS = 49
+BUDGETS = ("full", 0.25)
+# files and functions that a plain step enters of these, and of all; a comprehension counts for the
+# function it is in
+MOST = {"full": (10, 40), 0.25: (11, 51)}
+MOST_WITH_NATIVE = {"full": (23, 74), 0.25: (24, 85)}
 JOINS = {"Stepper._join", "Stepper._start"}
 HOOKS = {
     name
@@ -31,9 +34,16 @@ HOOKS = {
 Entered = set[tuple[str, str]]  # paths below the package, and functions
 
 
+@pytest.fixture(scope="module", params=BUDGETS)
+def budget(request: pytest.FixtureRequest) -> str | float:
+    """What the search may hold."""
+    given: str | float = request.param
+    return given
+
+
 @pytest.fixture(scope="module")
-def plain() -> list[Entered]:
-    """What each step of a search enters that only decodes, with full budget and no feature."""
+def plain(budget: str | float) -> list[Entered]:
+    """What each step of a search enters that only decodes, without a feature."""
     steps: list[Entered] = []
     right = Stepper.step
 
@@ -55,7 +65,7 @@ def plain() -> list[Entered]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stepper, "step", watched)
-        with Solver(controller="tot", budget="full") as solver:
+        with Solver(controller="tot", budget=budget) as solver:
             solver.solve("4 5 6 10")
             steps.clear()  # what is done once is done by now
             solver.solve("3 3 8 8")
@@ -70,9 +80,28 @@ def test_a_plain_step_calls_no_hook(plain: list[Entered]) -> None:
         assert not HOOKS & {function.rpartition(".")[2] for _, function in step}
 
 
-def test_a_plain_step_enters_few_files_and_functions(plain: list[Entered]) -> None:
-    own = [[each for each in step if each[0].split("/")[0] in OWN] for step in plain]
+def counts(steps: list[Entered]) -> tuple[float, float]:
+    """Files and functions that a step enters, medians."""
+    files = statistics.median(len({path for path, _ in step}) for step in steps)
+    return files, statistics.median(len(step) for step in steps)
+
+
+def test_a_plain_step_enters_few_files_and_functions(
+    plain: list[Entered], budget: str | float
+) -> None:
+    own = [{each for each in step if each[0].split("/")[0] in OWN} for step in plain]
 
     assert len(own) > 10
-    assert statistics.median(len({path for path, _ in step}) for step in own) <= MOST_FILES
-    assert statistics.median(len(step) for step in own) <= MOST_FUNCTIONS
+    files, functions = counts(own)
+    assert files <= MOST[budget][0]
+    assert functions <= MOST[budget][1]
+
+
+@pytest.mark.skipif(native_library() is None, reason="the library is not built")
+def test_a_plain_step_asks_nothing_that_a_plan_has_decided(
+    plain: list[Entered], budget: str | float
+) -> None:
+    files, functions = counts(plain)
+
+    assert files <= MOST_WITH_NATIVE[budget][0]
+    assert functions <= MOST_WITH_NATIVE[budget][1]

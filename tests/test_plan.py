@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbor.kernels.attention.base import CascadeLayout
+from arbor.model.level_rule import LevelRule
 from arbor.model.plan import (
     ForwardPlan,
     Piece,
     Segment,
     plan_forward,
 )
-from arbor.model.sharing import share
+from arbor.model.sharing import Sharing
 
 
 def keys_of_rows(layout: CascadeLayout, window: int | None) -> list[list[int]]:
@@ -150,7 +151,7 @@ def test_any_order_of_segments_is_correct_only_shares_less(
     plan = plan_forward(shuffled)
 
     assert keys_of_rows(plan.layout(None), None) == by_hand(shuffled, None)
-    assert plan.unique_read_tokens >= plan_forward(segments).unique_read_tokens
+    assert plan.unique_reads.sum() >= plan_forward(segments).unique_reads.sum()
 
 
 def chain(*lengths: int) -> tuple[Piece, ...]:
@@ -179,7 +180,7 @@ def test_blocks_that_the_same_leaves_share_are_one_span() -> None:
     plan = plan_forward([leaf(prompt, 50), leaf(prompt, 51)])
 
     assert sizes(plan) == [[18], [1, 1]]
-    assert (plan.read_tokens, plan.unique_read_tokens) == (38, 20)
+    assert (plan.reads.sum(), plan.unique_reads.sum()) == (38, 20)
 
 
 def test_sharing_found_once_serves_the_next_step() -> None:
@@ -219,7 +220,7 @@ def test_sharing_leaves_nothing_to_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     try:
-        share(contexts, [1, 1, 1])
+        Sharing(LevelRule()).of(contexts, [1, 1, 1])
         assert gc.collect() == 0
     finally:
         gc.enable()

@@ -20,7 +20,7 @@ from arbor.engine import sampling as sampler
 from arbor.engine.sampling import ArithmeticCode, sample, stream
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import ModelError
-from arbor.kernels.fused import row_sums
+from arbor.kernels.fused import choice
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree
@@ -289,29 +289,29 @@ def test_sums_of_another_kernel_are_compared_before_they_are_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wrong(logits: Tensor, temperature: float) -> Tensor:
-        sums = row_sums.by_torch(logits, temperature)
+        sums = choice.sums_by_torch(logits, temperature)
         sums[2] *= 1 + 1e-9
         return sums
 
-    assert row_sums.agrees(row_sums.by_torch, torch.device("cpu"))
-    assert not row_sums.agrees(wrong, torch.device("cpu"))
+    assert choice.agrees(choice.sums_by_torch, torch.device("cpu"))
+    assert not choice.agrees(wrong, torch.device("cpu"))
 
     def failing(logits: Tensor, temperature: float) -> Tensor:
         raise ImportError("no compiler\nat all")
 
     for kernel, used, reasons in (
-        (row_sums.by_torch, True, []),
+        (choice.sums_by_torch, True, []),
         (wrong, False, ["its sums are not torch's"]),
         (failing, False, ["ImportError: no compiler"]),
     ):
         caplog.clear()
         module = types.SimpleNamespace(row_sums=kernel)
-        monkeypatch.setattr(row_sums, "triton_module", lambda name, what, module=module: module)
-        row_sums._kernel.cache_clear()
-        assert (row_sums._kernel(torch.device("cpu")) is not None) == used
+        monkeypatch.setattr(choice, "triton_module", lambda name, what, module=module: module)
+        choice._kernel.cache_clear()
+        assert (choice._kernel(torch.device("cpu")) is not None) == used
         said = [f"the kernel for sums of logits is not used: {reason}" for reason in reasons]
         assert caplog.messages == said
-    row_sums._kernel.cache_clear()
+    choice._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 1.0), Sampling(1.3, 0.95, 40)])
@@ -321,14 +321,14 @@ def test_draws_from_sums_are_those_from_softmaxes(
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(40, 2000, generator=generator)
     uniforms = torch.rand(40, generator=generator).double().tolist()
-    without = sample(logits, uniforms, sampling)
+    without = sample(logits, uniforms, sampling, sampler.drawn)
 
-    monkeypatch.setattr(sampler, "row_sums", row_sums.by_torch)
-    found = sample(logits, uniforms, sampling)
+    monkeypatch.setattr(sampler, "row_sums", choice.sums_by_torch)
+    found = sample(logits, uniforms, sampling, sampler.drawn)
 
     assert found.tokens == without.tokens
     for name in ("logprob", "top1", "left", "share"):
         assert getattr(found, name) == pytest.approx(getattr(without, name), rel=1e-5, abs=1e-5)
     logits[3, 7] = torch.nan
     with pytest.raises(ModelError, match="not finite"):
-        sample(logits, uniforms, sampling)
+        sample(logits, uniforms, sampling, sampler.drawn)

@@ -47,9 +47,11 @@ class Decoding:
         self._cut_changes = 0  # of the forest, when contexts were last set
 
     def start(self, rows: Sequence[Row]) -> None:
-        """Let rows begin or go on whose paths are complete: each is given its next token."""
-        if not rows:
-            return
+        """Let rows begin or go on whose paths are complete: each is given its next token.
+
+        Args:
+            rows: at least one.
+        """
         longest = max(row.longest for row in rows)
         starts = self._memory.starts(longest, len(rows))
         for row, start in zip(rows, starts, strict=True):
@@ -186,11 +188,15 @@ class Decoding:
             logits: [n, V] float32, after their last tokens.
         """
         self._schedulers.leave(done)
+
+        def confidence(rows: Sequence[Row], logits: Tensor) -> Sequence[float]:
+            return self._source.confidence([row.node for row in rows], logits)
+
         nodes = [row.node for row in done]
         self._state.logits.remember([node.row for node in nodes], logits)
-        for row, sure in zip(done, self._confidence(done, logits), strict=True):
+        for row, sure in zip(done, _answers(confidence, done, logits), strict=True):
             row.node.state = NodeState.CLOSED
-            row.node.confidence = sure
+            row.node.confidence = sure or 0.0  # of an operation that ends
             self._source.finish(row.node)
             if row.node.given < len(row.node.tokens):
                 row.operation.opened.lengths.add(len(row.node.tokens))
@@ -203,14 +209,6 @@ class Decoding:
         self._sharing.merge(nodes)
         for tree, group in by_tree(nodes).items():  # siblings are found from here on
             self._state.trees[tree].retained.finish(group)
-
-    def _confidence(self, done: Sequence[Row], logits: Tensor) -> list[float]:
-        """The model's confidence after each row; an operation with a wrong answer ends."""
-
-        def confidence(rows: Sequence[Row], logits: Tensor) -> Sequence[float]:
-            return self._source.confidence([row.node for row in rows], logits)
-
-        return [sure or 0.0 for sure in _answers(confidence, done, logits)]
 
     def cut(self, nodes: Sequence[Node]) -> None:
         """Give up unfinished blocks as they are, without given tokens that were never computed."""

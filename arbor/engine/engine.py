@@ -772,10 +772,10 @@ class Engine:
         needed = max((end + more for end, more in zip(ends, extra, strict=True)), default=0)
         if not nodes:
             return
-        account = self.state.account(nodes[0].tree)
+        opened = self.state.of(nodes[0])
+        account = opened.account
         if account.part is not None:  # it leaves room for any expansion where paths stay whole
-            opened = self.state.trees[nodes[0].tree]
-            opened.least = max(opened.least, needed)
+            opened.retained.least = max(opened.retained.least, needed)
             return
         if needed > (slots := account.slots):
             what = f"{rules.must_fit} with its next block"

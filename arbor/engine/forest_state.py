@@ -107,8 +107,7 @@ class ForestState:
         self.before_hiding: frozenset[int] = frozenset()
         self._clock = 0
         self._turns = 0
-        self._shared = Account(memory, self._limit(part) or memory.slots)
-        self._own: dict[ThoughtTree, Account] = {}
+        self._shared = Account(memory, memory.slots if part is None else PartOfRetained(part))
         self.budgets_move = False
 
     # Trees
@@ -128,9 +127,13 @@ class ForestState:
             if not self.memory.grows:
                 together = opened.slots + sum(each.slots for each in self.trees.values())
                 assert together <= self.memory.slots, "budgets of more slots than the pool has"
-            limit = self._limit(part, opened) or opened.slots
-            self._own[opened.tree] = Account(self.memory, limit, opened.tree)
+            limit = opened.slots if part is None else PartOfRetained(part)
+            opened.account = Account(self.memory, limit, opened.tree)
+        else:
+            opened.account = self._shared
         self.trees[opened.tree] = opened
+        if (moving := opened.account.part) is not None:
+            moving.take(opened.retained)
         self._look()
         opened.turn = self._turns
         opened.rank = 0 if self._shared.part is not None else self._turns
@@ -139,10 +142,8 @@ class ForestState:
 
     def _look(self) -> None:
         """Searches have come or gone."""
-        parts = [each.part for each in (self._shared, *self._own.values()) if each.part is not None]
-        for part in parts:
-            part.look()
-        self.budgets_move = any(part.part < 1 for part in parts)
+        parts = [opened.account.part for opened in self.trees.values()]
+        self.budgets_move = any(each is not None and each.part < 1 for each in parts)
 
     @property
     def fits_whole(self) -> bool:
@@ -152,46 +153,25 @@ class ForestState:
             return part.part == 1
         total = 0
         for opened in self.trees.values():
-            if opened.most is None:
+            if opened.retained.most is None:
                 return False
-            total += opened.most
+            total += opened.retained.most
         return total <= self.memory.slots
 
     def account(self, tree: ThoughtTree) -> Account:
         """The budget that an open tree keeps within."""
-        return self._own[tree] if self.own_budgets else self._shared
-
-    def _limit(
-        self, part: Fraction | None, opened: OpenTree | None = None
-    ) -> PartOfRetained | None:
-        """The budget of an open tree, or of all of them, where it is a part of full retention."""
-        if part is None:
-            return None
-
-        def trees() -> list[OpenTree]:
-            return list(self.trees.values()) if opened is None else [opened]
-
-        def worst() -> int | None:
-            every = [each.most for each in trees()]
-            known = [each for each in every if each is not None]
-            return sum(known) if len(known) == len(every) else None
-
-        return PartOfRetained(
-            part,
-            lambda: (each.retained for each in trees()),
-            worst,
-            lambda: sum(each.least for each in trees()),
-        )
+        return self.trees[tree].account
 
     def fits_alone(self, tree: ThoughtTree) -> bool:
         """Whether nothing of an open tree ever has to leave: its budget has slots for full
         retention at its worst; where a pool is shared, see `fits_whole`."""
         if not self.own_budgets:
             return self.fits_whole
-        if (part := self._own[tree].part) is not None:
-            return part.part == 1
         opened = self.trees[tree]
-        return opened.most is not None and opened.most <= opened.slots
+        if (part := opened.account.part) is not None:
+            return part.part == 1
+        most = opened.retained.most
+        return most is not None and most <= opened.slots
 
     def close(self, opened: OpenTree) -> list[int]:
         """Let a tree go, and free what it holds; returns the rows its blocks had."""
@@ -199,7 +179,8 @@ class ForestState:
         self.memory.lower.take_moves()  # its run hears of nothing any more
         self.sharing_changed()
         del self.trees[opened.tree]
-        self._own.pop(opened.tree, None)
+        if (moving := opened.account.part) is not None:
+            moving.drop(opened.retained)
         self._look()
         for row in rows:
             self.logits.pop(row, None)

@@ -35,7 +35,7 @@ from arbor.model.plan import (
     plan_table,
 )
 from arbor.model.runner import ModelRunner
-from arbor.model.sharing import SharedPrefix, Sharing, share
+from arbor.model.sharing import SharedPrefix, Sharing
 from arbor.tree import NO_SLOT, Certainty, NodeState, ThoughtTree
 
 
@@ -168,11 +168,12 @@ class DecodeBatch:
             last, near, exact=self._exact, rounded=self._rounded, depth=self._layers
         )
         count = len(slots)
-        begins, ends = (last.begin + self._tail_from).tolist(), (last.at + 1).tolist()
+        begins, ends = last.begin + self._tail_from, last.at + 1
         return SegmentTable(
             contexts=self._contexts,
             context_lengths=self._context_lengths,
-            tails=[held[a:b] for a, b in zip(begins, ends, strict=True)],
+            tails=[held[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)],
+            tail_lengths=ends - begins,
             counts=np.ones(count, np.int64),
             ends=last.position + 1,
             ids=last.token,
@@ -243,7 +244,7 @@ class ForwardPasses:
         if batch is not None:
             tables.insert(0, batch.table())
         table = joined(tables)
-        plan = plan_table(table, share(table.contexts, table.counts.tolist(), self.levels))
+        plan = plan_table(table, Sharing(self.levels).of(table.contexts, table.counts.tolist()))
         kind: ForwardKind = "decode" if decoding else parts[0].kind
         with self._range(kind), self._range(parts[0].kind) if decoding else nullcontext():
             logits, streamed = self._forward(plan, kind, self._leave(parts, table, decoding))

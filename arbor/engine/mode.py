@@ -83,7 +83,7 @@ class Rules:
         """Decides which work within the budget of a tree takes part in the next forward: a block
         joins as soon as it is expected to fit."""
         overlap = Overlap(self._state.forest, self._state.shares)
-        return Scheduler(self._state.account(opened.tree), keeps=self._keeps, overlap=overlap)
+        return Scheduler(opened.account, keeps=self._keeps, overlap=overlap)
 
     def pinned(self, nodes: Sequence[Node]) -> int:
         """Slots of what stays while these blocks decode: whole paths."""
@@ -162,9 +162,8 @@ class Streamed(Rules):
 
     def scheduler(self, opened: OpenTree) -> Scheduler:
         """A block joins as soon as its path fits into host memory, and new tokens on the device."""
-        account = self._state.account(opened.tree)
         return StreamedScheduler(
-            account, self._memory, lambda node: len(self._missing(node)), self._keeps
+            opened.account, self._memory, lambda node: len(self._missing(node)), self._keeps
         )
 
     def _missing(self, node: Node) -> NDArray[np.int64]:
@@ -246,7 +245,7 @@ class Lossy(Rules):
     def scheduler(self, opened: OpenTree) -> Scheduler:
         """Blocks join in waves, as any token may leave for good."""
         tree = opened.tree
-        return WaveScheduler(self._state.account(tree), keeps=lambda: self._state.fits_alone(tree))
+        return WaveScheduler(opened.account, keeps=lambda: self._state.fits_alone(tree))
 
     def pinned(self, nodes: Sequence[Node]) -> int:
         """The newest tokens of the open blocks."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from arbor.engine.retained import Lengths, Retained
+from arbor.engine.retained import Account, Lengths, Retained
 from arbor.events import KV, Detail, Event, Listener
 from arbor.memory import KVMemory
 from arbor.retention.future_reads import FutureReads
@@ -71,6 +71,7 @@ class OpenTree:
         shares: whether siblings share what they begin alike with.
 
     Attributes:
+        account: the budget that it keeps within, while it is open.
         run: the run in progress; after `finish` one that listens to nothing.
         turn: order in which the trees of the engine were opened.
         rank: its operations come after those of trees with a lower one; alike where searches share
@@ -100,17 +101,16 @@ class OpenTree:
     ) -> None:
         self.tree = tree
         self.slots = slots
-        self.most = most
-        self.least = least
         self.run = run
         self.reads = reads
+        self.account: Account
         self.turn = self.rank = 0
         self.failure: Exception | None = None
         self.operation = 0
         self.read_early: set[int] = set()
         self.upcoming: list[list[Node]] = []
         self.lengths = Lengths()
-        self.retained = Retained(memory.forest, self.lengths, shares=shares)
+        self.retained = Retained(memory.forest, self.lengths, shares=shares, most=most, least=least)
         self.retained.take([tree.root])
         self.steps = Steps()
         self.finished = False

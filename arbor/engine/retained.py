@@ -51,15 +51,27 @@ class Retained:
 
     Args:
         shares: whether siblings share what they begin alike with.
+        most: tokens that it comes to at most; None: unknown.
+        least: tokens that a part of it leaves the search in any case.
 
     Attributes:
         peak: the most so far.
         lengths: of the finished blocks.
     """
 
-    def __init__(self, forest: Forest, lengths: Lengths, *, shares: bool) -> None:
+    def __init__(
+        self,
+        forest: Forest,
+        lengths: Lengths,
+        *,
+        shares: bool,
+        most: int | None = None,
+        least: int = 0,
+    ) -> None:
         self.peak = 0
         self.lengths = lengths
+        self.most = most
+        self.least = least
         self._overlap = Overlap(forest) if shares else None
         self._whole: dict[int, int] = {}  # tokens of each finished block, by row
         self._held = 0  # the sum of these
@@ -167,40 +179,45 @@ class PartOfRetained:
     Args:
         part: in (0, 1]; 1: full retention at its worst, so that nothing but the prompts of finished
             searches ever leaves.
-        retained: what full retention of each search holds.
-        worst: slots of full retention of all searches at their worst; None: not known. Asked by
-            `look` alone.
-        least: the least that lets the searches go on, in tokens: one expansion in lossless mode,
-            what the policy protects in lossy mode.
+
+    Attributes:
+        least: asked for the least that lets the searches go on, in tokens: what is left them in any
+            case, until a scheduler of lossless mode says what one expansion takes.
     """
 
-    def __init__(
-        self,
-        part: Fraction,
-        retained: Callable[[], Iterable[Retained]],
-        worst: Callable[[], int | None],
-        least: Callable[[], int],
-    ) -> None:
+    def __init__(self, part: Fraction) -> None:
         self.part = part
-        self._retained = retained
-        self._worst = worst
-        self.least = least
+        self._searches: list[Retained] = []
+        self.least: Callable[[], int] = lambda: sum(each.least for each in self._searches)
         self._most = self._most_least = 0  # since the last report
-        self._whole = UNLIMITED
+        self._whole = UNLIMITED  # slots of full retention at its worst
 
     def __call__(self) -> int:
         if self.part == 1:
             return self._whole
-        kept, least = self.kept, self.least()
+        every = self._searches
+        ended = sum(each.lengths.count for each in every)
+        mean = sum(each.lengths.total for each in every) / ended if ended else 0.0
+        kept = math.floor(self.part * sum(each.expected(mean) for each in every))
+        least = self.least()
         if least > kept:
             self._most_least = max(self._most_least, least)
         self._most = max(self._most, kept, least)
         return max(kept, least)
 
-    def look(self) -> None:
-        """Searches have come or gone: see what all of them hold at their worst."""
-        worst = self._worst()
-        self._whole = UNLIMITED if worst is None else worst
+    def take(self, search: Retained) -> None:
+        """Count one more search."""
+        self._searches.append(search)
+        self._look()
+
+    def drop(self, search: Retained) -> None:
+        """Count a search no longer."""
+        self._searches.remove(search)
+        self._look()
+
+    def _look(self) -> None:
+        known = [each.most for each in self._searches if each.most is not None]
+        self._whole = sum(known) if len(known) == len(self._searches) else UNLIMITED
 
     def report(self) -> tuple[int, int]:
         """The most that could be held at any instant since the last report, and the most that the
@@ -210,14 +227,6 @@ class PartOfRetained:
         self._most = self._most_least = 0
         self()
         return found
-
-    @property
-    def kept(self) -> int:
-        """The part of full retention, rounded down."""
-        every = list(self._retained())
-        ended = sum(each.lengths.count for each in every)
-        mean = sum(each.lengths.total for each in every) / ended if ended else 0.0
-        return math.floor(self.part * sum(each.expected(mean) for each in every))
 
 
 class Account:
@@ -229,6 +238,9 @@ class Account:
         limit: the tokens that may be held: always so many, or a part that moves as the search goes
             on.
         tree: the only one that it is for; None: all of the pool.
+
+    Attributes:
+        part: the limit, where it moves.
     """
 
     def __init__(
@@ -236,17 +248,13 @@ class Account:
     ) -> None:
         self._memory = memory
         self._limit = limit
+        self.part = None if isinstance(limit, int) else limit
         self._tree = tree
 
     @property
     def slots(self) -> int:
         """The budget now, in tokens."""
         return self._limit if isinstance(self._limit, int) else self._limit()
-
-    @property
-    def part(self) -> PartOfRetained | None:
-        """The limit, where it moves."""
-        return None if isinstance(self._limit, int) else self._limit
 
     @property
     def used(self) -> int:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from arbor.errors import logits_not_finite
-from arbor.kernels.fused.native_choice import choices, logit_sums
-from arbor.kernels.fused.row_sums import row_sums
+from arbor.kernels.fused.choice import NativeChoice, logit_sums, native_choice, row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
 
@@ -125,8 +124,16 @@ _GPU_SLICE = 2**22
 Draw = Callable[[Tensor, Tensor, Sampling, int], Tensor]
 
 
+def first_draw() -> Draw | NativeChoice:
+    """The native kernel, or where there is none `drawn`."""
+    return native_choice() or drawn
+
+
 def sample(
-    logits: Tensor, uniforms: list[float], sampling: Sampling, first: Draw | None = None
+    logits: Tensor,
+    uniforms: list[float],
+    sampling: Sampling,
+    first: Draw | NativeChoice | None = None,
 ) -> Draws:
     """Choose one token per row by inverting the cumulative distribution at its uniform number.
 
@@ -137,7 +144,7 @@ def sample(
     Probabilities are float64 softmaxes over the whole vocabulary, computed for a few rows at a time
     (`_CPU_SLICE`, `_GPU_SLICE`); a softmax treats rows separately, so the slices change no bit, and
     neither do other rows of the batch. On CUDA they are quotients by sums of a kernel of ours
-    (`fused.row_sums`). Only probabilities of tokens that a cut-off can keep are stored: `topk` of
+    (`row_sums`). Only probabilities of tokens that a cut-off can keep are stored: `topk` of
     the logits, in their own type, finds these. It leaves open which of several equal logits it
     takes, which cannot matter while all tokens that the cut-offs keep lie strictly above the least
     probable token examined. Rows where they do not (a wide nucleus, many ties) are drawn again from
@@ -150,23 +157,26 @@ def sample(
         uniforms: n numbers in [0, 1).
         sampling: temperature and cut-offs, applied in the order of transformers:
             temperature, top-k, top-p, min-p.
-        first: draws from the tokens that are examined first, as `drawn`; None: the native kernel,
-            or where there is none `drawn`.
+        first: the native kernel, or what draws from the tokens that are examined first, as `drawn`
+            does; None: `first_draw`.
 
     Raises:
         ModelError: logits that are NaN, +inf, or all -inf.
     """
-    cuts = (sampling.top_k, sampling.top_p, sampling.min_p)
-    chosen = choices(logits, uniforms, sampling.temperature, *cuts) if first is None else None
-    if chosen is not None:
-        tokens, logprob, top1, left, share = chosen.tolist()
-        if any(map(math.isnan, top1)):
-            raise logits_not_finite()
-        return Draws(list(map(int, tokens)), logprob, top1, left, share)
+    first = first or first_draw()
+    if isinstance(first, NativeChoice):
+        cuts = (sampling.top_k, sampling.top_p, sampling.min_p)
+        chosen = first(logits, uniforms, sampling.temperature, *cuts)
+        if chosen is not None:
+            tokens, logprob, top1, left, share = chosen.tolist()
+            if any(map(math.isnan, top1)):
+                raise logits_not_finite()
+            return Draws(list(map(int, tokens)), logprob, top1, left, share)
+        first = drawn
     vocabulary = logits.shape[1]
     uniform = _upload(uniforms, logits)
     width = _first_width(vocabulary, sampling)
-    found = (first or drawn)(logits, uniform, sampling, width).cpu()
+    found = first(logits, uniform, sampling, width).cpu()
     if found[_TOP1].isnan().any():  # one such logit makes all of its row NaN
         raise logits_not_finite()
     while len(again := (found[_SETTLED] == 0).nonzero().squeeze(1)):

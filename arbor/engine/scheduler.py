@@ -6,6 +6,7 @@ import itertools
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -25,6 +26,8 @@ MOST_NEW = 8192
 # the same where attention reads host memory: until they are merged, each row has a result for every
 # chunk of its keys
 MOST_STREAMED = 256
+# orders rows by their operations, then by when they joined
+BY_AGE = attrgetter("operation.order", "joined")
 
 
 @dataclass(slots=True)
@@ -242,7 +245,7 @@ class Scheduler:
 
     def preempt(self) -> Row:
         """The last row of the last operation waits again."""
-        row = max(self.rows, key=_age)
+        row = max(self.rows, key=BY_AGE)
         self.wait_again([row])
         return row
 
@@ -250,7 +253,7 @@ class Scheduler:
         """Set whose expansion is in progress: that of the work which never has to wait again."""
         waiting = [each.waiting[0] for each in self.operations if each.waiting]
         first = waiting[0] if waiting else None
-        oldest = min(self.rows, key=_age) if self.rows else None
+        oldest = min(self.rows, key=BY_AGE) if self.rows else None
         # a question that is older than all rows: what it is about is still there
         asks = isinstance(first, Question) and (
             oldest is None or first.operation.order < oldest.operation.order
@@ -280,7 +283,7 @@ class Scheduler:
             return 0
         running = {row.node.row for row in self.rows if row.started}
         # a question goes first; the oldest row goes on in any case
-        oldest = min(self.rows, key=_age).leaf if self.rows else self.focus
+        oldest = min(self.rows, key=BY_AGE).leaf if self.rows else self.focus
         return self._question_tokens + max(
             _expanded(leaf, running) for leaf in dict.fromkeys((self.focus, oldest))
         )
@@ -494,11 +497,6 @@ def _parent(work: Work) -> Node:
     if isinstance(work, Row):
         return work.leaf
     return work.node if work.node.parent is None else work.node.parent
-
-
-def _age(row: Row) -> tuple[tuple[int, float], int]:
-    """Orders rows by their operations, then by when they joined."""
-    return row.operation.order, row.joined
 
 
 def _begin(work: Work) -> Node:

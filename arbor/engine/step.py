@@ -98,7 +98,8 @@ class Stepper:
         for operation in list(operations):
             if operation in self._schedulers.operations:
                 self._end(operation, error)
-        self._let_go()
+        if not self._schedulers.operations:
+            self._hold_ready()  # nothing of work that has ended
 
     def step(self) -> None:
         """One forward for all operations in progress; none if there are none.
@@ -142,12 +143,8 @@ class Stepper:
             self._tick([visit.node for visit in joined.visits])
         if self._state.budgets_move:
             self.keep_within()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Keep nothing of work that has ended where none is left."""
         if not self._schedulers.operations:
-            self._hold_ready()
+            self._hold_ready()  # nothing of work that has ended
 
     # Before the forward
 
@@ -403,8 +400,7 @@ class Stepper:
         """Make room where a budget has become smaller than what is held: blocks were shorter than
         expected, or another search has ended."""
         for opened in list(self._state.trees.values()):
-            account = self._state.account(opened.tree)
-            if account.part is None or account.free >= 0:
+            if opened.account.part is None or opened.account.free >= 0:
                 continue
             group = self._schedulers.within(opened.tree)
             if group is not None and group.rows:
@@ -510,7 +506,7 @@ class Stepper:
 
     def _report_limit(self, opened: OpenTree) -> None:
         """Report what a budget that is a part of full retention allows."""
-        part = self._state.account(opened.tree).part
+        part = opened.account.part
         if part is not None and part.part < 1:
             most, expansion = part.report()
             opened.emit(Limited(most, opened.retained.peak, expansion))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arbor.engine.grammar import Grammar
 from arbor.engine.operation import Growth, Row
-from arbor.engine.sampling import Draws, confidence, likeliest, sample
+from arbor.engine.sampling import Draws, confidence, first_draw, likeliest, sample
 from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.text import added, before
@@ -54,7 +54,7 @@ class ModelSampler:
     def __init__(self, tokenizer: Any, top: int = 0, graphs: SamplingGraphs | None = None) -> None:
         self._tokenizer = tokenizer
         self._top = top
-        self._first = None if graphs is None else graphs.draw
+        self._first = first_draw() if graphs is None else graphs.draw
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """One sampled token per row."""

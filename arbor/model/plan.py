@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbor.kernels.attention.base import CascadeLayout
 from arbor.model.level_rule import LevelRule
-from arbor.model.sharing import Context, Piece, SharedPrefix, Slots, level_of, share
+from arbor.model.sharing import Context, Piece, SharedPrefix, Sharing, Slots, level_of
 
 __all__ = [
     "CUDA_SAVED_READS",
@@ -85,6 +85,7 @@ class SegmentTable:
         contexts: of each segment.
         context_lengths: int64 [n], tokens of these.
         tails: int32 [*] per segment, see `Segment.tail`.
+        tail_lengths: int64 [n], tokens of these.
         counts: int64 [n], rows of each segment.
         ends: int64 [n], the position after each segment's last row.
         ids: int64 [T].
@@ -97,6 +98,7 @@ class SegmentTable:
     contexts: Sequence[Context]
     context_lengths: NDArray[np.int64]
     tails: Sequence[Slots]
+    tail_lengths: NDArray[np.int64]
     counts: NDArray[np.int64]
     ends: NDArray[np.int64]
     ids: NDArray[np.int64]
@@ -120,6 +122,7 @@ class SegmentTable:
             contexts=[segment.context for segment in segments],
             context_lengths=np.array(lengths, np.int64),
             tails=[segment.tail for segment in segments],
+            tail_lengths=np.array([len(segment.tail) for segment in segments], np.int64),
             counts=counts,
             ends=positions[last - 1] + 1,
             ids=np.concatenate([np.asarray(segment.tokens, np.int64) for segment in segments]),
@@ -139,6 +142,7 @@ def joined(tables: Sequence[SegmentTable]) -> SegmentTable:
         contexts=[context for table in tables for context in table.contexts],
         context_lengths=np.concatenate([table.context_lengths for table in tables]),
         tails=[tail for table in tables for tail in table.tails],
+        tail_lengths=np.concatenate([table.tail_lengths for table in tables]),
         counts=np.concatenate([table.counts for table in tables]),
         ends=np.concatenate([table.ends for table in tables]),
         ids=np.concatenate([table.ids for table in tables]),
@@ -156,6 +160,7 @@ class ForwardPlan:
     """One ragged batch, ready to run.
 
     Attributes:
+        rows: T.
         ids: int64 [T].
         positions: int64 [T].
         write: int64 [T], slot per row (the trash slot allowed).
@@ -169,6 +174,7 @@ class ForwardPlan:
             several segments share counts for the first of them.
     """
 
+    rows: int
     ids: Tensor
     positions: Tensor
     write: Tensor
@@ -180,26 +186,11 @@ class ForwardPlan:
     unique_reads: NDArray[np.int64]
     layouts: dict[int | None, CascadeLayout] = field(default_factory=dict)
 
-    @property
-    def rows(self) -> int:
-        """T, rows of the batch."""
-        return int(self.ids.shape[0])
-
-    @property
-    def read_tokens(self) -> int:
-        """Keys read if every row read its whole path by itself."""
-        return int(self.reads.sum())
-
-    @property
-    def unique_read_tokens(self) -> int:
-        """Keys the full-attention cascade reads, each shared span once per forward."""
-        return int(self.unique_reads.sum())
-
     def layout(self, window: int | None) -> CascadeLayout:
         """The layout for layers that look back `window` positions (None: all)."""
         if window not in self.layouts:
             if window is None:
-                self.layouts[None] = self.shared.layout(self.table.tails)
+                self.layouts[None] = self.shared.layout(self.table.tails, self.table.tail_lengths)
             else:
                 self.layouts[window] = windowed_layout(self.table, window)
         return self.layouts[window]
@@ -218,16 +209,16 @@ def plan_forward(
     """
     table = SegmentTable.of(segments)
     if shared is None:
-        shared = share(table.contexts, table.counts.tolist(), LevelRule(min_saved_reads))
+        shared = Sharing(LevelRule(min_saved_reads)).of(table.contexts, table.counts.tolist())
     return plan_table(table, shared)
 
 
 def plan_table(table: SegmentTable, shared: SharedPrefix) -> ForwardPlan:
     """Lower segments that are columns already; see `plan_forward`."""
-    tails = np.array([len(tail) for tail in table.tails], np.int64)
-    counts = table.counts
+    tails, counts = table.tail_lengths, table.counts
     reads = counts * (table.context_lengths + tails) - counts * (counts - 1) // 2
     return ForwardPlan(
+        rows=len(table.ids),
         ids=torch.from_numpy(table.ids),
         positions=torch.from_numpy(table.positions),
         write=torch.from_numpy(table.write.astype(np.int64)),

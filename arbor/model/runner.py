@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -144,7 +145,14 @@ class ModelRunner:
         self.dtype, self.device = parameter.dtype, parameter.device
         self.kv_dtype = kv_dtype or self.dtype
         self._shapes = tuple(dict.fromkeys(spec.shape for spec in self.specs))
-        self._staging = Staging(self.device)
+        self._staging = None if self.device.type == "cpu" else Staging(self.device)
+        # Triton and FlashInfer launch on the current device, wherever their tensors are
+        self._launches: Callable[[], AbstractContextManager[object]] = nullcontext
+        if self.device.type == "cuda":
+            self._launches = partial(torch.cuda.device, self.device)
+        self._layers_context: Callable[[], AbstractContextManager[None]] = (
+            partial(row_invariant, self.device) if deterministic else nullcontext
+        )
         self._staged = backend if isinstance(backend, StagedBackend) else None
         self._unembedding: Unembedding | None = None
         self._rotations: dict[int, PairRotation | None] = {}
@@ -169,13 +177,6 @@ class ModelRunner:
             LayerKV(s.shape.num_kv_heads, s.shape.head_dim_qk, s.shape.head_dim_vo)
             for s in self.specs
         )
-
-    def _launches(self) -> AbstractContextManager[None]:
-        """Triton and FlashInfer launch on the current device, wherever their tensors are."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-    def _layers_context(self) -> AbstractContextManager[None]:
-        return row_invariant(self.device) if self.deterministic else nullcontext()
 
     @torch.inference_mode()
     def forward(
@@ -210,20 +211,15 @@ class ModelRunner:
         observed = bool(mass or queries)
         plain = stop_after is None and not hidden and leave is None and not observed
         with self._turn, self._launches():
-            cells = self._cell_attention(plan, pool)
+            cells: CellAttention | None = None  # where KV heads read each other's cells
+            if pool.holders is not None:
+                cells = pool.cell_attention(plan.layout(None), pool, self.backend)
             if self.graphs is not None and plain and pool.reader is None and cells is None:
                 return ForwardResult(
                     self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
                 )
             asked = _Asked(mass or {}, by_head, queries or {}) if observed else None
             return self._forward(plan, pool, last, hidden, leave, asked, cells)
-
-    def _cell_attention(self, plan: ForwardPlan, pool: KVPool) -> CellAttention | None:
-        """Attention over the cells of the pool, where KV heads read each other's."""
-        if pool.holders is None:
-            return None
-        found: CellAttention | None = pool.cell_attention(plan.layout(None), pool, self.backend)
-        return found
 
     @torch.inference_mode()
     def unembed(
@@ -317,8 +313,8 @@ class ModelRunner:
             and pool.dtype == self.dtype
             and not self._whole.hooked
         ):
-            with self._layers.replaced_by(*self._whole.stand_ins):
-                logits = self._run(ids, positions, logit_rows, attend)
+            with self._whole.reading(attend):
+                logits = self._logits(ids, positions, logit_rows)
             return ForwardResult(logits=logits.float())
         tap = None
         if hidden or leave is not None:
@@ -343,6 +339,8 @@ class ModelRunner:
     def _send(self, plan: ForwardPlan) -> list[Tensor]:
         """Ids, positions, write and logit rows on the device, and key lists where they are taken
         there; all in one copy."""
+        if self._staging is None:
+            return [plan.ids, plan.positions, plan.write, plan.logit_rows]
         levels: list[CascadeLevel] = []
         staged = self._staged
         if staged is not None:
@@ -355,7 +353,11 @@ class ModelRunner:
 
     def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor, attend: Attend) -> Tensor:
         """The model over rows on its device: logits of the logit rows, [n, V] in its dtype."""
-        with answered_by(attend), self._layers_context():
+        with answered_by(attend):
+            return self._logits(ids, positions, logit_rows)
+
+    def _logits(self, ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        with self._layers_context():
             output = self.model(
                 input_ids=ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
@@ -389,6 +391,7 @@ class _Attention:
     ) -> None:
         self._plan = plan
         self._pool = pool
+        self.pools: tuple[Sequence[Tensor], Sequence[Tensor]] = pool.k, pool.v
         self._backend = backend
         self.write = write
         self._alive: Tensor | None = None
@@ -466,11 +469,6 @@ class _Attention:
             added = self._backend.mass(plan, q, k, _counting(lse, again), heads, **each)
         self._add(added)
         return out
-
-    @property
-    def pools(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """K and V of each layer."""
-        return self._pool.k, self._pool.v
 
     def plan(self, shape: AttentionShape) -> Any:
         """The backend's plan for layers of this shape, made once."""

@@ -17,7 +17,6 @@ from arbor.model.level_rule import LevelRule
 
 Slots = NDArray[np.int32]
 _NOTHING = np.empty(0, np.int32)
-_ALWAYS = LevelRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +57,19 @@ class SharedPrefix:
     private_lengths: NDArray[np.int64]
     unique: NDArray[np.int64]
 
-    @property
-    def unique_tokens(self) -> int:
-        """Context tokens read once each."""
-        return int(self.unique.sum())
-
-    def layout(self, tails: Sequence[Slots]) -> CascadeLayout:
+    def layout(self, tails: Sequence[Slots], tail_lengths: NDArray[np.int64]) -> CascadeLayout:
         """Full-attention layout: shared levels, then private contexts and own tokens.
 
         Args:
             tails: int32 [*] per segment, see `Segment.tail`.
+            tail_lengths: int64 [n], tokens of these.
         """
         lists = list(tails)
         if self.private_lengths.any():
             lists = [part for pair in zip(self.private, tails, strict=True) for part in pair]
-        lengths = self.private_lengths + np.array([len(tail) for tail in tails], np.int64)
+        lengths = self.private_lengths + tail_lengths
         last = CascadeLevel(self.rows, indptr_of(lengths), flat_of(lists), causal=True)
         return CascadeLayout(rows=int(self.rows[-1]), levels=(*self.levels, last))
-
-
-def share(
-    contexts: Sequence[Context], rows: Sequence[int], rule: LevelRule = _ALWAYS
-) -> SharedPrefix:
-    """What the segments of one batch share; see `Sharing`."""
-    return Sharing(rule).of(contexts, rows)
 
 
 class Sharing:
@@ -97,7 +85,7 @@ class Sharing:
         rule: which spans pay.
     """
 
-    def __init__(self, rule: LevelRule = _ALWAYS) -> None:
+    def __init__(self, rule: LevelRule) -> None:
         self._rule = rule
         self._contexts: Sequence[Context] = ()  # keeps the ids below unique
         self._common: dict[tuple[int, int], int] = {}

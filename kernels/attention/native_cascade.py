@@ -80,32 +80,26 @@ class NativeCascade:
             raise RuntimeError("the native kernels are not built, or switched off")
         self._attention = library.attention
         self._torch = TorchCascade()
+        self._jobs: dict[AttentionShape, AttentionJob | None] = {}  # without levels and tensors
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> NativePlan:
         """See `AttentionBackend.plan`; costs a few microseconds, as the kernels read the lists."""
-        fits = head_dim_fits(shape.head_dim_qk) and head_dim_fits(shape.head_dim_vo)
-        if not fits or (shape.window is not None and len(layout.levels) > 1):
+        if shape not in self._jobs:
+            self._jobs[shape] = _job_of(shape)
+        known = self._jobs[shape]
+        if known is None or (shape.window is not None and len(layout.levels) > 1):
             return NativePlan(shape, layout, None)
         levels = (LevelStruct * len(layout.levels))()
         kept: list[Any] = [levels]
         for struct, level in zip(levels, layout.levels, strict=True):
-            given = (level.qo_indptr, level.kv_indptr, level.kv_indices)
-            lists = [each.contiguous() for each in given]
-            kept.append(lists)
-            struct.rows, struct.keys, struct.slots = (each.data_ptr() for each in lists)
-            struct.requests, struct.causal = len(lists[0]) - 1, level.causal
-        job = AttentionJob(
-            levels=levels,
-            level_count=len(levels),
-            row_count=layout.rows,
-            kv_heads=shape.num_kv_heads,
-            group=shape.group,
-            dim_qk=shape.head_dim_qk,
-            dim_vo=shape.head_dim_vo,
-            window=shape.window or 0,
-            scaling=shape.scaling,
-            softcap=shape.softcap or 0.0,
-        )
+            rows, keys = level.qo_indptr.contiguous(), level.kv_indptr.contiguous()
+            slots = level.kv_indices.contiguous()
+            kept += (rows, keys, slots)
+            struct.rows, struct.keys = rows.data_ptr(), keys.data_ptr()
+            struct.slots = slots.data_ptr()
+            struct.requests, struct.causal = len(rows) - 1, level.causal
+        job = AttentionJob.from_buffer_copy(known)
+        job.levels, job.level_count, job.row_count = levels, len(levels), layout.rows
         return NativePlan(shape, layout, job, kept=kept)
 
     def run(
@@ -222,6 +216,21 @@ class NativeCascade:
         if plan.fallback is None:
             plan.fallback = self._torch.plan(plan.layout, plan.shape)
         return plan.fallback
+
+
+def _job_of(shape: AttentionShape) -> AttentionJob | None:
+    """What the kernels are told of a shape; None where they do not compute it."""
+    if not (head_dim_fits(shape.head_dim_qk) and head_dim_fits(shape.head_dim_vo)):
+        return None
+    return AttentionJob(
+        kv_heads=shape.num_kv_heads,
+        group=shape.group,
+        dim_qk=shape.head_dim_qk,
+        dim_vo=shape.head_dim_vo,
+        window=shape.window or 0,
+        scaling=shape.scaling,
+        softcap=shape.softcap or 0.0,
+    )
 
 
 def _dense(q: Tensor) -> Tensor:

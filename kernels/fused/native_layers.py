@@ -103,6 +103,7 @@ class NativeLayers:
         self._jobs: list[Any] = []
         self._rows = 0
         self._pools: tuple[int, int, int] | None = None
+        self._tables: list[tuple[int, torch.dtype]] = []  # numbers of a row of each, and their kind
         self._width = layers[0].projections[0].inputs
         heads = [each.shape.num_qo_heads * each.shape.head_dim_qk for each in layers]
         sizes = {
@@ -157,14 +158,21 @@ class NativeLayers:
             self._pools = place
         slots = slots.contiguous()
         at_slots = slots.data_ptr()
-        dense = [(_dense(cos), _dense(sin)) for cos, sin in tables]
-        places = [_place_of(cos, sin) for cos, sin in dense]
+        dense: list[tuple[Tensor, Tensor]] = []
+        places: list[tuple[int, int, int, int]] = []
+        kinds: list[tuple[int, torch.dtype]] = []
+        for cos, sin in tables:
+            cos, sin = cos.contiguous(), sin.contiguous()
+            dense.append((cos, sin))
+            places.append((cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0)))
+            kinds.append((cos.shape[-1], cos.dtype))
+        if kinds != self._tables:
+            self._set_tables(dense)
+            self._tables = kinds
         several = len(dense) > 1
-        for index, (each, job) in enumerate(zip(self._layers, self._rotaries, strict=True)):
-            table = index if several else 0
-            job.cos, job.sin, job.cos_row, job.sin_row, job.table_number = places[table]
+        for index, job in enumerate(self._rotaries):
+            job.cos, job.sin, job.cos_row, job.sin_row = places[index if several else 0]
             job.slots = at_slots
-            job.rotated = 0 if each.rotary is None else each.rotary.rotated(dense[table][0])
         plans: dict[AttentionShape, NativePlan] = {}
         for shape, attention in zip(self._shapes, self._attentions, strict=True):
             plan = plans.get(shape)
@@ -189,6 +197,13 @@ class NativeLayers:
         for job in self._adds:
             job.count = count * self._width
         self._rows = count
+
+    def _set_tables(self, tables: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Tell the jobs of tables like these, one for each layer or one for all."""
+        for index, (each, job) in enumerate(zip(self._layers, self._rotaries, strict=True)):
+            cos, _ = tables[index if len(tables) > 1 else 0]
+            job.table_number = 0 if cos.dtype == torch.float32 else 1
+            job.rotated = 0 if each.rotary is None else each.rotary.rotated(cos)
 
     def _set_pools(self, pools: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
         jobs = zip(*pools, self._rotaries, self._attentions, strict=True)
@@ -340,13 +355,3 @@ class NativeLayers:
 
 def _outputs(products: Products) -> int:
     return sum(each.outputs for each in products)
-
-
-def _place_of(cos: Tensor, sin: Tensor) -> tuple[int, int, int, int, int]:
-    """Addresses of tables, numbers from row to row, and their `Number`."""
-    number = 0 if cos.dtype == torch.float32 else 1
-    return cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0), number
-
-
-def _dense(table: Tensor) -> Tensor:
-    return table if table.stride(-1) == 1 else table.contiguous()

@@ -8,8 +8,10 @@ batch before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +22,6 @@ from arbor.kernels.attention.base import AttentionShape
 from arbor.kernels.fused.native_layers import LayerParts, NativeLayers, Norm
 from arbor.kernels.linear.layers import native_products
 from arbor.kernels.native import head_dim_fits, native_library
-from arbor.model.attention import answering
 from arbor.model.fuse.attention import FusedAttention
 from arbor.model.fuse.parts import FusedGated, FusedNorm
 from arbor.model.layers import InPlaceOfLayers, StoppableLayers
@@ -52,14 +53,11 @@ class ReadsPool(Protocol):
     """What answers attention calls in a forward of the runner, and says what they would read.
 
     write: int64 [T], where a row's K and V go.
+    pools: K and V of each layer.
     """
 
     write: Tensor
-
-    @property
-    def pools(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """K and V of each layer."""
-        ...
+    pools: tuple[Sequence[Tensor], Sequence[Tensor]]
 
     def plan(self, shape: AttentionShape) -> Any:
         """The backend's plan of the forward for layers of this shape."""
@@ -102,14 +100,23 @@ class WholeDecoder(InPlaceOfLayers):
         tables: list[Tables] = []
         before = list(layers)[:-1] if several_tables else []
         noted = [Noted(tables, each, layers.in_tuples) for each in before]
-        self.__dict__.update(native=native, hooks=hooks, tables=tables, stand_ins=(*noted, self))
+        self.__dict__.update(native=native, hooks=hooks, tables=tables, reads=None)
+        self.__dict__.update(replaced=partial(layers.replaced_by, *noted, self))
 
-    @property
-    def stand_ins(self) -> tuple[nn.Module, ...]:
-        """What the model's loop runs over in place of its layers; the last one is this."""
-        found: tuple[nn.Module, ...] = self.__dict__["stand_ins"]
-        self.__dict__["tables"].clear()  # of a forward that failed
-        return found
+    @contextmanager
+    def reading(self, reads: ReadsPool) -> Iterator[None]:
+        """Within, the model's loop runs over this in place of its layers.
+
+        Args:
+            reads: what the forward within reads.
+        """
+        self.__dict__["reads"] = reads
+        try:
+            with self.__dict__["replaced"]():
+                yield
+        finally:
+            self.__dict__["reads"] = None
+            self.__dict__["tables"].clear()
 
     @property
     def hooked(self) -> bool:
@@ -118,10 +125,8 @@ class WholeDecoder(InPlaceOfLayers):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The state [1, T, d] after the last layer."""
-        reads = cast(ReadsPool, answering())
-        noted: list[Tables] = self.__dict__["tables"]
-        tables = [*noted, _tables_of(kwargs)]
-        noted.clear()
+        reads: ReadsPool = self.__dict__["reads"]
+        tables = [*self.__dict__["tables"], _tables_of(kwargs)]
         native: NativeLayers = self.__dict__["native"]
         state = native.run(hidden_states[0], tables, reads.write, reads.pools, reads.plan)
         return self.returned(state[None])

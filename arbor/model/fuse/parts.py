@@ -84,16 +84,18 @@ class Fused(nn.Module):
 class FusedNorm(Fused):
     """An RMS norm as one kernel; its form is a `NormForm`."""
 
+    _arbor_eps: float
+
     @property
     def epsilon(self) -> float:
         """The number under the root."""
-        return float(_eps(self))
+        return float(self._arbor_eps)
 
     def _fused(self, x: Tensor) -> Tensor | None:
         weight: Any = self.weight
         if x.dtype != weight.dtype or x.shape[-1] != len(weight):
             return None
-        return self._arbor_ops.rms_norm(x, weight, _eps(self), self._arbor_form)
+        return self._arbor_ops.rms_norm(x, weight, self._arbor_eps, self._arbor_form)
 
 
 class FusedGated(Fused):
@@ -392,6 +394,8 @@ def install(module: nn.Module, kind: type[Fused], ops: Any, form: Any) -> None:
     module.__class__ = _subclass(kind, type(module))
     fused: Any = module
     fused._arbor_ops, fused._arbor_form = ops, form
+    if kind is FusedNorm:
+        fused._arbor_eps = _eps(module)
 
 
 def remove(module: Any) -> None:
