@@ -501,7 +501,7 @@ def main() -> None:
             TestServer(copied_tree(ROOT, Path(scratch, str(k)))) for k in range(given.workers)
         ]
         needed = list(dict.fromkeys(file for each in sample for file in tests_of(ROOT, each.file)))
-        unchanged = servers[0].run(needed, limit_s=4 * MUTANT_LIMIT_S)
+        unchanged = servers[0].run(needed, limit_s=max(4, len(needed)) * MUTANT_LIMIT_S)
         assert not unchanged.killed_by, f"fails without a mutant: {unchanged.killed_by}"
         print(f"{len(needed)} test files pass unchanged, {unchanged.seconds:.0f} s", flush=True)
         rows = []
