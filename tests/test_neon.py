@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import re
 import runpy
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +26,15 @@ import test_blocks
 import test_deterministic
 import test_int8
 import test_native
+import test_native_choice
 import test_rotary
 import torch
 from support import native_runner
 from support.native_runner import RunnerLibrary, build_runner, in_use
+from support.slow_cases import drawn
 from test_kernels import decode_level, make_case, make_level, make_shape
 from test_native import DTYPES
+from test_sampling_reference import ROWS, SAMPLINGS
 from torch import nn
 
 from arbor.kernels import native
@@ -45,6 +50,15 @@ CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 LIBRARIES = "/usr/aarch64-linux-gnu"  # of the cross-compiler
 # an emulated CPU per instruction set: the oldest, and one with every extension
 CPUS = {"neon": "cortex-a53", "neon_bf16": "max"}
+
+
+def test_the_runner_has_every_function_of_the_library() -> None:
+    text = native_runner.SOURCE.read_text("utf-8")
+    listed = text.split("CALLS[] = {")[1].split("}")[0]
+    assert re.findall(r'"arbor_native_(\w+)"', listed) == list(native_runner.CALLS)
+
+    functions = {f"arbor_native_{name}": SimpleNamespace() for name in native_runner.CALLS}
+    native.Library(SimpleNamespace(arbor_native_run=SimpleNamespace(), **functions), "")
 
 
 # NEON, emulated
@@ -137,6 +151,11 @@ CHECKS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         for form in (ROTARY_FORMS[0], None)
         for dtype in DTYPES
     ),
+    *(
+        (test_native_choice.test_draws_are_those_of_the_definition, case)
+        for case in drawn(SAMPLINGS.values(), (50, 1025), ROWS, DTYPES)
+    ),
+    *((test_native_choice.test_sums_of_logits_are_those_of_float64, (rows, 50)) for rows in ROWS),
     *((test_blocks.test_weights_and_products_are_those_of_the_format, (kind,)) for kind in KINDS),
     *(
         (test_int8.test_the_native_kernel_stores_the_bits_of_torch, (dim, dtype))

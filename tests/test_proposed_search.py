@@ -127,7 +127,7 @@ def recorded(**options: Any) -> tuple[Any, Metrics, list[Event]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", ["full", "700tok"])
+@pytest.mark.parametrize("budget", ["full", "950tok"])
 def test_a_replay_has_the_counters_of_the_run(budget: str) -> None:
     tokenizer, metrics, events = recorded(budget=budget)
 

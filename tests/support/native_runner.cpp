@@ -46,7 +46,8 @@ const char* const CALLS[] = {"arbor_native_attention", "arbor_native_linear", "a
                              "arbor_native_gated",     "arbor_native_store",  "arbor_native_rotary",
                              "arbor_native_select_heads", "arbor_native_list_moves",
                              "arbor_native_count_held", "arbor_native_share_cells",
-                             "arbor_native_list_shared", "arbor_native_decode"};
+                             "arbor_native_list_shared", "arbor_native_decode",
+                             "arbor_native_choose", "arbor_native_sum_logits"};
 
 [[noreturn]] void fail(const char* what) {
     std::fprintf(stderr, "native_runner: %s\n", what);

@@ -27,12 +27,14 @@ from arbor.kernels.native import (
     BLOCKS,
     INT8,
     AttentionJob,
+    ChoiceJob,
     DecodeJob,
     GatedJob,
     HeadSelectJob,
     HeadShareJob,
     LevelStruct,
     LinearJob,
+    LogitSumsJob,
     NormJob,
     RotaryJob,
     StoreJob,
@@ -247,6 +249,24 @@ def share_memory(job: HeadShareJob, memory: Memory) -> None:
         memory.follow(job, name, 4 * moves, True)
 
 
+def choice_memory(job: ChoiceJob, memory: Memory) -> None:
+    """Rows of logits, a number for each, and what is chosen."""
+    memory.follow(job, "numbers", 8 * job.rows)
+    logits_memory(job, 5, memory)
+
+
+def sums_memory(job: LogitSumsJob, memory: Memory) -> None:
+    """Rows of logits, and their sums."""
+    logits_memory(job, 4, memory)
+
+
+def logits_memory(job: ChoiceJob | LogitSumsJob, fields: int, memory: Memory) -> None:
+    """Rows of logits, and as many results for each."""
+    logits = extent((job.rows, job.row), (job.vocabulary, 1))
+    memory.follow(job, "logits", BYTES[job.number] * logits)
+    memory.follow(job, "out", 8 * fields * job.rows, True)
+
+
 # In the order of CALLS in the runner.
 CALLS: dict[str, tuple[type[Structure], Callable[[Any, Memory], None]]] = {
     "attention": (AttentionJob, attention_memory),
@@ -261,6 +281,8 @@ CALLS: dict[str, tuple[type[Structure], Callable[[Any, Memory], None]]] = {
     "share_cells": (HeadShareJob, share_memory),
     "list_shared": (HeadShareJob, share_memory),
     "decode": (DecodeJob, decode_memory),
+    "choose": (ChoiceJob, choice_memory),
+    "sum_logits": (LogitSumsJob, sums_memory),
 }
 
 

@@ -33,9 +33,10 @@ from arbor.kernels import invariant_triton as kernels
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.attention.invariant_cascade import InvariantCascade
 from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.fused import triton_parts as triton_fused
+from arbor.kernels.fused import triton_rotary, triton_sampling
 from arbor.kernels.fused.choice import sums_by_torch
-from arbor.kernels.fused.parts import ACTIVATIONS, NORM_FORMS, triton_rotary, triton_sampling
-from arbor.kernels.fused.parts import triton_parts as triton_fused
+from arbor.kernels.fused.parts import ACTIVATIONS, NORM_FORMS
 from arbor.kernels.fused.rotary import ROTARY_FORMS, RotaryForm, rotate_by_torch
 from arbor.kernels.invariant import row_invariant
 from arbor.kernels.linear.layers import PackedLinear, pack_linears
