@@ -65,11 +65,12 @@ class Lab(Engine):
         lower: LowerRoom = NO_ROOM,
         costs: FetchCosts | None = None,
         prompts: PromptFiles | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.events: list[Event] = []
         self.listener: Listener = self.events.append
         super().__init__(
-            ModelRunner(model, backend or TorchCascade(), recorder),
+            ModelRunner(model, backend or TorchCascade(), recorder, deterministic=deterministic),
             Words(),
             policy=POLICIES[policy] if isinstance(policy, str) else policy,
             mode=mode,

@@ -350,9 +350,7 @@ def test_blocks_decode_on_while_questions_leave() -> None:
 def deterministic(name: str) -> Lab:
     model = build(name)
     pack_linears(model, deterministic=True)
-    lab = Lab(model, RowwiseAttention())
-    lab.runner.deterministic = True
-    return lab
+    return Lab(model, RowwiseAttention(), deterministic=True)
 
 
 @pytest.mark.parametrize("measure", ["entropy", "margin"])
