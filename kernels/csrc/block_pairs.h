@@ -332,9 +332,11 @@ struct CodeLanes {
     static void fused(const char* x, int64_t x_row, const uint8_t* row, int inputs, float* sums,
                       int64_t sums_row) {
         __m512 total[R];
+        WRITTEN_OUT
         for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, x += X_BYTES) {
             __m512 acc[R];
+            WRITTEN_OUT
             for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
             auto add = [&](int step, __m512i numbers) {
                 WRITTEN_OUT
@@ -345,6 +347,7 @@ struct CodeLanes {
                 }
             };
             auto [scale, offset] = decoded(row, inputs - at, add);
+            WRITTEN_OUT
             for (int r = 0; r < R; r++) {
                 total[r] = _mm512_fmadd_ps(acc[r], scale, total[r]);
                 if (F::OFFSETS) {
@@ -354,6 +357,7 @@ struct CodeLanes {
             }
             row += BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
         }
+        WRITTEN_OUT
         for (int r = 0; r < R; r++) _mm512_storeu_ps(sums + r * sums_row, total[r]);
     }
 
