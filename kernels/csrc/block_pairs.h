@@ -210,10 +210,9 @@ struct CodeLanes {
     static constexpr int X_BYTES = 512 + 64;             // of a block: numbers, sums of groups
     static constexpr int WEIGHT_BYTES = 512 + 2 * 64;    // numbers, scales, offsets
 
-    static int64_t x_bytes(int inputs) { return static_cast<int64_t>(inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS * X_BYTES; }
-    static int64_t weight_bytes(int inputs) {
-        return static_cast<int64_t>(inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS * WEIGHT_BYTES;
-    }
+    static int64_t blocks_of(int inputs) { return (inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS; }
+    static int64_t x_bytes(int inputs) { return blocks_of(inputs) * X_BYTES; }
+    static int64_t weight_bytes(int inputs) { return blocks_of(inputs) * WEIGHT_BYTES; }
 
     // Numbers of x in the order in which codes meet them; zeros behind the last.
     static void read_x(const bf16* x, int inputs, char* to) {
@@ -305,21 +304,16 @@ struct CodeLanes {
             z[1] = two_runs<F, 2>(block);
             z[2] = two_runs<F, 4>(block);
             z[3] = two_runs<F, 6>(block);
-            if constexpr (F::OFFSETS && !F::HALVES) {
+            if constexpr (F::HALVES) {
+                Scales scales;
+                F::prepare(block, scales);
+                found.scale = in_lanes<F>(_mm512_load_ps(scales.scale));
+                if (F::OFFSETS) found.offset = in_lanes<F>(_mm512_load_ps(scales.offset));
+            } else {
                 __m512 both = six_factors(block);
                 found.scale = in_lanes<F>(both);
                 found.offset = in_lanes<F>(_mm512_shuffle_f32x4(both, both, 0xee));
-                group_lanes(z, lanes);
-                return visited(lanes, found, visit);
             }
-            Scales scales;
-            F::prepare(block, scales);
-            auto numbers = [](const float* from) {
-                if (F::HALVES) return in_lanes<F>(_mm512_load_ps(from));
-                return in_lanes<F>(_mm512_castps256_ps512(_mm256_load_ps(from)));
-            };
-            found.scale = numbers(scales.scale);
-            if (F::OFFSETS) found.offset = numbers(scales.offset);
         }
         group_lanes(z, lanes);
         return visited(lanes, found, visit);

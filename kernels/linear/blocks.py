@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arbor.kernels.invariant import in_chunks
-from arbor.kernels.native import BLOCKS, NUMBERS, DecodeJob, LinearJob, native_library
+from arbor.kernels.native import BLOCKS, NUMBERS, DecodeJob, Library, LinearJob, native_library
 
 # Weights and bytes of a block, and ggml's number, by ggml's name of the format.
 KINDS: dict[str, tuple[int, int, int]] = {
@@ -43,7 +43,8 @@ KINDS: dict[str, tuple[int, int, int]] = {
 }
 RUN = 32  # inputs are a multiple of it
 MOST_SCALE = 127  # codes of Q8_0
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+# `Number` of native.h of the dtypes in which the kernels compute.
+NUMBER_OF = {getattr(torch, name): number for name, number in NUMBERS.items()}
 _PART = 4096  # rows that torch decodes at a time where there are no kernels
 
 
@@ -107,8 +108,8 @@ class BlockWeight:
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.outputs:
             raise IndexError(f"a row is not below {self.outputs}")
         library = native_library()
-        if library is None or dtype not in NATIVE_DTYPES:
-            return _decoded(self.data[flat], self).to(dtype).view(*ids.shape, self.inputs)
+        if library is None or dtype not in NUMBER_OF:
+            return decoded(self.data[flat], self.kind).to(dtype).view(*ids.shape, self.inputs)
         flat = flat.contiguous()
         out = torch.empty(len(flat), self.inputs, dtype=dtype)
         job = DecodeJob(
@@ -118,7 +119,7 @@ class BlockWeight:
             self.data.shape[1],
             len(flat),
             self.inputs,
-            _number(dtype),
+            NUMBER_OF[dtype],
             self.number,
         )
         library.decode(ctypes.addressof(job))
@@ -129,22 +130,17 @@ class BlockWeight:
         return self.rows(torch.arange(self.outputs), dtype)
 
 
-def _decoded(data: Tensor, weight: BlockWeight) -> Tensor:
-    """Rows of bytes as float32 [rows, inputs], by the package `gguf`."""
-    import numpy as np
+def decoded(data: Tensor, kind: str) -> Tensor:
+    """Rows of bytes as float32, by the package `gguf`.
+
+    Args:
+        data: uint8 [..., bytes of a row].
+        kind: ggml's name of any format that the package decodes.
+    """
     from gguf import GGMLQuantizationType, quants
 
-    plain: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
-    given = data.contiguous().numpy()
-    if weight.kind in plain:
-        found = given.view(plain[weight.kind]).astype(np.float32)
-    else:
-        found = quants.dequantize(given, GGMLQuantizationType[weight.kind])
-    return torch.tensor(found).view(len(data), weight.inputs)  # where torch begins tensors
-
-
-def _number(dtype: torch.dtype) -> int:
-    return NUMBERS[str(dtype).removeprefix("torch.")]
+    found = quants.dequantize(data.contiguous().numpy(), GGMLQuantizationType[kind])
+    return torch.tensor(found)  # a copy, where torch begins tensors
 
 
 def encode_q8_0(weight: Tensor) -> BlockWeight:
@@ -188,24 +184,51 @@ def multiply(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
         [rows, outputs] in x's dtype.
     """
     library = native_library()
-    if library is None or x.dtype not in NATIVE_DTYPES:
+    if library is None or x.dtype not in NUMBER_OF:
         return _multiply_by_torch(x, weight, bias)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    out = x.new_empty(x.shape[0], weight.outputs)
+    packed_row = weight.data.shape[1]
+    return native_linear(library, x, weight.data, bias, weight.outputs, weight.number, packed_row)
+
+
+def native_linear(
+    library: Library,
+    rows: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    outputs: int,
+    packed_number: int,
+    packed_row: int = 0,
+) -> Tensor:
+    """A product of the native kernels.
+
+    Args:
+        library: with the kernels.
+        rows: [M, inputs], float32 or bfloat16.
+        packed: a weight in panels (kernels/csrc/linear.h) or in blocks.
+        bias: float32 [outputs], or None.
+        outputs: of the weight.
+        packed_number: its `Number`, or `BLOCKS` and its format.
+        packed_row: bytes of an output's weights, if in blocks.
+
+    Returns:
+        [M, outputs] in the dtype of the rows.
+    """
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = rows.new_empty(rows.shape[0], outputs)
     job = LinearJob(
-        x.data_ptr(),
-        weight.data.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        x.stride(0),
-        weight.outputs,
-        weight.data.shape[1],
-        x.shape[0],
-        weight.inputs,
-        weight.outputs,
-        _number(x.dtype),
-        weight.number,
+        x=rows.data_ptr(),
+        packed=packed.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        x_row=rows.stride(0),
+        out_row=outputs,
+        packed_row=packed_row,
+        rows=rows.shape[0],
+        inputs=rows.shape[1],
+        outputs=outputs,
+        number=NUMBER_OF[rows.dtype],
+        packed_number=packed_number,
     )
     library.linear(ctypes.addressof(job), torch.get_num_threads())
     return out
@@ -217,7 +240,9 @@ def _multiply_by_torch(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> T
 
     def product(rows: Tensor) -> Tensor:
         parts = weight.data.split(_PART)
-        return torch.cat([F.linear(rows, _decoded(each, weight).to(wide)) for each in parts], dim=1)
+        return torch.cat(
+            [F.linear(rows, decoded(each, weight.kind).to(wide)) for each in parts], dim=1
+        )
 
     out = in_chunks(x.to(wide), product)
     return (out if bias is None else out + bias).to(x.dtype)

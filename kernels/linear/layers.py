@@ -55,7 +55,6 @@ the logits and must not depend on the load of the machine. oneDNN's weights go o
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import platform
@@ -70,9 +69,16 @@ from torch.nn import functional as F
 
 from arbor.kernels.hugepages import on_huge_pages
 from arbor.kernels.invariant import in_chunks
-from arbor.kernels.linear.blocks import RUN, BlockEmbedding, BlockLinear, encode_q8_0
+from arbor.kernels.linear.blocks import (
+    NUMBER_OF,
+    RUN,
+    BlockEmbedding,
+    BlockLinear,
+    encode_q8_0,
+    native_linear,
+)
 from arbor.kernels.linear.experts import BlockExperts
-from arbor.kernels.native import NUMBERS, Library, LinearJob, native_library
+from arbor.kernels.native import Library, native_library
 
 Packing = Literal["native", "mkl", "onednn", "dense"]
 PANEL = 16  # outputs of a panel of the native kernels
@@ -320,7 +326,7 @@ class Product:
         packed: the weight in panels, or in blocks.
         bias: float32 [outputs], or None.
         inputs, outputs: numbers of a row.
-        number: of the rows' dtype, as in `NUMBERS`.
+        number: of the rows' dtype, as in `NUMBER_OF`.
         packed_number: likewise of the weight's; of one in blocks its own number.
         packed_row: bytes of an output's weights, if in blocks.
     """
@@ -343,14 +349,14 @@ def native_products(
     """
     found: list[Product] = []
     for layer in layers:
-        if isinstance(layer, BlockLinear) and layer.dtype in _NUMBERS:
+        if isinstance(layer, BlockLinear) and layer.dtype in NUMBER_OF:
             found += [
                 Product(
                     weight.data,
                     bias,
                     weight.inputs,
                     weight.outputs,
-                    _NUMBERS[layer.dtype],
+                    NUMBER_OF[layer.dtype],
                     weight.number,
                     weight.data.shape[1],
                 )
@@ -365,7 +371,7 @@ def native_products(
             return None
         if first.compute != first.dtype:
             return None
-        number, inputs = _NUMBERS[first.dtype], first.in_features
+        number, inputs = NUMBER_OF[first.dtype], first.in_features
         found.append(Product(packed, bias, inputs, layer.out_features, number, number))
     return tuple(found)
 
@@ -601,7 +607,7 @@ def _works(kind: Packing, dtype: torch.dtype) -> bool:
         return True
     if kind == "mkl" and dtype != torch.float32:
         return False
-    if kind == "native" and (native_library() is None or dtype not in _NUMBERS):
+    if kind == "native" and (native_library() is None or dtype not in NUMBER_OF):
         return False
     grid = torch.arange(48 * 80) * 7919
     weight = (grid % 7 - 3).view(48, 80).to(dtype)
@@ -620,7 +626,6 @@ def _works(kind: Packing, dtype: torch.dtype) -> bool:
 
 
 PADDED_INPUTS = 32  # bfloat16 is padded to a multiple of so many inputs
-_NUMBERS = {getattr(torch, name): number for name, number in NUMBERS.items()}
 
 
 def _native_panels(weight: Tensor) -> Tensor:
@@ -646,25 +651,7 @@ def _native(
 ) -> Tensor:
     """[M, in] -> [M, out] by the native kernels; `bias` is float32."""
     assert library is not None, "weights were packed for the native kernels"
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    out = rows.new_empty(rows.shape[0], outputs)
-    job = LinearJob(
-        rows.data_ptr(),
-        packed.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        rows.stride(0),
-        outputs,
-        0,
-        rows.shape[0],
-        rows.shape[1],
-        outputs,
-        _NUMBERS[rows.dtype],
-        _NUMBERS[packed.dtype],
-    )
-    library.linear(ctypes.addressof(job), torch.get_num_threads())
-    return out
+    return native_linear(library, rows, packed, bias, outputs, NUMBER_OF[packed.dtype])
 
 
 def _pack(weight: Tensor, kind: Packing) -> Tensor:

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from arbor.errors import ModelError
 from arbor.kernels.linear.blocks import (
     KINDS,
-    NATIVE_DTYPES,
+    NUMBER_OF,
     RUN,
     BlockEmbedding,
     BlockLinear,
     BlockWeight,
+    decoded,
 )
 from arbor.kernels.linear.experts import BlockExperts
 from arbor.kernels.native import native_library
@@ -246,8 +247,8 @@ class _Reader:
             whole = values[0] if len(values) == 1 else torch.cat(values, dim=1)
             parameter = nn.Parameter(whole.view(shape).to(self._device), requires_grad=False)
             setattr(module, key, parameter)
-            decoded = (each for each in own if len(each.shape) > 1 and not self._is_dense(each))
-            self._decoded.update(each.type_name for each in decoded)
+            changed = (each for each in own if len(each.shape) > 1 and not self._is_dense(each))
+            self._decoded.update(each.type_name for each in changed)
 
     def _in_blocks(
         self, module: Any, places: Mapping[str, tuple[TensorPlace, ...]]
@@ -301,17 +302,10 @@ class _Reader:
 
     def _by_gguf(self, place: TensorPlace) -> Tensor:
         """float32, by the package `gguf`."""
-        import numpy as np
-        from gguf import GGMLQuantizationType, quants
-
-        data = self._bytes(place.start, place.length).numpy().copy()
-        plain: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
-        if place.type_name in plain:
-            found = data.view(plain[place.type_name]).astype(np.float32)
-        else:
-            rows = data.reshape(*place.shape[:-1], -1)
-            found = quants.dequantize(rows, GGMLQuantizationType(place.type))
-        return torch.from_numpy(found)
+        data = self._bytes(place.start, place.length)
+        if place.type_name == "F64":
+            return data.clone().view(torch.float64).float()
+        return decoded(data.view(*place.shape[:-1], -1), place.type_name)
 
     def _in_order(self, place: TensorPlace, rows: Tensor) -> Tensor:
         """Rows of q and k in the order of transformers: the first halves of a head's pairs, then
@@ -330,7 +324,7 @@ class _Reader:
 
 def _computes(dtype: torch.dtype) -> bool:
     """Whether the native kernels are there and compute in a dtype."""
-    return native_library() is not None and dtype in NATIVE_DTYPES
+    return native_library() is not None and dtype in NUMBER_OF
 
 
 def _is_read_in_blocks(place: TensorPlace) -> bool:
