@@ -87,6 +87,20 @@ def test_weights_and_products_are_those_of_the_format(kind: str) -> None:
             assert torch.equal(multiply(x[-rows:], weight, bias), found[-rows:])
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_0"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_wider_than_a_cache_have_the_bits_of_any_batch(kind: str, dtype: torch.dtype) -> None:
+    weight = random_blocks(kind, 50, 5120 + (64 if kind == "Q5_0" else 0))
+    exact = defined(weight)
+    x = torch.randn(20, weight.inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = multiply(x, weight, None)
+    error = (found.double() - x.double() @ exact.double().T).abs()
+    bound = 2e-6 if dtype == torch.float32 else 2**-8
+    assert bool((error <= bound * (x.double().abs() @ exact.double().abs().T)).all())
+    for rows in range(1, 17):
+        assert torch.equal(multiply(x[:rows], weight, None), found[:rows])
+
+
 def test_without_the_kernels_torch_multiplies_by_the_same_weights() -> None:
     weight = random_blocks("Q4_K", 70, 512)
     x = torch.randn(40, 512, generator=torch.Generator().manual_seed(1))

@@ -1,14 +1,17 @@
 // Linear layers over weights in blocks (blocks.h), which stay in their file's layout.
 //
-// The weights of some outputs are decoded into a cache and met there by all rows. Where the CPU
-// multiplies pairs of bfloat16 and x is bfloat16, codes are whole numbers in bfloat16, which holds
-// them exactly; their products are summed by groups, then scaled in float32 (block_pairs.h). Elsewhere
-// weights and x are float32. No weight is rounded but those of formats with 16 or 32 bits.
+// The weights of some outputs are decoded into a cache and met there by all rows; for few rows they
+// stay in registers. Where the CPU multiplies pairs of bfloat16 and x is bfloat16, codes are whole
+// numbers in bfloat16, which holds them exactly (block_pairs.h), elsewhere in float32
+// (block_singles.h); products are summed by groups, then scaled in float32. Formats without codes,
+// and other CPUs than x86: weights and x in one dtype. No weight is rounded but those of formats with
+// 16 or 32 bits.
 // Each result is summed over its inputs in lanes, and these in one order: a row's bits do not depend
 // on the other rows or on the number of threads.
 #pragma once
 
 #include "block_pairs.h"
+#include "block_singles.h"
 #include "blocks.h"
 #include "linear.h"
 
@@ -17,6 +20,7 @@ namespace {
 constexpr int TOGETHER = 4;      // outputs whose sums stay in registers
 constexpr int DECODED = 16;      // outputs decoded at a time for many rows, a part of a job
 constexpr int MOST_DECODED = 512;  // inputs of them
+constexpr int FUSED_X = 24 << 10;  // bytes of x that stay in the L1 cache for few rows
 constexpr int BLOCK_ROWS = 128;  // that meet all weights, so that x stays in the L2 cache
 
 // Numbers of x and weights as they lie, `Vec::WIDTH` float32 or 32 bfloat16 at a time.
@@ -26,13 +30,18 @@ struct PlainLanes {
     static constexpr int ROWS = Wide::ROWS, FUSED_ROWS = 0;
     static int64_t x_bytes(int inputs) { return static_cast<int64_t>(inputs) * sizeof(X); }
     static int64_t weight_bytes(int inputs) { return x_bytes(inputs); }
+    static int64_t row_bytes(int inputs) {
+        if constexpr (PLAIN<F>) return static_cast<int64_t>(inputs) * F::BYTES;
+        else return static_cast<int64_t>(inputs / F::NUMBERS) * F::BYTES;
+    }
 
     template <class Number>
     static void read_x(const Number* x, int inputs, char* to) {
         copy_row(x, inputs, reinterpret_cast<X*>(to));
     }
 
-    static void decode(const uint8_t* row, int first, int inputs, char* to) {
+    static void decode(const uint8_t* row, int64_t ahead, int first, int inputs, char* to) {
+        fetch(row + ahead + row_bytes(first), row_bytes(inputs));
         decode_blocks<F>(row, first, inputs, reinterpret_cast<X*>(to));
     }
 
@@ -103,11 +112,11 @@ inline void tile_of(int rows, const char* x, int64_t x_row, const char* weights,
 }
 
 template <class Lanes, int R>
-inline void fused_of(int rows, const char* x, int64_t x_row, const uint8_t* row, int inputs, float* sums,
-                     int64_t sums_row) {
+inline void fused_of(int rows, const char* x, int64_t x_row, const uint8_t* row, int64_t ahead, int inputs,
+                     bool begins, float* sums, int64_t sums_row) {
     if constexpr (R > 0) {
-        if (rows == R) return Lanes::template fused<R>(x, x_row, row, inputs, sums, sums_row);
-        fused_of<Lanes, R - 1>(rows, x, x_row, row, inputs, sums, sums_row);
+        if (rows == R) return Lanes::template fused<R>(x, x_row, row, ahead, inputs, begins, sums, sums_row);
+        fused_of<Lanes, R - 1>(rows, x, x_row, row, ahead, inputs, begins, sums, sums_row);
     }
 }
 
@@ -132,7 +141,9 @@ void block_results(const LinearJob& job, const float* sums, int64_t sums_row, in
 template <class Lanes, class Number>
 void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
     // few rows read each output's weights in their order, many keep those of more outputs in L2
-    int group = job.rows <= 2 * Lanes::ROWS ? TOGETHER : DECODED;
+    int group = job.rows > Lanes::FUSED_ROWS && job.rows <= 2 * Lanes::ROWS ? TOGETHER : DECODED;
+    int64_t block_bytes = Lanes::x_bytes(BLOCK_WEIGHTS) * (job.rows ? job.rows : 1);
+    int fused_inputs = (block_bytes < FUSED_X ? static_cast<int>(FUSED_X / block_bytes) : 1) * BLOCK_WEIGHTS;
     int blocks = (job.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     int most_rows = blocks ? (job.rows + blocks - 1) / blocks : 0;
     int most_inputs = job.inputs < MOST_DECODED ? job.inputs : MOST_DECODED;
@@ -156,10 +167,17 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
         for (int output = first; output < end; output += group) {
             int count = end - output < group ? end - output : group;
             const uint8_t* from = static_cast<const uint8_t*>(job.packed) + output * job.packed_row;
+            // whose weights are fetched meanwhile: no CPU sees them coming, a part of a row each
+            int64_t ahead = output + 2 * group <= end ? group * job.packed_row : 0;
             if (job.rows <= Lanes::FUSED_ROWS) {
-                for (int o = 0; o < count; o++) {
-                    fused_of<Lanes, Lanes::FUSED_ROWS>(rows, x, x_row, from + o * job.packed_row,
-                                                       job.inputs, sums + o * Vec::WIDTH, sums_row);
+                for (int input = 0; input < job.inputs; input += fused_inputs) {
+                    int inputs = job.inputs - input < fused_inputs ? job.inputs - input : fused_inputs;
+                    for (int o = 0; o < count; o++) {
+                        fused_of<Lanes, Lanes::FUSED_ROWS>(
+                            rows, x + Lanes::x_bytes(input), x_row,
+                            from + o * job.packed_row + Lanes::row_bytes(input), ahead, inputs, input == 0,
+                            sums + o * Vec::WIDTH, sums_row);
+                    }
                 }
                 block_results<Number>(job, sums, sums_row, row, rows, output, count);
                 continue;
@@ -167,7 +185,7 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
             for (int input = 0; input < job.inputs; input += most_inputs) {
                 int inputs = job.inputs - input < most_inputs ? job.inputs - input : most_inputs;
                 for (int o = 0; o < count; o++) {
-                    Lanes::decode(from + o * job.packed_row, input, inputs, weights + o * weight_row);
+                    Lanes::decode(from + o * job.packed_row, ahead, input, inputs, weights + o * weight_row);
                 }
                 for (int at = 0; at < rows;) {
                     int tiles = (rows - at + Lanes::ROWS - 1) / Lanes::ROWS;
@@ -186,20 +204,29 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
     }
 }
 
+#if defined(__x86_64__)
+template <class F>
+using InSingles = std::conditional_t<PLAIN<F>, PlainLanes<F, WideSingles>, SingleLanes<F>>;
+#else
+template <class F>
+using InSingles = PlainLanes<F, WideSingles>;
+#endif
+
+#if defined(__AVX512BF16__)
+template <class F>
+using InPairs = std::conditional_t<PLAIN<F>, PlainLanes<F, WidePairs>, CodeLanes<F>>;
+#endif
+
 void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
     with_format(job.packed_number, [&](auto format) {
         using F = decltype(format);
         if (job.number == arbor::FLOAT32) {
-            return block_groups<PlainLanes<F, WideSingles>, float>(job, part, parts, scratch);
+            return block_groups<InSingles<F>, float>(job, part, parts, scratch);
         }
 #if defined(__AVX512BF16__)
-        if constexpr (PLAIN<F>) {
-            block_groups<PlainLanes<F, WidePairs>, bf16>(job, part, parts, scratch);
-        } else {
-            block_groups<CodeLanes<F>, bf16>(job, part, parts, scratch);
-        }
+        block_groups<InPairs<F>, bf16>(job, part, parts, scratch);
 #else
-        block_groups<PlainLanes<F, WideSingles>, bf16>(job, part, parts, scratch);
+        block_groups<InSingles<F>, bf16>(job, part, parts, scratch);
 #endif
     });
 }

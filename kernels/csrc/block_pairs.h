@@ -209,10 +209,12 @@ struct CodeLanes {
     static constexpr int ROWS = 6;
     static constexpr int X_BYTES = 512 + 64;             // of a block: numbers, sums of groups
     static constexpr int WEIGHT_BYTES = 512 + 2 * 64;    // numbers, scales, offsets
+    static constexpr int BYTES = BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
 
     static int64_t blocks_of(int inputs) { return (inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS; }
     static int64_t x_bytes(int inputs) { return blocks_of(inputs) * X_BYTES; }
     static int64_t weight_bytes(int inputs) { return blocks_of(inputs) * WEIGHT_BYTES; }
+    static int64_t row_bytes(int inputs) { return static_cast<int64_t>(inputs / F::NUMBERS) * F::BYTES; }
 
     // Numbers of x in the order in which codes meet them; zeros behind the last.
     static void read_x(const bf16* x, int inputs, char* to) {
@@ -240,14 +242,15 @@ struct CodeLanes {
         }
     }
 
-    static void decode(const uint8_t* row, int first, int inputs, char* to) {
+    static void decode(const uint8_t* row, int64_t ahead, int first, int inputs, char* to) {
         row += static_cast<int64_t>(first / F::NUMBERS) * F::BYTES;
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, to += WEIGHT_BYTES) {
             auto keep = [&](int step, __m512i numbers) { _mm512_storeu_si512(to + step * 64, numbers); };
+            fetch(row + ahead, BYTES);
             auto [scale, offset] = decoded(row, inputs - at, keep);
             _mm512_storeu_ps(to + 512, scale);
             if (F::OFFSETS) _mm512_storeu_ps(to + 576, offset);
-            row += BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
+            row += BYTES;
         }
     }
 
@@ -323,11 +326,13 @@ struct CodeLanes {
 
     // R rows of x by one output whose weights are never stored: the sums of `tile`.
     template <int R>
-    static void fused(const char* x, int64_t x_row, const uint8_t* row, int inputs, float* sums,
-                      int64_t sums_row) {
+    static void fused(const char* x, int64_t x_row, const uint8_t* row, int64_t ahead, int inputs,
+                      bool begins, float* sums, int64_t sums_row) {
         __m512 total[R];
         WRITTEN_OUT
-        for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
+        for (int r = 0; r < R; r++) {
+            total[r] = begins ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * sums_row);
+        }
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, x += X_BYTES) {
             __m512 acc[R];
             WRITTEN_OUT
@@ -340,6 +345,7 @@ struct CodeLanes {
                                               reinterpret_cast<__m512bh>(numbers));
                 }
             };
+            fetch(row + ahead, BYTES);
             auto [scale, offset] = decoded(row, inputs - at, add);
             WRITTEN_OUT
             for (int r = 0; r < R; r++) {
@@ -349,7 +355,7 @@ struct CodeLanes {
                     total[r] = _mm512_fnmadd_ps(offset, sum, total[r]);
                 }
             }
-            row += BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
+            row += BYTES;
         }
         WRITTEN_OUT
         for (int r = 0; r < R; r++) _mm512_storeu_ps(sums + r * sums_row, total[r]);

@@ -14,6 +14,11 @@ namespace {
 constexpr int RUN = 32;
 constexpr int BLOCK_WEIGHTS = 256;  // weights that are decoded together: a block, or eight of 32
 
+// Bring memory that is read soon into the cache.
+inline void fetch(const uint8_t* from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
+}
+
 inline float half_at(const uint8_t* p) {
     uint16_t bits;
     std::memcpy(&bits, p, 2);
