@@ -61,11 +61,13 @@ def brute_force(forwards: list[tuple[int, float]]) -> int:
 @pytest.mark.slow
 def test_intervals_are_those_of_the_attention_of_every_forward(intervals: list[int]) -> None:
     with solver() as running:
-        found = calibrate_window(running, itertools.islice(running.task.problems("train"), 2), 80)
+        found = calibrate_window(
+            running, itertools.islice(running.task.problems("train"), 2), 80, (ALPHA,)
+        )
 
     again = [each for each in intervals if each]
     assert (found.problems, found.tokens) == (2, len(intervals))
-    assert found.recurring == pytest.approx(len(again) / len(intervals))
+    assert found.read_again == pytest.approx(len(again) / len(intervals))
     assert found.window == found.intervals[80] == np.percentile(again, 80, method="higher")
     assert (
         found.intervals[50]
@@ -84,12 +86,15 @@ def test_the_command_solves_the_calibration_split_of_a_file(
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(lines), encoding="utf-8")
     solved: list[Problem] = []
 
-    def calibrate(solver: Solver, problems: list[Problem], percentile: float) -> Recurrence:
+    def calibrate(
+        solver: Solver, problems: list[Problem], percentile: float, alphas: Any
+    ) -> Recurrence:
         solved.extend(problems)
-        return Recurrence(9, percentile, len(problems), 90, 0.5, {50: 9}, 0.5)
+        return Recurrence(2e-4, 9, percentile, len(problems), 90, 0.5, {2e-4: 0.97}, {50: 9}, 0.5)
 
     monkeypatch.setattr("arbor.papers.lazyeviction.calibrate.calibrate_window", calibrate)
     words = ["calibrate", "window", str(tmp_path / "gsm8k.jsonl"), "--task", "gsm8k", "--n", "8"]
+    words += ["--out", str(tmp_path / "alpha.json")]
     result = in_process(capsys)(*words, "--json")
 
     assert result.code == 0, result.err
