@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +71,9 @@ def calibrate_window(
     Raises:
         UsageError: no token was read again.
     """
-    statistics = StatisticsAtEach(alphas)
-    solver.engine.state.statistics = statistics
     longest: list[list[Ints]] = []
     heavy: list[float] = []
-    for problem in problems:
-        solution = solver.solve(problem)
-        reads = [_reads(each, solver, solution) for each in statistics.each]
+    for reads in path_reads(solver, problems, alphas):
         longest.append([read.intervals for read in reads])
         heavy.append(heaviest_share(reads[0].mass))
     every = [
@@ -165,14 +161,22 @@ class PathReads:
     prompt: int
 
 
-def path_reads(solver: Solver, solution: Solution) -> PathReads:
-    """How the tokens of a solution's path were read, prompt included.
+def path_reads(
+    solver: Solver, problems: Iterable[Problem], alphas: Sequence[float]
+) -> Iterator[list[PathReads]]:
+    """Solve problems; how the tokens of each path were read at each alpha, prompt included.
 
     Args:
-        solver: has just found the solution, with a policy that observes attention.
-        solution: its last one.
+        solver: a full budget, and a policy that observes attention.
+        problems: of its task.
+        alphas: at least one.
     """
-    return _reads(solver.engine.state.statistics, solver, solution)
+    solver.engine.make_statistics = lambda _: StatisticsAtEach(alphas)
+    for problem in problems:
+        solution = solver.solve(problem)
+        statistics = solver.engine.state.statistics
+        assert isinstance(statistics, StatisticsAtEach)
+        yield [_reads(each, solver, solution) for each in statistics.each]
 
 
 def _reads(statistics: TokenStatistics, solver: Solver, solution: Solution) -> PathReads:
