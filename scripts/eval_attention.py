@@ -15,7 +15,6 @@ percentiles are over all tokens that recur.
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,26 +40,25 @@ TASKS = ("chains", "recall", "game24")
 THRESHOLDS = (1e-4, 5e-4, 4e-3)  # the paper's two; about an even share of a path of 230 tokens
 
 
-def reads_of(args: argparse.Namespace, task: str, threshold: float) -> list[PathReads]:
-    """How the tokens of each problem's chain were read.
+def reads_of(args: argparse.Namespace, task: str) -> list[list[PathReads]]:
+    """How the tokens of each problem's chain were read, at each threshold.
 
     Args:
         args: the script's options.
         task: whose problems.
-        threshold: mean attention from which a token counts as read.
     """
     with Solver(
         args.model,
         task=task,
         controller="chain",
         verifier=verifier_of_chains(task),
-        policy=f"lazyeviction,threshold={threshold}",
+        policy="lazyeviction",
         sampling={"temperature": 0.0},
         threads=1,
     ) as solver:
         problems = problems_of(args, solver.task, args.n)
-        found = (path_reads(solver, solver.solve(problem)) for problem in problems)
-        return [each for each in found if len(each.mass) > each.prompt]
+        found = path_reads(solver, problems, args.thresholds)
+        return [each for each in found if len(each[0].mass) > each[0].prompt]
 
 
 def mean_share(name: str, shares: Sequence[float]) -> dict[str, float]:
@@ -110,9 +108,10 @@ def main() -> None:
     args = parser.parse_args()
     table = ExperimentTable(args)
     tasks = args.tasks if args.dataset is None and args.task is None else [task_of(args)]
-    for task, threshold in itertools.product(tasks, args.thresholds):
-        row = row_of(task, threshold, reads_of(args, task, threshold))
-        table.show(row)
+    for task in tasks:
+        reads = reads_of(args, task)
+        for threshold, found in zip(args.thresholds, zip(*reads, strict=True), strict=True):
+            table.show(row_of(task, threshold, found))
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ from arbor.model.runner import ModelRunner
 from arbor.retention.base import BlockScores, ValueScores
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.policy import Policy
+from arbor.retention.token_statistics import TokenStatistics
 from arbor.tree import Node, ThoughtTree
 
 T = TypeVar("T")
@@ -191,6 +192,8 @@ class Engine:
         self.companions: tuple[Companion, ...] = ()
         self._memory: KVMemory | None = None
         self._opened: _Parts | None = None
+        # from a policy's alpha, what keeps the attention of the trees opened next
+        self.make_statistics: Callable[[float | None], TokenStatistics] = TokenStatistics
         self._latest: OpenTree | None = None
 
     # Life of a tree
@@ -287,6 +290,7 @@ class Engine:
             own_budgets=have_own_budgets(self.mode, self.share, staged=streamed),
             part=part,
         )
+        state.statistics = self.make_statistics(self.policy.protect.threshold)
         kinds: tuple[type[Rules], type[Rules]] = (Rules, Lossy)
         if streamed:
             kinds = (Streamed, StreamedLossy)

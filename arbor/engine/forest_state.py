@@ -101,7 +101,7 @@ class ForestState:
         self.table = BlockTable(
             protect.tail, memory.is_shared if shares_prompts or keeps_prompts else None
         )
-        self.statistics = TokenStatistics(threshold=protect.threshold)
+        self.statistics = TokenStatistics(protect.threshold)
         self.computed: set[int] = set()
         self.hidden: frozenset[int] = frozenset()
         self.before_hiding: frozenset[int] = frozenset()

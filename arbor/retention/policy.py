@@ -80,7 +80,8 @@ class Protect:
         recent: last tokens before the end of each running leaf; lossy mode only.
         tail: last tokens of each block (ArborKV's L_tail); none by default.
         floor: least tokens of a block (ArborKV's K_min); none by default.
-        threshold: attention from which a token counts as activated (RaaS's alpha).
+        threshold: alpha, the attention from which a token counts as read (RaaS); None: the one that
+            ``arbor calibrate window`` found for the model, else 1e-4 (`arbor.retention.alpha`).
         prompt: all tokens of the prompt; lossy mode only.
     """
 
@@ -88,12 +89,15 @@ class Protect:
     recent: int = 8
     tail: int = 0
     floor: int = 0
-    threshold: float = 1e-4
+    threshold: float | None = None
     prompt: bool = field(default=False, metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
         numbers = ("sinks", "recent", "tail", "floor", "threshold")
-        check_settings(self, **{name: (getattr(self, name) >= 0, "0 or more") for name in numbers})
+        given = {name: getattr(self, name) for name in numbers}
+        check_settings(
+            self, **{name: (n is None or n >= 0, "0 or more") for name, n in given.items()}
+        )
 
     def easing(self) -> Iterator[Protect]:
         """This, then less and less, down to nothing.

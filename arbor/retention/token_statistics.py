@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.retention.alpha import DEFAULT_ALPHA
 from arbor.retention.base import Floats, Ints
 from arbor.support.growable import grown
 
@@ -54,11 +55,11 @@ class TokenStatistics:
     Only queries that could see a token age it, so an inactive branch does not age.
 
     Args:
-        threshold: mean attention from which a token counts as activated (RaaS: 1e-4).
+        threshold: mean attention from which a token counts as activated; None: `DEFAULT_ALPHA`.
     """
 
-    def __init__(self, threshold: float = 1e-4) -> None:
-        self.threshold = threshold
+    def __init__(self, threshold: float | None = None) -> None:
+        self.threshold = DEFAULT_ALPHA if threshold is None else threshold
         # where the used part of the token arrays ends; the first entry stands for unknown tokens
         self._end = 1
         self._columns: dict[str, NDArray[Any]] = {

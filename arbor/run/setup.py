@@ -15,6 +15,7 @@ from arbor.model.checkpoint import Checkpoint
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
 from arbor.registry import name_of
+from arbor.retention.alpha import with_alpha
 from arbor.run.plugin_answers import check_boundary, most_proposals, proposing, unchecked
 from arbor.run.settings import Settings, recorded, sampling_with
 from arbor.tasks.base import BlockLimits, Task
@@ -74,6 +75,8 @@ class Setup(Settings):
         given = {each.name: getattr(settings, each.name) for each in dataclasses.fields(settings)}
         if settings.msve is None and (values := hook("msve")) is not None:
             given["msve"] = values.fitted(source.place if source.path else "", source.revision)
+        place = source.place if source.path else ""
+        given["policy"] = with_alpha(settings.policy, place, source.revision)
         given["verifier"] = resolve_verifier(settings.verifier, settings.task, source)
         return cls(**given, checkpoint=checkpoint, boundary=boundary, verifier_models=models)
 

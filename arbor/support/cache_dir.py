@@ -3,6 +3,7 @@
 ``ARBOR_CACHE``, else ``$XDG_CACHE_HOME/arbor``, else ``~/.cache/arbor``:
 
     msve/MODEL/REVISION.json            block values of a Hub model, from ``arbor calibrate msve``
+    alpha/MODEL/REVISION.json           alpha of it, from ``arbor calibrate window``
     exit/MODEL/REVISION.json            thresholds of CGEE for it, from ``arbor calibrate exit``
     models/ID.json                      description of a local model, for plans without torch
     tokenizers/ID.json                  its tokenizer, named by its own content

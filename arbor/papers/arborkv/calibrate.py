@@ -97,7 +97,8 @@ def _losses(solver: Solver, problem: Problem, path: Sequence[Node], index: int) 
     growth = Growth(0, GREEDY, StopRule(engine.tokenizer, solver.boundary, solver.eos))
     places = range(1, len(path) - 2)
     # as of the search, before the experiment adds queries of its own
-    attended = engine.state.statistics.block_attention(np.array([path[i].id for i in places], int))
+    rows = np.array([path[i].row for i in places], int)
+    attended = engine.state.statistics.block_attention(rows)
     found = []
     for place, attention in zip(places, attended.tolist(), strict=True):
         lost, leaf = path[place], path[place + 1]

@@ -14,7 +14,7 @@ FEATURE = Feature(
     calibrations={
         "window": (
             "arbor.papers.lazyeviction.command:window",
-            "Measure the window of LazyEviction: solve problems, see when tokens are read again.",
+            "Measure alpha and the window of LazyEviction: solve problems, see when tokens are read again.",
         ),
     },
 )

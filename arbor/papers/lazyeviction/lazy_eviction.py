@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
 
+from arbor.components import ONLY_IF_SET
 from arbor.errors import check_settings
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Floats, Tokens
 from arbor.retention.policy import Policy, Protect, Trigger
 
+COLD = 32  # tokens read again before W is estimated from them
+PERCENTILE = 80  # of the intervals, which W is; the paper's
 _FAR = 700.0  # above it exp overflows
 
 
@@ -33,21 +36,37 @@ class LazyEviction:
     an interval of 1, where the paper divides by 0, its H2 is the limit, 0. Differs: one set for all
     heads and layers.
 
+    With `online`, W of ``fixed`` is the 80th percentile of the intervals of the tokens that are
+    scored, as the paper's W is of a sample; until `COLD` of them were read again it is `window`.
+    Source: its online cold start (Limitations), which fixes W after some requests. Differs: tokens
+    that were evicted are not counted, and W changes at every eviction; `Trigger.spare` and
+    `Protect.recent` do not change.
+
     Attributes:
-        h2: ``fixed``, ``paper`` or ``off``.
+        h1: ``on``, or ``off``: H2 alone (its Table 4).
+        h2: ``fixed``, ``paper`` or ``off``: H1 alone.
         window: W of ``fixed``, in queries, >= 1.
+        online: whether W is estimated from the tokens scored; with ``fixed`` only.
     """
 
     observes: ClassVar[bool] = True
+    by_activation: ClassVar[bool] = True
 
     h2: Literal["fixed", "paper", "off"] = "fixed"
     window: int = 25
+    h1: Literal["on", "off"] = field(default="on", metadata=ONLY_IF_SET)
+    online: bool = field(default=False, metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
         check_settings(
             self,
             h2=(self.h2 in ("fixed", "paper", "off"), "fixed, paper or off"),
             window=(self.window >= 1, "at least 1, such as 25"),
+            h1=(
+                self.h1 == "on" or (self.h1 == "off" and self.h2 != "off"),
+                "on, or off with an h2",
+            ),
+            online=(not self.online or self.h2 == "fixed", "false, or true with h2=fixed"),
         )
 
     def scores(self, tokens: Tokens) -> Floats:
@@ -57,11 +76,19 @@ class LazyEviction:
         due = np.where(known, _falling(age / np.maximum(interval, 1)), age == 0)
         if self.h2 == "off":
             return due
+        if self.h1 == "off":
+            due = np.zeros_like(age)
         if self.h2 == "fixed":
-            regular = _falling((interval - 1) / self.window)
+            regular = _falling((interval - 1) / self._width(interval[known]))
         else:
             regular = np.where(interval > 1, _falling(1 / np.maximum(interval - 1, 1)), 0.0)
         return due + np.where(known, regular, 0.0)
+
+    def _width(self, intervals: Floats) -> float:
+        """W, from the intervals of the tokens that were read again."""
+        if not self.online or len(intervals) < COLD:
+            return self.window
+        return float(np.percentile(intervals, PERCENTILE, method="higher"))
 
 
 def _falling(x: Floats) -> Floats:
@@ -74,5 +101,5 @@ POLICY = Policy(
     LazyEviction(),
     Protect(recent=25),
     trigger=Trigger(spare=25),
-    summary="Keeps tokens that are read at intervals and are due again (LazyEviction).",
+    summary="Keeps tokens read at intervals that are due; alpha 1e-4 by default (LazyEviction).",
 )

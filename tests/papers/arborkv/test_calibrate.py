@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from support.models import build
 from support.run_cli import in_process
 from support.trees import GREEDY, Lab, relative_error
 
-from arbor.papers.arborkv.calibrate import Example, calibrate
+from arbor.papers.arborkv.calibrate import Example, _losses, calibrate
 from arbor.papers.arborkv.msve import MSVE
+from arbor.retention.token_statistics import TokenStatistics
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -33,6 +36,26 @@ def test_a_hidden_block_is_as_good_as_evicted() -> None:
             logits.append(lab.ask([second], [(7, 8)]))
 
     assert relative_error(*logits) < 1e-6
+
+
+def test_attention_of_masked_blocks_is_theirs_while_another_tree_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("arbor.papers.arborkv.calibrate.StopRule", mock.MagicMock())
+    monkeypatch.setattr("arbor.papers.arborkv.calibrate._continues", lambda *_: True)
+    statistics = TokenStatistics()
+    ahead = 3  # rows that the other tree has
+    for row in range(ahead + 5):
+        statistics.open(row, 0, 1)
+        one = np.array([1])
+        statistics.observe(np.array([row]), np.array([0]), 0.1 * (row + one), one)
+    solver = mock.MagicMock()
+    solver.engine.state.statistics = statistics
+    path = [SimpleNamespace(id=i, row=ahead + i, value=0.5, confidence=0.5) for i in range(5)]
+
+    found = _losses(solver, mock.MagicMock(), path, 0)
+
+    assert [each.attention for each in found] == pytest.approx([0.5, 0.6])
 
 
 def examples(n: int, seed: int = 0) -> list[Example]:

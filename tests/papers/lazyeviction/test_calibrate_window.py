@@ -13,7 +13,10 @@ import pytest
 from support.run_cli import in_process
 
 from arbor import Solver
+from arbor.components import build
+from arbor.errors import UsageError
 from arbor.papers.lazyeviction.calibrate import Recurrence, calibrate_window
+from arbor.retention.alpha import ALPHA_FILE, save_alpha, with_alpha
 from arbor.retention.token_statistics import TokenStatistics
 from arbor.tasks.base import Problem
 from arbor.tasks.splits import dataset_split_of
@@ -61,11 +64,13 @@ def brute_force(forwards: list[tuple[int, float]]) -> int:
 @pytest.mark.slow
 def test_intervals_are_those_of_the_attention_of_every_forward(intervals: list[int]) -> None:
     with solver() as running:
-        found = calibrate_window(running, itertools.islice(running.task.problems("train"), 2), 80)
+        found = calibrate_window(
+            running, itertools.islice(running.task.problems("train"), 2), 80, (ALPHA,)
+        )
 
     again = [each for each in intervals if each]
     assert (found.problems, found.tokens) == (2, len(intervals))
-    assert found.recurring == pytest.approx(len(again) / len(intervals))
+    assert found.read_again == pytest.approx(len(again) / len(intervals))
     assert found.window == found.intervals[80] == np.percentile(again, 80, method="higher")
     assert (
         found.intervals[50]
@@ -84,16 +89,57 @@ def test_the_command_solves_the_calibration_split_of_a_file(
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(lines), encoding="utf-8")
     solved: list[Problem] = []
 
-    def calibrate(solver: Solver, problems: list[Problem], percentile: float) -> Recurrence:
+    def calibrate(
+        solver: Solver, problems: list[Problem], percentile: float, alphas: Any
+    ) -> Recurrence:
         solved.extend(problems)
-        return Recurrence(9, percentile, len(problems), 90, 0.5, {50: 9}, 0.5)
+        return Recurrence(2e-4, 9, percentile, len(problems), 90, 0.5, {2e-4: 0.97}, {50: 9}, 0.5)
 
     monkeypatch.setattr("arbor.papers.lazyeviction.calibrate.calibrate_window", calibrate)
     words = ["calibrate", "window", str(tmp_path / "gsm8k.jsonl"), "--task", "gsm8k", "--n", "8"]
+    words += ["--out", str(tmp_path / "alpha.json")]
     result = in_process(capsys)(*words, "--json")
 
     assert result.code == 0, result.err
     expected = [name for name in names if dataset_split_of(name) == "calibration"]
     assert [each.text for each in solved] == expected[:8]
     assert {each.expected for each in solved} == {"6"}, "the task has read them"
+    ready = with_alpha(build("policy", "raas"), str(tmp_path), None)
+    assert ready.protect.threshold == 2e-4, "policies read the file"
     assert result.document["dataset"] == str(tmp_path / "gsm8k.jsonl")
+
+
+@pytest.mark.slow
+def test_alpha_is_the_smallest_at_which_most_tokens_recur_and_else_the_best() -> None:
+    with solver() as running:
+        problems = list(itertools.islice(running.task.problems("train"), 2))
+        found = calibrate_window(running, problems, 80, (1e-4, 1e-3, 4e-3, 0.5))
+        alone = calibrate_window(running, problems, 80, (4e-3,))
+
+    assert found.recurring[1e-4] < 0.95 < found.recurring[4e-3]
+    assert found.alpha == next(a for a, share in found.recurring.items() if share > 0.95)
+    assert found.recurring[4e-3] == alone.recurring[4e-3]
+    with solver() as running:
+        none = calibrate_window(running, problems, 80, (1e-4, 0.02))
+    assert none.alpha == max(none.recurring, key=lambda alpha: none.recurring[alpha])
+
+
+@pytest.mark.parametrize(
+    ("policy", "alpha"), [("raas", 0.002), ("raas,threshold=0.003", 0.003), ("h2o", 1e-4)]
+)
+def test_policies_that_ask_when_tokens_were_read_take_alpha_from_the_models_file(
+    tmp_path: Path, policy: str, alpha: float
+) -> None:
+    save_alpha(tmp_path / ALPHA_FILE, 0.002, {"task": "chains"})
+    ready = build("policy", policy)
+
+    assert with_alpha(ready, str(tmp_path), None).protect.threshold == alpha
+    assert with_alpha(build("policy", "raas"), "", None).protect.threshold == 1e-4
+
+
+@pytest.mark.parametrize("text", ["{}", '{"schema": "arbor.alpha/1", "alpha": 7}', "no JSON"])
+def test_a_damaged_file_of_alpha_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / ALPHA_FILE).write_text(text, encoding="utf-8")
+
+    with pytest.raises(UsageError, match="alpha-unreadable"):
+        with_alpha(build("policy", "lazyeviction"), str(tmp_path), None)

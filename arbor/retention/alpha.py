@@ -1,0 +1,81 @@
+"""Alpha: the attention from which a token counts as read; the file of the one fitted to a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from arbor.errors import UsageError
+from arbor.retention.policy import Policy
+from arbor.support.atomic_write import write_atomically
+from arbor.support.cache_dir import model_file
+
+DEFAULT_ALPHA = 1e-4  # of RaaS, and of LazyEviction for most of its models
+ALPHA_FILE = "alpha.json"  # in a model's directory
+_FORMAT = "arbor.alpha/1"
+
+
+def with_alpha(policy: Policy, place: str, revision: str | None) -> Policy:
+    """A policy whose alpha is a number: the one given, else the model's, else the default.
+
+    A policy whose scorer does not ask when tokens were read (``by_activation``) has the default.
+
+    Args:
+        policy: of the settings.
+        place: directory of the model, its id on the Hub, or its GGUF file; empty for a ready model.
+        revision: on the Hub.
+
+    Raises:
+        UsageError: the model's file holds no alpha.
+    """
+    if policy.protect.threshold is not None:
+        return policy
+    fitted = None
+    if place and getattr(policy.scorer, "by_activation", False):
+        fitted = _fitted(place, revision)
+    alpha = DEFAULT_ALPHA if fitted is None else fitted
+    return replace(policy, protect=replace(policy.protect, threshold=alpha))
+
+
+def cached_file(place: str, revision: str | None) -> Path:
+    """The file for a model without a directory of its own, which may not exist."""
+    return model_file("alpha", place, revision)
+
+
+def save_alpha(path: Path, alpha: float, provenance: Mapping[str, Any]) -> None:
+    """Write a small JSON file that `with_alpha` reads.
+
+    Args:
+        path: where to.
+        alpha: the threshold.
+        provenance: its origin, for readers of the file.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    document = {"schema": _FORMAT, "alpha": alpha, "provenance": dict(provenance)}
+    write_atomically(path, json.dumps(document, indent=2, sort_keys=True) + "\n")
+
+
+def _fitted(place: str, revision: str | None) -> float | None:
+    path = Path(place) / ALPHA_FILE if Path(place).is_dir() else cached_file(place, revision)
+    if not path.is_file():
+        return None
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["schema"] != _FORMAT:
+            raise ValueError(f"its schema is {document['schema']}, not {_FORMAT}")
+        alpha = float(document["alpha"])
+        if not 0 < alpha < 1:
+            raise ValueError(f"alpha is {alpha}, not between 0 and 1")
+        return alpha
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            "alpha-unreadable",
+            f"{path} holds no alpha: {type(error).__name__}: {error}.",
+            "`arbor calibrate window` writes such a file; or give the policy threshold=0.0001.",
+            path=str(path),
+        ) from error
