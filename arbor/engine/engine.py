@@ -286,6 +286,7 @@ class Engine:
             keeps_prompts=self.share in SIMILAR if self.mode == "lossy" else self.share != "off",
             own_budgets=have_own_budgets(self.mode, self.share, staged=streamed),
             part=part,
+            lately=self.policy.observation.lately,
         )
         kinds: tuple[type[Rules], type[Rules]] = (Rules, Lossy)
         if streamed:
