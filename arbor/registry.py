@@ -114,6 +114,7 @@ _CORE: Mapping[str, Mapping[str, str]] = {
         "heavy": "arbor.retention.scorers:HeavyHitters",
         "random": "arbor.retention.scorers:RandomTokens",
         "recency": "arbor.retention.scorers:Recency",
+        "tova": "arbor.retention.scorers:TOVA",
         "window": "arbor.retention.scorers:Window",
     },
     "backend": {

@@ -289,6 +289,7 @@ class Engine:
             keeps_prompts=self.share in SIMILAR if self.mode == "lossy" else self.share != "off",
             own_budgets=have_own_budgets(self.mode, self.share, staged=streamed),
             part=part,
+            lately=self.policy.observation.lately,
         )
         state.statistics = self.make_statistics(self.policy.protect.threshold)
         kinds: tuple[type[Rules], type[Rules]] = (Rules, Lossy)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.retention.allocators.waterfill import rounded
 from arbor.retention.base import (
     Allocator,
     Blocks,
@@ -16,6 +18,7 @@ from arbor.retention.base import (
     Ints,
     Scorer,
     SegmentingAllocator,
+    TokenAllocator,
     Tokens,
 )
 from arbor.retention.head_budgets import (
@@ -27,7 +30,13 @@ from arbor.retention.head_budgets import (
     moved_out,
     vacated,
 )
-from arbor.retention.selection import Selection, checked_scores, rows_by_size, select
+from arbor.retention.selection import (
+    Selection,
+    checked_leaving,
+    checked_scores,
+    rows_by_size,
+    select,
+)
 
 # the view of some tokens in which each KV head's come one after the other, [C * T]
 ByHead = Callable[[Tokens], Tokens]
@@ -107,6 +116,20 @@ class HeadScorer:
             self._known = tokens, scores.reshape(-1 if count else 1, count)
         return self._known[1]
 
+    def each_head(self, tokens: Tokens) -> Iterator[tuple[Tokens, Floats]]:
+        """What each head holds in the tokens' slots, T tokens, and their scores, [T]."""
+        held, count = self._by_head(tokens), len(tokens.offset)
+
+        def part(name: str, begin: int) -> Callable[[Tokens], NDArray[np.generic]]:
+            return lambda _: getattr(held, name)[begin : begin + count]
+
+        for head, scores in enumerate(self.of_heads(tokens)):
+            names = [each.name for each in fields(Tokens) if each.name != "kv"]
+            yield (
+                Tokens.when_read({name: part(name, head * count) for name in names}, kv=tokens.kv),
+                scores,
+            )
+
     def moves(self, scores: Floats, protected: Bools, sizes: Ints, keep: Ints) -> Vacated:
         """What heads move where each keeps its best `keep` tokens; arguments as in `Cells`."""
         moved = None
@@ -166,6 +189,8 @@ class HeadSelection(Selection):
     Attributes:
         moved: what heads move; slots are indices into `tokens`.
         tokens: of the blocks that keep a part, or of all blocks (`whole`).
+        head_credit: float64 [C, T], what the allocator credits each head's tokens with; None:
+            nothing of single heads.
     """
 
     def __init__(
@@ -177,9 +202,11 @@ class HeadSelection(Selection):
         *,
         whole: bool = False,
         credit: Floats | None = None,
+        head_credit: Floats | None = None,
     ) -> None:
         self.moved = moved
         self.tokens = tokens
+        self.head_credit = head_credit
         super().__init__(blocks, counts, tokens, ~moved.leaving, whole=whole, credit=credit)
 
 
@@ -189,11 +216,14 @@ def select_by_head(
     """`select` where each KV head keeps its own tokens.
 
     The allocator says how many tokens each block keeps, and one that divides the sequence how many
-    of each segment; each head keeps its best ones.
+    of each segment; each head keeps its best ones. One with ``own_segments`` divides what each
+    head holds by itself.
 
     Raises:
         UsageError: an answer of the allocator or the scorer that breaks its protocol.
     """
+    if isinstance(allocator, TokenAllocator) and getattr(allocator, "own_segments", False):
+        return _by_own_segments(blocks, room, allocator, scorer)
     counts, chosen = select(blocks, room, allocator, scorer)
     if isinstance(allocator, SegmentingAllocator):
         gone = _of_all(blocks, chosen)
@@ -221,6 +251,80 @@ def select_by_head(
         return counts, HeadSelection(blocks, counts, tokens, moved)
     moved = scorer.moves(scores, tokens.protected, resident, counts[parted])
     return counts, HeadSelection(blocks, counts, tokens, moved)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A scorer of the tokens of one offer, whose scores are known."""
+
+    observes: ClassVar[bool] = False
+
+    known: Floats
+
+    def scores(self, tokens: Tokens) -> Floats:
+        return self.known
+
+
+def _by_own_segments(
+    blocks: Blocks, room: int, allocator: TokenAllocator, scorer: HeadScorer
+) -> tuple[Ints, HeadSelection]:
+    """Each head keeps what the allocator says of its own tokens.
+
+    A slot holds one token of each head, so a block keeps as many tokens in all heads: the mean of
+    what they would keep. A head that would keep fewer keeps its best others too, and one that would
+    keep more gives up its worst.
+    """
+    tokens = blocks.tokens
+    chosen, priority, credits = [], [], []
+    for held, scores in scorer.each_head(tokens):
+        gone, credit = checked_leaving(allocator, blocks.showing(held), room, _Known(scores))
+        kept = np.ones(len(scores), np.bool_)
+        kept[gone] = False
+        rank = np.empty(len(scores))
+        rank[np.lexsort((held.position, scores, kept))] = np.arange(len(scores))
+        chosen.append(np.bincount(tokens.block[kept], minlength=len(blocks)))
+        priority.append(rank)
+        credits.append(np.zeros(len(scores)) if credit is None else credit)
+    wanted = np.mean(chosen, 0)
+    counts = rounded(wanted, blocks.floor, blocks.resident, int(np.rint(wanted.sum())))
+    parted = (counts > 0) & (counts < blocks.resident)
+    leaving = (counts == 0)[tokens.block]
+    at = np.flatnonzero(parted[tokens.block])
+    remembered = np.array(credits)
+    sizes, keep = blocks.resident[parted], counts[parted]
+    moved = _moved(scorer, np.array(priority), tokens.protected, leaving, at, sizes, keep)
+    credit = remembered.mean(0)
+    return counts, HeadSelection(
+        blocks, counts, tokens, moved, whole=True, credit=credit, head_credit=remembered
+    )
+
+
+def _moved(
+    scorer: HeadScorer,
+    scores: Floats,
+    stays: Bools,
+    leaving: Bools,
+    at: Ints,
+    sizes: Ints,
+    keep: Ints,
+) -> Vacated:
+    """What heads move where runs of tokens keep a part.
+
+    Args:
+        scores: [C, T].
+        stays: bool [T], tokens that stay in any case.
+        leaving: bool [T], tokens that leave although their run keeps no part.
+        at: int64 [N], the tokens of the runs, one run after the other.
+        sizes, keep: int64 [P], tokens of each run, and how many stay.
+    """
+    leaving = leaving.copy()
+    if not len(at):
+        none = np.empty(0, np.int64)
+        return Vacated(none, none, none, none, leaving)
+    some = np.take(scores, at, 1)
+    cell, source, into, target, gone = scorer.moves(some, stays[at], sizes, keep)
+    leaving[at] = gone
+    return Vacated(cell, at[source], into, at[target], leaving)
 
 
 def _of_all(blocks: Blocks, chosen: Selection) -> Bools:
@@ -260,16 +364,8 @@ def _by_segment(
     lose = np.add.reduceat(gone, begins, dtype=np.int64)
     parted = (lose > 0) & (lose < sizes)
     at = np.flatnonzero(np.repeat(parted, sizes))
-    leaving = gone.copy()
-    if not len(at):
-        none = np.empty(0, np.int64)
-        moved = Vacated(none, none, none, none, leaving)
-    else:
-        scores = np.take(scorer.of_heads(tokens), at, 1)
-        keep = (sizes - lose)[parted]
-        cell, source, into, target, some = scorer.moves(scores, stays[at], sizes[parted], keep)
-        leaving[at] = some
-        moved = Vacated(cell, at[source], into, at[target], leaving)
+    keep = (sizes - lose)[parted]
+    moved = _moved(scorer, scorer.of_heads(tokens), stays, gone, at, sizes[parted], keep)
     return HeadSelection(blocks, counts, tokens, moved, whole=True, credit=credit)
 
 

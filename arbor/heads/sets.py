@@ -22,11 +22,11 @@ from arbor.retention.head_budgets import Cells, Vacated
 from arbor.retention.policy import Policy
 from arbor.retention.selection import Selection
 from arbor.retention.token_kv import NO_KV, PlacedKV, ShowsKV
-from arbor.retention.token_statistics import FADING, AttentionColumns, TokenStatistics
+from arbor.retention.token_statistics import AttentionColumns, TokenStatistics
 from arbor.tree import NO_SLOT, Node
 
 # figures of each token, as in `AttentionColumns`, but of every KV head
-_NAMES = ("mass", "latest", "queries", "activated", "recurrence", "lately")
+_NAMES = ("mass", "latest", "queries", "activated", "recurrence", "lately", "credit")
 _WHOLE = ("queries", "activated", "recurrence")
 
 
@@ -80,7 +80,7 @@ class HeadStatistics:
         written = columns["queries"] == 0
         total = columns["queries"].add_(added)
         columns["mass"].add_(mass)
-        columns["lately"].mul_(FADING**added).add_(mass)
+        columns["lately"].mul_(self._whole.fading**added).add_(mass)
         latest = mass / added.clamp_min(1)
         columns["latest"].copy_(torch.where(some, latest, columns["latest"]))
         active = (latest >= self._whole.threshold) & some
@@ -96,6 +96,13 @@ class HeadStatistics:
         for column in self._columns.values():
             column[into, new] = column[at, old]
         self._mixed[moves.target] = True
+
+    def remember(self, slots: NDArray[np.integer], credit: NDArray[np.float64]) -> None:
+        """Set what an allocator remembers of what each head holds in some slots, [C, n]."""
+        self._follow()
+        column = self._columns["credit"]
+        index = torch.from_numpy(slots.astype(np.int64)).to(column.device)
+        column[:, index] = torch.from_numpy(credit).to(column)
 
     def makers(self, slots: NDArray[np.int64]) -> dict[str, Callable[[Any], NDArray[Any]]]:
         """Columns of some slots by head, [C * n], each by a function, for `Columns.when_read`."""
@@ -178,11 +185,18 @@ class HeadSets:
         return HeadScorer(self._scorer, shown, head_moves, self._shared)
 
     def moves(self, chosen: Selection) -> HeadMoves | None:
-        """What heads keep of the slots that leave; None: nothing."""
-        if not isinstance(chosen, HeadSelection) or not len(chosen.moved.cell):
+        """What heads keep of the slots that leave; None: nothing. What the allocator credits them
+        with is remembered."""
+        if not isinstance(chosen, HeadSelection):
             return None
         moved = chosen.moved
+        if not len(moved.cell) and chosen.head_credit is None:
+            return None
         slots = self._slots(_rows(chosen.tokens), chosen.tokens.offset)
+        if self._statistics is not None and chosen.head_credit is not None:
+            self._statistics.remember(slots, chosen.head_credit)
+        if not len(moved.cell):
+            return None
         return HeadMoves(moved.cell, slots[moved.source], moved.into, slots[moved.target])
 
     def moved(self, moves: HeadMoves) -> None:
@@ -227,10 +241,7 @@ class HeadSets:
             with np.errstate(over="ignore"):
                 return np.tile(tokens.key, count) - back(view).astype(np.uint64) * GOLDEN
 
-        nothing = {
-            name: partial(_zeros, len(slots) * count)
-            for name in ("mass", "latest", "queries", "activated", "recurrence", "lately")
-        }
+        nothing = {name: partial(_zeros, len(slots) * count) for name in _NAMES}
         statistics = self._statistics
         return Tokens.when_read(
             {
@@ -239,7 +250,6 @@ class HeadSets:
                 "position": lambda _: held.astype(np.int64).ravel(),
                 "key": key,
                 "protected": tiled("protected"),
-                "credit": partial(_zeros, len(slots) * count),
                 **(nothing if statistics is None else statistics.makers(slots.astype(np.int64))),
                 "kv": lambda _: (
                     NO_KV if self._head_kv is None else self._head_kv(rows, tokens.offset, leaves)

@@ -81,7 +81,8 @@ class Tokens(Columns):
         recurrence: int64 [T], most queries between two such times; 0 = the threshold was not
             reached since it was written.
         lately: float64 [T], attention from the last queries that could see it: a sum in which each
-            weighs 31/32 of the one after it, so that it is of about 32 queries.
+            weighs 31/32 of the one after it, so that it is of about 32 queries, or of as many as an
+            `Observation` asks for.
         credit: float64 [T], what the allocator last credited it with (`CreditingAllocator`); 0 if
             it never did.
         key: uint64 [T], identifies the token in every order of the search (for reproducible
@@ -189,6 +190,12 @@ class Blocks(Columns):
         return Blocks.when_read(
             {name: partial(_column, self, name, at=indices) for name in names}, see=see
         )
+
+    def showing(self, tokens: Tokens) -> Blocks:
+        """The same offer with these tokens in the slots of its own, such as those of one head."""
+        names = [each.name for each in fields(self) if each.name != "see"]
+        columns = {name: partial(_column, self, name) for name in names}
+        return Blocks.when_read(columns, see=tokens.only)
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -339,7 +346,11 @@ class TokenAllocator(Allocator, Protocol):
 
 @runtime_checkable
 class SegmentingAllocator(TokenAllocator, Protocol):
-    """An allocator that divides the sequence into segments and keeps the best tokens of each."""
+    """An allocator that divides the sequence into segments and keeps the best tokens of each.
+
+    One with an attribute ``own_segments = True`` is asked for each KV head by itself where heads
+    differ, about what that head holds; of others all heads share the segments.
+    """
 
     def segment_of(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
         """The segments, by which each KV head keeps its own best tokens where heads differ.

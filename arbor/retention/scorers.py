@@ -1,4 +1,4 @@
-"""Scorers of what a token is and received: H2O, SnapKV, StreamingLLM, and random ones."""
+"""Scorers of what a token is and received: H2O, SnapKV, TOVA, StreamingLLM, and random ones."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class HeavyHitters:
 class Window:
     """A token scores the attention of about the last 32 queries that could see it.
 
+    Under an allocator that asks for more queries (``ams``) it is the attention of these.
+
     Source: the observation window of SnapKV (arXiv 2404.14469), which R-KV, RPC and AMS use too.
     Differs: weights that fall off with age instead of a window with an edge, so that nothing but
     one figure a token is kept; one set for all heads and layers; no pooling over neighbours; the
@@ -46,6 +48,22 @@ class Window:
 
     def scores(self, tokens: Tokens) -> Floats:
         return tokens.lately
+
+
+@dataclass(frozen=True)
+class TOVA:
+    """A token scores the attention of the last query that could see it, the mean over heads.
+
+    Source: TOVA (arXiv 2401.06104). Differs: in a tree the last query is the last one below the
+    token, and where one forward has several (a prefill, or leaves that decode together) it is their
+    mean; the mean runs over the observed layers too, since one set is kept for all layers;
+    `Protect.recent` protects the last token.
+    """
+
+    observes: ClassVar[bool] = True
+
+    def scores(self, tokens: Tokens) -> Floats:
+        return tokens.latest
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from arbor.tree import Node
 if TYPE_CHECKING:
     from torch import Tensor
 
+LATELY = 32  # queries that `Tokens.lately` is about of, unless a policy asks for more
 LAYER_STEP = 4  # one layer of so many is observed, unless a policy asks for others
 
 
@@ -34,6 +35,7 @@ class Observation:
         heads: these KV heads and the queries that read them; None: all.
         every: without `layers`, the last layer of each so many, or the last layer of a model with
             fewer.
+        lately: queries that `Tokens.lately` is about of; of two parts of a policy the more.
     """
 
     attention: bool = False
@@ -43,6 +45,7 @@ class Observation:
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     every: int = LAYER_STEP
+    lately: int = LATELY
 
     @property
     def anything(self) -> bool:
@@ -66,10 +69,11 @@ class Observation:
         Raises:
             UsageError: they want different layers, heads or windows.
         """
+        lately = max(self.lately, other.lately)
         if not (other.keys or other.anything):
-            return self
+            return replace(self, lately=lately)
         if not (self.keys or self.anything):
-            return other
+            return replace(other, lately=lately)
         for name in ("layers", "heads", "every", "window"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs and not (name == "window" and 0 in (mine, theirs)):
@@ -85,6 +89,7 @@ class Observation:
             keys=self.keys or other.keys,
             window=max(self.window, other.window),
             rotation=self.rotation or other.rotation,
+            lately=lately,
         )
 
 

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from arbor.retention.alpha import DEFAULT_ALPHA
 from arbor.retention.base import Floats, Ints
+from arbor.retention.token_kv import LATELY
 from arbor.support.growable import grown
 
-LATELY = 32  # queries that `lately` is about of
-FADING = 1 - 1 / LATELY  # weight of a query's attention in `lately`, once another one followed
 _CLOSED = -1  # capacity of a block that was never opened
 
 
@@ -32,7 +31,7 @@ class AttentionColumns(NamedTuple):
         recurrence: int64 [T], most queries between two such times (LazyEviction's MRI); 0 = the
             threshold was not reached since it was written.
         lately: float64 [T], attention from the last queries that could see it: a sum in which each
-            weighs 1 - 1 / `LATELY` of the one after it; the rows of one forward weigh the same.
+            weighs `TokenStatistics.fading` of the one after it; rows of one forward weigh alike.
         credit: float64 [T], what an allocator remembers of it; 0 at first.
     """
 
@@ -56,10 +55,15 @@ class TokenStatistics:
 
     Args:
         threshold: mean attention from which a token counts as activated; None: `DEFAULT_ALPHA`.
+        lately: queries that `Tokens.lately` is about of.
+
+    Attributes:
+        fading: weight of a query's attention in `Tokens.lately`, once another one followed.
     """
 
-    def __init__(self, threshold: float | None = None) -> None:
+    def __init__(self, threshold: float | None = None, lately: int = LATELY) -> None:
         self.threshold = DEFAULT_ALPHA if threshold is None else threshold
+        self.fading = 1 - 1 / lately
         # where the used part of the token arrays ends; the first entry stands for unknown tokens
         self._end = 1
         self._columns: dict[str, NDArray[Any]] = {
@@ -151,7 +155,7 @@ class TokenStatistics:
         columns["mass"][at] = received
         single = bool((queries == 1).all())  # a decode step of one path
         lately = columns["lately"].take(at)
-        lately *= FADING if single else np.power(FADING, queries)
+        lately *= self.fading if single else np.power(self.fading, queries)
         lately += mass
         columns["lately"][at] = lately
         latest = mass if single else mass / queries

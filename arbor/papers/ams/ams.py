@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from arbor.errors import check_settings
 from arbor.retention.allocators.segments import Segmented, TokenSequence, quotas_of
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
 from arbor.retention.policy import Policy, Trigger
-from arbor.retention.scorers import Window
+from arbor.retention.scorers import TOVA, Window
+from arbor.retention.token_kv import LATELY, Observation
 
 _FAINT = 1e-9  # epsilon of the normalisation, relative to the largest
 
@@ -29,25 +30,26 @@ class AMS(Segmented):
         c <- decay c + (1 - decay) m
         m' = normalise(blend m + (1 - blend) normalise(c))
 
-    u is the attention of the last queries (`Tokens.lately`), pooled over `pool` neighbours. The
-    sequence is cut where the cumulated m' passes a multiple of `delta`; segments longer than
-    `longest` are split evenly, those shorter than `shortest` join the smaller neighbour, or
-    share evenly with it where both are more than `longest`. A segment keeps at least `least`
-    tokens, and the rest of the room goes by m'; within it the best tokens by the policy's scorer
-    stay.
+    u is the attention of about the last `queries` (`Tokens.lately`; of a shorter path, of all),
+    pooled over `pool` neighbours. The sequence is cut where the cumulated m' passes a multiple of
+    `delta`; segments longer than `longest` are split evenly, those shorter than `shortest` join the
+    smaller neighbour, or share evenly with it where both are more than `longest`. A segment keeps
+    at least `least` tokens, and the rest of the room goes by m'; within it the best tokens by the
+    policy's scorer stay. The scorer ``window`` is then of as many queries as the mass.
 
-    Source: AMS (arXiv 2605.23200), section 4, Table 15's values. Differs, as its text and its
-    released code contradict each other: protected tokens are neither segmented nor given a quota
-    (the code cuts most finely in the window it keeps anyway; ``mass=paper`` does so too); the
-    minimum holds, since quotas are
+    Source: AMS (arXiv 2605.23200), section 4, with Table 15's values. Policy ``ams`` is its
+    AMS-TOVA with its interval: 512 tokens leave at once, but at most half of what may stay, so that
+    a budget below 1,024 is halved each time. Differs, as its text and its released code contradict
+    each other: protected tokens are neither segmented nor given a quota (the code cuts most finely
+    in the window it keeps anyway; ``mass=paper`` does so too); the minimum holds, since quotas are
     of what may leave; more segments than room end with one token for the heaviest (the code never
     ends); largest remainders, not round-robin from the first segment; merging never exceeds
     `longest`; the credit c of a new token begins with its first m, not with 0, and follows the
-    events at which slots run out, of which only tokens that stay take it along. Segments
-    and quotas are the same for all heads and layers (the paper has them for each), and with
-    ``granularity=head`` each head keeps its own best tokens of a segment; m is then the mean over
-    heads of what they hold in a slot. The sequence is the tree's: tokens of one position are
-    neighbours.
+    events at which slots run out, of which only tokens that stay take it along. With
+    ``granularity=head`` each KV head of each layer has mass, credit, segments and quotas of its
+    own, as in the paper, and a block keeps equally many tokens in all heads, the mean of what they
+    would keep; otherwise one set serves all, by the mean over heads. The sequence is the tree's:
+    tokens of one position are neighbours.
 
     Attributes:
         delta: mass of a segment, in (0, 1].
@@ -56,6 +58,7 @@ class AMS(Segmented):
         decay: of the credit, in [0, 1).
         blend: part of the present attention in the mass, in [0, 1]; the rest is credit.
         pool: neighbours, odd.
+        queries: about how many of the last ones the mass is of (W).
         cut: where segments end. ``mass``: at equal m'; ``length``: after equal numbers of tokens
             (the paper's ablation).
         quotas: what the rest of the room goes by. ``mass``: m'; ``equal``: as many tokens for each
@@ -65,6 +68,8 @@ class AMS(Segmented):
         padded: with ``mass=paper``, positions at the end, the queries' window of the released code.
     """
 
+    own_segments: ClassVar[bool] = True
+
     delta: float = 0.1
     shortest: int = 16
     longest: int = 256
@@ -72,6 +77,7 @@ class AMS(Segmented):
     decay: float = 0.9
     blend: float = 0.9
     pool: int = 5
+    queries: int = 128
     cut: Cut = field(default="mass", metadata=ONLY_IF_SET)
     quotas: Quotas = field(default="mass", metadata=ONLY_IF_SET)
     mass: Mass = field(default="fixed", metadata=ONLY_IF_SET)
@@ -86,6 +92,7 @@ class AMS(Segmented):
             decay=(0 <= self.decay < 1, "from 0, below 1"),
             blend=(0 <= self.blend <= 1, "from 0 to 1"),
             pool=(self.pool >= 1 and self.pool % 2 == 1, "odd, such as 5"),
+            queries=(self.queries >= LATELY, f"{LATELY} or more"),
             cut=(self.cut in get_args(Cut), "mass or length"),
             quotas=(self.quotas in get_args(Quotas), "mass or equal"),
             mass=(self.mass in get_args(Mass), "fixed or paper"),
@@ -96,6 +103,11 @@ class AMS(Segmented):
     def observes(self) -> bool:
         """Attention, whatever the scorer reads."""
         return True
+
+    @property
+    def observation(self) -> Observation:
+        """The attention of the last `queries`."""
+        return Observation(lately=self.queries)
 
     def divide(self, sequence: TokenSequence) -> tuple[Ints, Ints]:
         return self._divided(sequence, *self._mass(sequence))
@@ -205,8 +217,8 @@ def _normalised(values: Floats) -> Floats:
 
 POLICY = Policy(
     AMS(),
-    Window(),
-    trigger=Trigger(spare=32),
+    TOVA(),
+    trigger=Trigger(spare=512),
     summary="Cuts the sequence into segments of equal attention mass and keeps the best tokens of "
     "each (AMS).",
 )

@@ -7,6 +7,9 @@ FEATURE = Feature(
         "policy": {
             "hierarchy": "arbor.papers.hierarchy.hierarchy:POLICY",
         },
+        "scorer": {
+            "combined": "arbor.papers.hierarchy.combined:Combined",
+        },
         "allocator": {
             "hierarchy": "arbor.papers.hierarchy.hierarchy:Hierarchy",
         },

@@ -26,7 +26,8 @@ class Hierarchy(Pooled):
 
     Eligible are the tokens of thoughts but the `first` ones of each path and what is protected.
     Memory hierarchy (arXiv 2605.09490), section 3.3 and algorithm 1: its importance is the scorer
-    `HeavyHitters` (attention summed over steps, mean over layers and heads), its interval the
+    `HeavyHitters` (attention summed over steps, mean over layers and heads), those of its Table 12
+    the scorers ``vatp`` and ``combined``; its interval the
     trigger's `every`, its window `recent`, and its prompt is protected. Which of device and host
     memory holds a token changes nothing that is computed, so that is left to the tiers' own
     settings (`--host`, `staging`); which tokens are in few bits (T2) does, and is chosen here.

@@ -27,7 +27,6 @@ FEATURE = Feature(
             "keydiff": "arbor.papers.related.keys_values:KeyDiff",
             "raas": "arbor.papers.related.received:RaaS",
             "rkv": "arbor.papers.related.rkv:RKV",
-            "tova": "arbor.papers.related.received:TOVA",
             "triattention": "arbor.papers.related.triattention:TriAttention",
             "vatp": "arbor.papers.related.keys_values:VATP",
             "window-attention": "arbor.papers.related.window_attention:WindowAttention",

@@ -8,23 +8,7 @@ from typing import ClassVar
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Floats, Tokens
 from arbor.retention.policy import Policy, Protect
-
-
-@dataclass(frozen=True)
-class TOVA:
-    """A token scores the attention of the last query that could see it, the mean over heads.
-
-    Source: TOVA (arXiv 2401.06104). Differs: in a tree the last query is the last one below the
-    token, and where one forward has several (a prefill, or leaves that decode together) it is their
-    mean; the mean runs over the observed layers too, since one set is kept for all layers;
-    `Protect.recent` protects the last token.
-    """
-
-    observes: ClassVar[bool] = True
-
-    def scores(self, tokens: Tokens) -> Floats:
-        return tokens.latest
-
+from arbor.retention.scorers import TOVA
 
 TOVA_POLICY = Policy(
     Pooled(),

@@ -15,8 +15,11 @@ from support.policies import POLICIES, of_papers
 from support.trees import GREEDY, Lab
 
 from arbor.errors import UsageError
+from arbor.events import Allocated
+from arbor.heads.selection import HeadScorer, HeadSelection, select_by_head
+from arbor.heads.sets import HeadStatistics
 from arbor.papers.ams.ams import AMS, Strata
-from arbor.retention.base import Blocks, TokenAllocator
+from arbor.retention.base import Blocks, TokenAllocator, Tokens
 from arbor.retention.policy import Protect
 from arbor.retention.scorers import HeavyHitters
 from arbor.retention.selection import select
@@ -108,6 +111,79 @@ def test_the_engine_carries_credit_from_event_to_event() -> None:
     assert not credit[-4:].any()  # protected at every event
 
 
+def test_the_window_and_the_interval_are_those_of_the_paper_with_any_scorer() -> None:
+    policy = POLICIES["ams"]
+    assert policy.trigger.spare == 512
+    for name in ("ams", "keydiff", "rkv", "tova"):
+        joined = dataclasses.replace(policy, scorer=POLICIES[name].scorer)
+        assert joined.observation.lately == 128, name
+    assert POLICIES["snapkv"].observation.lately == 32
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off")
+    lab.plant(40)
+    assert lab.state.statistics.fading == 1 - 1 / 128
+
+
+def test_a_budget_below_window_and_interval_is_halved_at_each_event() -> None:
+    policy = dataclasses.replace(POLICIES["ams"], protect=Protect(sinks=2, recent=4))
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(40)
+    lab.sprout([(tree.root, 1)], GREEDY, 60)
+
+    rooms = [event.room for event in lab.events if isinstance(event, Allocated)]
+    assert rooms and all(15 <= room <= 20 for room in rooms)
+    assert len(rooms) <= 4  # about every 20 tokens, not at each
+
+
+def test_each_head_keeps_most_where_its_own_mass_lies() -> None:
+    of_heads = np.array([[1.0] * 8 + [3.0] * 8, [3.0] * 8 + [1.0] * 8])
+    blocks = flat(of_heads.mean(0).tolist())
+
+    def by_head(tokens: Tokens) -> Tokens:
+        columns = {each.name: getattr(tokens, each.name) for each in dataclasses.fields(Tokens)}
+        kv = columns.pop("kv")
+        tiled = {name: np.tile(column, 2) for name, column in columns.items()}
+        return Tokens(**tiled | {"lately": of_heads.ravel(), "mass": of_heads.ravel()}, kv=kv)
+
+    allocator = AMS(delta=0.25, shortest=1, longest=8, pool=1)
+    scorer = HeadScorer(HeavyHitters(), by_head)
+    counts, chosen = select_by_head(blocks, 8, allocator, scorer)
+
+    assert isinstance(chosen, HeadSelection) and counts.tolist() == [8]
+    held = np.tile(np.arange(16), (2, 1))
+    moved = chosen.moved
+    held[moved.into, moved.target] = held[moved.cell, moved.source]
+    kept = held[:, ~moved.leaving]
+    assert (kept < 8).sum(1).tolist() == [2, 6]
+    assert chosen.head_credit is not None
+    assert (chosen.head_credit[0, :8] < chosen.head_credit[1, :8]).all()
+
+
+def test_the_credit_of_each_head_moves_with_its_tokens() -> None:
+    protect = Protect(sinks=2, recent=4)
+    policy = dataclasses.replace(POLICIES["ams"], protect=protect, granularity="head")
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(40)
+    credits: list[Any] = []
+    remember = HeadStatistics.remember
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            HeadStatistics,
+            "remember",
+            lambda self, slots, credit: (
+                credits.append((self.makers(slots.astype(np.int64))["credit"](None), credit)),
+                remember(self, slots, credit),
+            ),
+        )
+        lab.sprout([(tree.root, 1)], GREEDY, 60)
+
+    assert len(credits) >= 2
+    before, first = credits[0]
+    assert not before.any() and (first[0] != first[1]).any()
+    later = credits[1][0].reshape(first.shape)
+    assert (later > 0).any() and (later[0] != later[1]).any()
+    assert np.isin(later[later > 0].astype(np.float32), first.astype(np.float32)).all()
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -121,6 +197,7 @@ def test_the_engine_carries_credit_from_event_to_event() -> None:
         (AMS, {"quotas": "fair"}),
         (AMS, {"mass": "all"}),
         (AMS, {"padded": -1}),
+        (AMS, {"queries": 31}),
         (Strata, {"size": 0}),
     ],
 )

@@ -8,7 +8,8 @@ from hypothesis import given
 from support.attention_history import History
 from support.offers import SEEDS
 
-from arbor.papers.related.received import TOVA, RaaS
+from arbor.papers.related.received import RaaS
+from arbor.retention.scorers import TOVA
 
 
 @given(seed=SEEDS)
