@@ -322,6 +322,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "tensor twice": (lambda data: data.replace(b"blk.1.attn_q", b"blk.0.attn_q"), "twice"),
     "name": (lambda data: data.replace(b"1.attn_q", b"1.attn\xff\xfe"), "not UTF-8"),
     "key twice": (lambda data: data.replace(b"bos_token_id", b"eos_token_id"), "twice"),
+    "huge count": (lambda data: after(data, b"llama.block_count", 4, "I", 1 << 31), "tensors"),
     "setting type": (lambda data: after(data, b"llama.block_count", 0, "I", 77), "type 77"),
     "array type": (lambda data: after(data, b"ggml.merges", 4, "I", 77), "array of type 77"),
     "architecture": (lambda data: data.replace(b"l.architecture", b"l.architectura"), "not say"),

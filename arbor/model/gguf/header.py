@@ -274,6 +274,9 @@ class GGUFHeader:
             says = f"'{kind}.attention.head_count' is {heads}, no multiple of its {groups} KV heads"
             raise _damaged(self.path, says, OTHER_CONVERSION)
         blocks, width = (self.get(f"{kind}.{size}") for size in ("block_count", "embedding_length"))
+        if isinstance(blocks, int) and blocks > len(self.tensors):
+            says = f"'{kind}.block_count' is {blocks:,}, and it has {len(self.tensors):,} tensors"
+            raise _damaged(self.path, says, OTHER_CONVERSION)
         for each in self.tensors:
             block = BLOCK.match(each.name)
             if block and isinstance(blocks, int) and int(block[1]) >= blocks:
