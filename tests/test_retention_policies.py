@@ -188,7 +188,7 @@ def test_policies_that_know_paths_spare_them_and_published_ones_protect_tails() 
     assert sparing >= {"belady", "ends", "lru", "reentry"}
     assert not sparing & {"h2o", "snapkv", "streaming", "tova", "uniform"}
     assert published == {"arborkv", "kkt"} & set(POLICIES)
-    assert Protect() == Protect(sinks=4, recent=8, tail=0, floor=0, threshold=1e-4)
+    assert Protect() == Protect(sinks=4, recent=8, tail=0, floor=0, threshold=None)
     own = dict.fromkeys(published, Protect(tail=8, floor=4))
     own |= {"lazyeviction": Protect(recent=25), "raas": Protect(prompt=True)}
     own |= {"rpc": Protect(recent=32), "vatp": Protect(sinks=20)}

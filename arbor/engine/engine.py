@@ -192,8 +192,8 @@ class Engine:
         self.companions: tuple[Companion, ...] = ()
         self._memory: KVMemory | None = None
         self._opened: _Parts | None = None
-        # from a policy's alpha, what keeps the attention of the trees opened next
-        self.make_statistics: Callable[[float | None], TokenStatistics] = TokenStatistics
+        # from a policy's alpha and the queries of `Tokens.lately`: what keeps the attention of the trees opened next
+        self.make_statistics: Callable[[float | None, int], TokenStatistics] = TokenStatistics
         self._latest: OpenTree | None = None
 
     # Life of a tree
@@ -289,9 +289,9 @@ class Engine:
             keeps_prompts=self.share in SIMILAR if self.mode == "lossy" else self.share != "off",
             own_budgets=have_own_budgets(self.mode, self.share, staged=streamed),
             part=part,
-            lately=self.policy.observation.lately,
         )
-        state.statistics = self.make_statistics(self.policy.protect.threshold)
+        lately = self.policy.observation.lately
+        state.statistics = self.make_statistics(self.policy.protect.threshold, lately)
         kinds: tuple[type[Rules], type[Rules]] = (Rules, Lossy)
         if streamed:
             kinds = (Streamed, StreamedLossy)

@@ -23,7 +23,6 @@ from arbor.memory.lower_tiers import Moves
 from arbor.model.sharing import Context, Piece
 from arbor.retention.block_table import BlockTable
 from arbor.retention.policy import Protect
-from arbor.retention.token_kv import LATELY
 from arbor.retention.token_statistics import TokenStatistics
 from arbor.tree import Certainty, Node, ThoughtTree, paths_of
 
@@ -67,7 +66,6 @@ class ForestState:
             else all of them share one.
         part: the budget that all searches share as a part of full retention; None: it is the slots
             of the pool, or each search has its own.
-        lately: queries that `Tokens.lately` is about of.
 
     Attributes:
         trees: the open trees, in the order in which they were opened.
@@ -91,7 +89,6 @@ class ForestState:
         keeps_prompts: bool = False,
         own_budgets: bool = False,
         part: Fraction | None = None,
-        lately: int = LATELY,
     ) -> None:
         assert not (own_budgets and (shares_prompts or shares_siblings or keeps_prompts))
         self.memory = memory
@@ -104,7 +101,7 @@ class ForestState:
         self.table = BlockTable(
             protect.tail, memory.is_shared if shares_prompts or keeps_prompts else None
         )
-        self.statistics = TokenStatistics(protect.threshold, lately)
+        self.statistics = TokenStatistics(protect.threshold)
         self.computed: set[int] = set()
         self.hidden: frozenset[int] = frozenset()
         self.before_hiding: frozenset[int] = frozenset()

@@ -171,7 +171,7 @@ def path_reads(
         problems: of its task.
         alphas: at least one.
     """
-    solver.engine.make_statistics = lambda _: StatisticsAtEach(alphas)
+    solver.engine.make_statistics = lambda *_: StatisticsAtEach(alphas)
     for problem in problems:
         solution = solver.solve(problem)
         statistics = solver.engine.state.statistics
