@@ -18,8 +18,8 @@ problems of the training split, figures from the test split (of a data set: its 
 calibration and evaluation). Bounds are Clopper and Pearson's,
 one-sided, at 95 %.
 
-`share` compares a prompt of `chains` (without `--dataset`) with a second one: its facts in another
-order (the same answer), one number of the chain changed (another answer), or another problem. A
+`share` compares a prompt, without `--dataset` of `chains`, with a second one: one number changed
+(another answer), another problem, or, of `chains`, its facts in another order (the same answer). A
 second prompt that shares is answered from the first one's text, which is wrong where the answers
 differ.
 
@@ -33,10 +33,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,17 +46,16 @@ from experiment_table import ExperimentTable, add_options
 from model_and_problems import add_model_and_problems, problems_of, settings_of
 from random_llama import SIZES, NoText, fixed_length, prefix, random_llama
 from rounds import interval
+from similar_pairs import Pair, Probing, pairs_of
 
 from arbor import Solver
 from arbor.engine.engine import Engine
 from arbor.engine.operation import GivenBlock, Growth, Operation
-from arbor.events import Compared, preferred
+from arbor.events import preferred
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.linear.layers import pack_linears
 from arbor.measure.statistics import clopper_pearson
 from arbor.measure.timing import interleaved
-from arbor.memory.pool import KVPool
-from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.papers.rksc.calibration import (
@@ -69,10 +67,8 @@ from arbor.papers.rksc.calibration import (
 from arbor.papers.rksc.cgee import CGEE, RELEASE_ABSOLUTE, RELEASE_RELATIVE
 from arbor.papers.rksc.exit_thresholds import LayerExit
 from arbor.papers.rksc.exit_watch import ways_of
-from arbor.papers.rksc.similar_prompts import SimilarPrompts, differing, similarity
 from arbor.registry import resolve
-from arbor.tasks.base import Problem
-from arbor.tasks.chains import Chains, Fact, chain_to
+from arbor.tasks.chains import Chains
 from arbor.tree import Node, ThoughtTree
 
 Row = dict[str, Any]
@@ -80,7 +76,6 @@ CLEAR = 0.05  # loss of value from which a disagreement is a clear one
 RISK = 0.005  # of the paper's goal: 6 of 1,616 verifications, 0.37 %
 STEPS = 20  # thresholds of a curve
 THRESHOLDS = (0.70, 0.80, 0.82, 0.90, 0.95, 0.98)  # of similarity; the paper's sweep, and more
-LARGEST_START = 20  # of a number that a problem of `chains` gives
 BRANCHES, SUFFIX, QUESTION = 8, 16, 16  # of the paper's setting
 LEAST_DECODED = 3  # tokens after which the released code may stop all branches
 VERDICTS = (5, 6)  # token ids of the random model
@@ -180,31 +175,41 @@ def layers(args: argparse.Namespace) -> Iterator[Row]:
     for norm in (True, False):
         held = collected(args, "train", args.calibration, norm)
         found = collected(args, "test", args.n, norm)
-        depth = len(found[0].by_layer) + 1
-        for layer in range(1, depth):
-            lost = [_lost(each, [layer] * len(each.uncertainties)) for each in found]
-            unsure = [u[layer - 1] for each in found for u in each.uncertainties]
-            yield {
-                "norm": norm,
-                "rule": "all leave",
-                "layer": layer,
-                "layers": depth,
-                "uncertainty_mean": round(float(np.mean(unsure)), 4),
-                "saved_percent": round(100 * (1 - layer / depth), 1),
-                **_share(lost, args.n),
-            }
-        rule = calibrate_exit(held, norm=norm).paper.exit_rule
-        ends = [each.leaves_at(rule) for each in found]
-        flat = [end for each in ends for end in each]
+        yield from layer_rows(found, calibrate_exit(held, norm=norm).paper.exit_rule, args.n)
+
+
+def layer_rows(found: Sequence[Verification], rule: LayerExit, problems: int) -> Iterator[Row]:
+    """A row for each layer, and one for a rule.
+
+    Args:
+        found: verifications, at least one.
+        rule: of the last row; its `norm` is that of the verifications.
+        problems: that they are of.
+    """
+    depth = len(found[0].by_layer) + 1
+    for layer in range(1, depth):
+        lost = [_lost(each, [layer] * len(each.uncertainties)) for each in found]
+        unsure = [u[layer - 1] for each in found for u in each.uncertainties]
         yield {
-            "norm": norm,
-            "rule": f"paper's median, threshold {rule.threshold:g}",
-            "layer": "",
+            "norm": rule.norm,
+            "rule": "all leave",
+            "layer": layer,
             "layers": depth,
-            "uncertainty_mean": "",
-            "saved_percent": round(100 * (1 - float(np.mean(flat)) / depth), 1),
-            **_share([_lost(each, end) for each, end in zip(found, ends, strict=True)], args.n),
+            "uncertainty_mean": round(float(np.mean(unsure)), 4),
+            "saved_percent": round(100 * (1 - layer / depth), 1),
+            **_share(lost, problems),
         }
+    ends = [each.leaves_at(rule) for each in found]
+    flat = [end for each in ends for end in each]
+    yield {
+        "norm": rule.norm,
+        "rule": f"paper's median, threshold {rule.threshold:g}",
+        "layer": round(float(np.mean(flat)), 2),
+        "layers": depth,
+        "uncertainty_mean": "",
+        "saved_percent": round(100 * (1 - float(np.mean(flat)) / depth), 1),
+        **_share([_lost(each, end) for each, end in zip(found, ends, strict=True)], problems),
+    }
 
 
 def _lost(each: Verification, ends: Sequence[int]) -> float:
@@ -228,104 +233,25 @@ def _share(lost: Sequence[float], problems: int) -> Row:
 # Similar prompts
 
 
-def pairs(task: Chains, n: int) -> Iterator[dict[str, tuple[Problem, Problem]]]:
-    """A problem with its facts in another order, with one number changed, and another problem."""
-    rng = random.Random(0)
-    problems = itertools.islice(task.problems("test"), n + 1)
-    for problem, following in itertools.pairwise(problems):
-        facts, asked = task.facts(problem), problem.data["asked"]
-        order = list(facts)
-        while order == facts:
-            rng.shuffle(order)
-        start = next(fact for fact in chain_to(facts, asked) if fact.kind == "is")
-        given = [k for k in range(1, LARGEST_START + 1) if k != start.amount]
-        changed = Fact(start.who, "is", rng.choice(given), ())
-        edited = task.make([changed if fact is start else fact for fact in facts], asked)
-        assert edited.expected != problem.expected, "every later quantity grows with the first"
-        yield {
-            "another order": (problem, task.make(order, asked)),
-            "one number changed": (problem, edited),
-            "another problem": (problem, following),
-        }
-
-
-def compared(
-    engine: Engine, similar: SimilarPrompts, prompts: Sequence[list[int]], slots: int
-) -> Compared | None:
-    """Two prompts compared as a search would; a pool of another size holds nothing else."""
-    one, other = (ThoughtTree(ids) for ids in prompts)
-    engine.open(one, slots)
-    engine.extend(one.root)
-    engine.finish(one)
-    engine.open(other, slots)
-    found = similar.compare(engine.memory, other)
-    engine.close(other)
-    return None if found is None else found[0]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two prompts under one reading of the similarity.
-
-    Attributes:
-        similarity: sigma.
-        same: whether both have the same answer.
-        saved: tokens of the second prompt that sharing would not run, beyond the common beginning.
-        spent: tokens that the comparison runs, in tokens through all layers.
-        length: tokens of the second prompt.
-    """
-
-    similarity: float
-    same: bool
-    saved: int
-    spent: float
-    length: int
-
-
-def hidden_states(runner: ModelRunner, pool: KVPool, ids: list[int]) -> torch.Tensor:
-    """The states of a prompt after each layer, [layers, tokens, d] float32."""
-    slots = np.arange(len(ids), dtype=np.int32)
-    segment = Segment((), ids, np.arange(len(ids)), slots, slots, logits=1)
-    every = list(range(runner.layer_count))
-    found = runner.forward(plan_forward([segment]), pool, hidden=every).hidden
-    return torch.stack([found[layer].float() for layer in every])
-
-
 def share(args: argparse.Namespace) -> Iterator[Row]:
     """The part of pairs that share at each threshold, and of these the wrong ones."""
-    task = Chains(fewest=4, most=8)  # prompts of more than the 32 tokens from which they are kept
+    # of `chains` prompts of more than the 32 tokens from which they are kept
+    usual = args.dataset is None and args.task is None
+    task = {"task": Chains(fewest=4, most=8)} if usual else {}
+    settings = settings_of(args) | task
     found: dict[tuple[str, str], list[Pair]] = {}
-    with Solver(
-        args.model, task=task, mode="lossy", share="similar", budget="900tok", policy="streaming"
-    ) as solver:
-        solver.load()
-        engine, runner = solver.engine, solver.engine.runner
-        pool = KVPool(runner.layer_kv, 900, runner.dtype, runner.device)
-        probes = {
-            "differing tokens, first quarter of the layers": SimilarPrompts(
-                runner, solver.tokenizer
-            ),
-            "differing tokens, all layers": SimilarPrompts(runner, solver.tokenizer, probed=1.0),
-        }
-        serial = itertools.count()
-        for each in pairs(task, args.n):
-            for kind, two in each.items():
-                same = two[0].expected == two[1].expected
-                ids = [engine.encode(task.prompt(problem)) for problem in two]
-                length, begin = len(ids[1]), differing(*map(np.array, ids))[0]
-                for reading, probe in probes.items():
-                    c = compared(engine, probe, ids, 900 + next(serial) % 2)
-                    if c is not None:
-                        spent = c.rows * c.layers / runner.layer_count
-                        pair = Pair(c.similarity, same, length - begin, spent, length)
-                        found.setdefault((reading, kind), []).append(pair)
-                one, other = (hidden_states(runner, pool, every) for every in ids)
-                for reading, sigma in {
-                    "mean of all tokens, all layers": similarity(one.mean(1), other.mean(1)),
-                    "last token, all layers": similarity(one[:, -1], other[:, -1]),
-                }.items():  # the second prompt has been run by then, and nothing is saved
-                    pair = Pair(sigma, same, length - begin, length, length)
+    with Solver(**settings, mode="lossy", share="similar", policy="streaming") as solver:
+        problems = problems_of(args, solver.task, args.n + 1)
+        probing = Probing(solver, problems)
+        for place, (problem, following) in enumerate(itertools.pairwise(problems)):
+            for kind, two in pairs_of(solver.task, problem, following, seed=place).items():
+                for reading, pair in probing.compare(two).items():
                     found.setdefault((reading, kind), []).append(pair)
+    yield from share_rows(found)
+
+
+def share_rows(found: Mapping[tuple[str, str], Sequence[Pair]]) -> Iterator[Row]:
+    """A row for each reading of the similarity, kind of pair and threshold."""
     for ((reading, kind), several), threshold in itertools.product(found.items(), THRESHOLDS):
         shared = [pair for pair in several if pair.similarity >= threshold]
         wrong = sum(not pair.same for pair in shared)

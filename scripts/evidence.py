@@ -2,20 +2,28 @@
 
     python scripts/evidence.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --dry-run
     python scripts/evidence.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --n 100 --yes
-    python scripts/evidence.py --model ./model --dataset problems.jsonl --task reasoning --yes
+    python scripts/evidence.py --model ./m.gguf --dataset problems.jsonl --task gsm8k \\
+        --experiments 1 2 10 --n 20 --yes
 
 First the expected cost: searches, tokens, and hours on this machine, and on a GPU whose bandwidth
 is given (`--gpu-bandwidth`), with the formula. Nothing is searched without `--yes`.
 
-    controllers  `arbor compare`: eight searches at the same generated tokens and the same KV
-    lossless     time, recomputed and fetched tokens at 0.5, 0.25 and 0.125 of each problem's own
-                 peak, with and without host memory; a path of which a half or a quarter is on the
-                 device; and other policies, replayed
-    lossy        answers at 0.75, 0.5 and 0.25 of the peak where KV is lost, by policy, all with the
-                 same protection
-    bits         answers with host memory in 8, 4 and 2 bits, and (on a CPU) 8-bit KV
-    gates        which verifications RKSC's gates skip or shorten, and how many then prefer another
-                 thought
+     1  paths        answers of one chain at 0.75, 0.5 and 0.25 of its KV, by policy, all with the
+                     same protection
+     2  lossless     time, recomputed and fetched tokens at a half, a quarter and one path of each
+                     problem's own peak, with and without host memory; a path of which a half or
+                     a quarter is on the device; and other policies, replayed
+     3  attention    how often tokens of a chain are read again, and how few hold the attention
+     4  gates        which verifications RKSC's gates skip or shorten, how many then prefer another
+                     thought, and the time
+     5  sharing      how similar prompts are, and whether one changed number is told apart
+     6  hierarchy    answers where 3, 10 and 50 % of a chain are destroyed, of all or at each event
+     7  bits         answers with host memory in 8, 4 and 2 bits, and (on a CPU) 8-bit KV
+     8  weights      MSVE fitted to the blocks of right chains, and `--fitted` elsewhere
+     9  trees        answers of a tree search at 0.75, 0.5 and 0.25 of its peak, by policy
+    10  controllers  `arbor compare`: ten searches at the same generated tokens and the same KV
+
+`--experiments 2 3 10` measures some of them.
 
 Every problem is searched by every arm, with full retention first, whose peak the budgets are parts
 of. A record is on disk as soon as it is known; the same command goes on where it stopped. The
@@ -45,8 +53,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import torch  # noqa: E402
 from evidence_stages.arms import (  # noqa: E402
     CONTROLLERS,
-    QUESTIONS,
+    EXPERIMENTS,
     SEARCHES,
+    TOGETHER,
     Arm,
     arms_of,
 )
@@ -56,8 +65,9 @@ from evidence_stages.costs import (  # noqa: E402
     costs_of,
     measured_machine,
 )
-from evidence_stages.measuring import GATES, Measuring, Records  # noqa: E402
+from evidence_stages.measuring import Measuring, Records  # noqa: E402
 from evidence_stages.page import page  # noqa: E402
+from evidence_stages.recording import Recording  # noqa: E402
 from evidence_stages.tables import Measured, write_tables  # noqa: E402
 from model_and_problems import DATASETS  # noqa: E402
 
@@ -66,11 +76,13 @@ from arbor.cli.evaluation.eval_dataset import is_task, read_samples  # noqa: E40
 from arbor.cli.evaluation.eval_options import DatasetOptions  # noqa: E402
 from arbor.errors import ArborError, UsageError  # noqa: E402
 from arbor.measure.evaluation.dataset import Sample  # noqa: E402
+from arbor.papers.arborkv.msve import MSVE  # noqa: E402
 from arbor.support.atomic_write import write_atomically  # noqa: E402
 
 SETTINGS = "evidence.json"
 RECORDS = "records.jsonl"
 REPORT = "report.md"
+FITTED = "8: msve.json of other folders, whose weights are tried on these problems too"
 
 
 def main() -> int:
@@ -92,7 +104,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="an id on the Hub, or a directory")
+    parser.add_argument(
+        "--model", required=True, help="an id on the Hub, a directory, or a GGUF file"
+    )
     parser.add_argument("--revision", help="of a model of the Hub")
     parser.add_argument(
         "--dataset", required=True, help=f"{', '.join(DATASETS)}, a task, a file, or hf:…"
@@ -100,13 +114,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--task", help="reads and grades a file's problems; default: reasoning")
     parser.add_argument("--split", help="of a task's own problems (test), or of a data set (all)")
     parser.add_argument("--n", type=int, default=100, help="problems, the first of the dataset")
-    parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
+    parser.add_argument(
+        "--experiments",
+        nargs="+",
+        type=int,
+        choices=list(EXPERIMENTS),
+        default=list(EXPERIMENTS),
+        help="by their numbers above; default: all",
+    )
+    parser.add_argument("--fitted", nargs="+", type=Path, default=[], metavar="FILE", help=FITTED)
     parser.add_argument("--tokens", type=int, default=1024, help="of each search of `controllers`")
     parser.add_argument(
         "--concurrency",
         type=int,
         default=8,
-        help="problems in progress at a time in the arms of `lossy`, which are not timed",
+        help="problems in progress at a time in experiments that are not timed",
     )
     parser.add_argument("--max-depth", type=int, help="thoughts of a path, instead of the task's")
     parser.add_argument("--step-tokens", type=int, help="of a thought, instead of the task's")
@@ -124,6 +146,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the cost only")
     parser.add_argument("--yes", action="store_true", help="search after printing the cost")
     args = parser.parse_args()
+    args.experiments = [EXPERIMENTS[number] for number in sorted(set(args.experiments))]
     for name in ("n", "tokens", "concurrency"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; give 1 or more")
@@ -165,12 +188,14 @@ def run(args: argparse.Namespace) -> int:
     device = first.device
     options = DatasetOptions(dataset=dataset, split=args.split, limit=str(args.n))
     samples = read_samples(options, first.task, stop_on_error=True)
-    arms = arms_of(args.questions, device.type)
+    arms = arms_of(args.experiments, device.type)
+    for path in args.fitted:
+        MSVE.load(path)  # a wrong file is refused before anything is searched
     machines = [measured_machine(device, info.dtype, args.threads)]
     if args.gpu_bandwidth:
         flops = args.gpu_tflops * 1e12 if args.gpu_tflops else None
         machines.append(Machine("the GPU", args.gpu_bandwidth * 1e9, flops))
-    costs = costs_of(arms, plain, args.questions, len(samples), args.tokens, args.concurrency)
+    costs = costs_of(arms, plain, args.experiments, len(samples), args.tokens, args.concurrency)
     cost = "\n".join(cost_lines(info, costs, machines, len(samples)))
     print(cost, flush=True)
     if args.dry_run:
@@ -180,10 +205,14 @@ def run(args: argparse.Namespace) -> int:
         return 2
     folder = args.out or new_folder(args)
     keep_settings(folder, common | {"dataset": dataset, "tokens": args.tokens})
-    if "controllers" in args.questions:
+    if "controllers" in args.experiments:
         compare(args, common, dataset, samples, plain, folder / "controllers")
     measuring = Measuring(common, Records(folder / RECORDS))
-    measure_all(args.questions, measuring, arms, samples, args.concurrency)
+    recording = Recording(measuring, samples)
+    for name in args.experiments:
+        recording.record(name)
+        mine = [arm for arm in arms if arm.question == name]
+        measure_all(measuring, mine, samples, args.concurrency)
     args.machine = args.machine or machine_name(device)
     measured = Measured(
         measuring.records,
@@ -191,8 +220,9 @@ def run(args: argparse.Namespace) -> int:
         device.type,
         name_of(args.model),
         name_of(args.dataset),
+        args.fitted,
     )
-    rows, notes = write_tables(folder, measured, arms, args.questions, args, command_of(args))
+    rows, notes = write_tables(folder, measured, arms, args.experiments, args, command_of(args))
     settings = {
         "task": task,
         "problems": len(samples),
@@ -281,23 +311,19 @@ def compare(
 
 
 def measure_all(
-    questions: Sequence[str],
     measuring: Measuring,
     arms: Sequence[Arm],
     samples: Sequence[Sample],
     at_once: int,
 ) -> None:
-    """Every arm on every problem, with the time that is left as measured so far: first those that
-    are timed, one problem at a time, then the others."""
-    together = [arm for arm in arms if arm.question == "lossy"]
+    """Every arm of an experiment on every problem, with the time that is left as measured so far;
+    where times count, one problem at a time."""
+    together = [arm for arm in arms if arm.question in TOGETHER]
     alone = [arm for arm in arms if arm not in together]
     began = time.perf_counter()
     solved = 0
     for place, sample in enumerate(samples):
         needed = bool(measuring.missing(alone, sample))
-        if "gates" in questions and measuring.records.get(sample.id, GATES) is None:
-            needed = True
-            measuring.measure_gates(sample)
         measuring.measure(alone, sample, place)
         if needed:
             solved += 1
@@ -329,8 +355,9 @@ def command_of(args: argparse.Namespace) -> str:
         if getattr(args, name) is not None:
             words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     words += ["--n", str(args.n), "--tokens", str(args.tokens), "--seed", str(args.seed)]
-    if args.questions != list(QUESTIONS):
-        words += ["--questions", *args.questions]
+    if args.experiments != list(EXPERIMENTS.values()):
+        numbers = (str(n) for n, name in EXPERIMENTS.items() if name in args.experiments)
+        words += ["--experiments", *numbers]
     return shlex.join([*words, "--yes"])
 
 

@@ -23,6 +23,7 @@ HELPERS = {
     "mutate_server",
     "random_llama",
     "rounds",
+    "similar_pairs",
     "wipe_out",
     "without",
 }
@@ -32,7 +33,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "bench_start": ("--n 1 --commands version --csv FOLDER/out.csv",),
     "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
     "describe_sapling": ("--check",),
-    "evidence": ("--model builtin:sapling --dataset game24 --n 2 --dry-run",),
+    "evidence": ("--model builtin:sapling --dataset game24 --n 2 --experiments 1 2 10 --dry-run",),
     "docs": ("--check",),
     "fetch_models": ("--list",),
     "mutate": ("--folder arbor/memory --n 3 --list",),
@@ -71,6 +72,10 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_peers": ("--peers generate --size 5m --shapes F8 --rounds 1 --csv FOLDER/out.csv",),
     "bench_engine": ("--rounds 1 --json FOLDER/out.json",),
     "bench_reward": ("--rounds 1 --depths 2 --problems 1 --csv FOLDER/out.csv",),
+    "evidence": (
+        "--model builtin:sapling --dataset chains --n 1 --experiments 3 5 6 --max-depth 4 --yes "
+        "--out FOLDER/run",
+    ),
     "eval_attention": ("--n 1 --tasks chains --thresholds 0.001 --csv FOLDER/out.csv",),
     "eval_prompts": (),
     "eval_policies": (

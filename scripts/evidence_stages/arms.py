@@ -1,4 +1,4 @@
-"""Arms: the ways in which each problem is searched, by the question that they answer."""
+"""Arms: the ways in which each problem is searched, by the experiment that they belong to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# The searches of every question but the first. Those of small models are wider
+from arbor.papers.rksc.cgee import CGEE
+
+# The searches of every experiment but that of controllers. Those of small models are wider
 # (scripts/eval_policies.py); a thought of a larger one takes more lines.
 SEARCHES: Mapping[str, Mapping[str, Any]] = {
     "chain": {"controller": "chain", "sampling": {"temperature": 0.0}},
@@ -26,20 +28,46 @@ ROWS: Mapping[str, int] = {"chain": 1, "tot-dfs": 4, "tot-bfs": 12}  # that deco
 # Label -> what `arbor compare` reads, and the rows that decode together; the first is the baseline.
 CONTROLLERS: Mapping[str, tuple[str, int]] = {
     "greedy": ("chain;temperature=0", 1),
-    "best-of-4": ("best-of-n,samples=4;aggregate=majority", 4),
-    "tot-dfs": ("tot,strategy=dfs,width=4", 4),
-    "tot-bfs": ("tot,beam=3,width=4", 12),
+    "majority-8": ("best-of-n,samples=8;aggregate=majority", 8),
+    "best-of-8": ("best-of-n,samples=8;aggregate=argmax", 8),
     "beam": ("beam,beam_size=3,width=4", 12),
+    "dvts": ("dvts,subtrees=3,width=4", 12),
     "rebase": ("rebase,width=4", 4),
     "mcts": ("mcts", 4),
     "dpts": ("dpts", 4),
+    "tot-bfs": ("tot,beam=3,width=4", 12),
+    "tot-dfs": ("tot,strategy=dfs,width=4", 4),
 }
 
-LOSSLESS_PARTS = (0.5, 0.25, 0.125)
+# Number -> name of each experiment, which its arms, records and tables have too.
+EXPERIMENTS: Mapping[int, str] = {
+    1: "paths",
+    2: "lossless",
+    3: "attention",
+    4: "gates",
+    5: "sharing",
+    6: "hierarchy",
+    7: "bits",
+    8: "weights",
+    9: "trees",
+    10: "controllers",
+}
+TOGETHER = ("paths", "hierarchy", "bits", "trees")  # no times: several problems in progress at once
+
+LOSSLESS_PARTS = (0.5, 0.25, 0.0)  # 0: one path, the least budget in which the search can run
 LOSSY_PARTS = (0.75, 0.5, 0.25)
-REPLAYED = ("reentry", "lru", "belady")
-TREE_POLICIES = ("ends", "uniform", "lru", "h2o", "arborkv")
-PATH_POLICIES = ("lru", "pyramidkv", "keydiff", "strata", "h2o", "ams-each", "lazyeviction-each")
+REPLAYED = ("reentry", "lru", "arborkv", "belady")
+# Whose KV a policy that ranks tokens looks at, and how that is set.
+REACHES: Mapping[str, str] = {
+    "": "",  # all paths of the tree
+}
+TREE_RANKED = ("h2o", "streaming", "thinkv-each")  # the baselines of ArborKV's tables 1 and 4
+TREE_POLICIES = ("ends", "uniform", "lru", "arborkv")
+PATH_POLICIES = (
+    *("ends", "lru", "streaming", "h2o", "tova", "snapkv", "rkv", "keydiff", "pyramidkv"),
+    *("thinkv-each", "raas", "lazyeviction-each", "ams-each", "hierarchy"),
+)
+DESTROYED = (0.03, 0.1, 0.5)  # parts of the thoughts' tokens
 HOST = "1000000tok"  # room for every search
 STAGING = 64  # tokens
 REFERENCE = "reference"
@@ -50,7 +78,7 @@ class Arm:
     """One way in which every problem is searched.
 
     Attributes:
-        question: whose table has its row.
+        question: name of the experiment whose table has its row.
         search: of `SEARCHES`.
         name: among the arms of this question, search and part.
         part: of what full retention of the same problem held at its peak.
@@ -78,7 +106,7 @@ class Arm:
 
 def reference(search: str) -> Arm:
     """Full retention, which is searched before every other arm of its search: its peak is what
-    budgets are parts of, and its recording is replayed under other policies."""
+    budgets are parts of."""
     return Arm(REFERENCE, search, "full")
 
 
@@ -96,16 +124,48 @@ def lossless() -> list[Arm]:
     return arms
 
 
-def lossy() -> list[Arm]:
-    """What lost KV costs in a tree whose paths fit, and on a path that does not fit."""
-    gone = {"mode": "lossy", "rehydrate": "off"}
-    back = {"mode": "lossy", "rehydrate": "selective"}
+GONE = {"mode": "lossy", "rehydrate": "off"}
+BACK = {"mode": "lossy", "rehydrate": "selective"}
+
+
+def paths() -> list[Arm]:
+    """What lost KV costs on a path that does not fit."""
+    return [
+        Arm("paths", "chain", each, part, GONE, each)
+        for part in LOSSY_PARTS
+        for each in PATH_POLICIES
+    ]
+
+
+def trees() -> list[Arm]:
+    """What lost KV costs in a tree whose paths fit."""
+    ranked = [
+        (f"{each}, {reach}" if reach else each, each + setting)
+        for each in TREE_RANKED
+        for reach, setting in REACHES.items()
+    ]
+    policies = [*((each, each) for each in TREE_POLICIES), *ranked]
     arms = []
     for part in LOSSY_PARTS:
-        arms += [Arm("lossy", "tot-bfs", each, part, gone, each) for each in TREE_POLICIES]
-        arms.append(Arm("lossy", "tot-bfs", "arborkv, comes back", part, back, "arborkv"))
-        arms += [Arm("lossy", "chain", each, part, gone, each) for each in PATH_POLICIES]
+        arms += [Arm("trees", "tot-bfs", name, part, GONE, policy) for name, policy in policies]
+        arms.append(Arm("trees", "tot-bfs", "arborkv, comes back", part, BACK, "arborkv"))
     return arms
+
+
+def hierarchy() -> list[Arm]:
+    """What destroying a part of the thoughts' tokens costs: of all that were ever eligible, or of
+    those left at each event. With room for everything, so that tokens leave by the clock alone."""
+    return [
+        Arm(
+            "hierarchy",
+            "chain",
+            f"{evict}, {ratio:g}",
+            1.0,
+            {**GONE, "policy": {"name": "hierarchy", "evict": evict, "ratio": ratio}},
+        )
+        for evict in ("cumulative", "per_event")
+        for ratio in DESTROYED
+    ]
 
 
 def bits(device: str) -> list[Arm]:
@@ -115,23 +175,34 @@ def bits(device: str) -> list[Arm]:
         device: of the model; only a CPU reads 8-bit KV.
     """
     arms = []
-    for host_bits in (8, 4):
-        packed = {"mode": "lossy", "rehydrate": "selective", "host": HOST, "host_bits": host_bits}
-        name = f"host, {host_bits} bits"
-        arms.append(Arm("bits", "tot-bfs", name, 0.25, {**packed, "fetch": "always"}))
-    if device == "cpu":
-        arms.append(Arm("bits", "tot-bfs", "device, 8 bits", 1.0, {"kv_dtype": "int8"}))
+    staged = {"staging": f"{STAGING}tok", "fetch": "always"}
+    for search, how in (("chain", staged), ("tot-bfs", {"fetch": "always"})):
+        for host_bits in (8, 4, 2):
+            packed = {**BACK, "host": HOST, "host_bits": host_bits, **how}
+            arms.append(Arm("bits", search, f"host, {host_bits} bits", 0.25, packed))
+        if device == "cpu":
+            arms.append(Arm("bits", search, "device, 8 bits", 1.0, {"kv_dtype": "int8"}))
     return arms
 
 
-QUESTIONS = ("controllers", "lossless", "lossy", "bits", "gates")
+def gates() -> list[Arm]:
+    """The time of full verification, of skipping it by the generation's confidence, and of leaving
+    the model early, with the thresholds of the paper's defaults."""
+    return [
+        Arm("gates", "tot-bfs", "full", 1.0, {"verifier": "self"}),
+        Arm("gates", "tot-bfs", "skip", 1.0, {"verifier": CGEE()}),
+        Arm("gates", "tot-bfs", "layer exit", 1.0, {"verifier": CGEE(levels="exit")}),
+    ]
 
 
-def arms_of(questions: Sequence[str], device: str) -> list[Arm]:
-    """The arms of these questions; `controllers` and `gates` have none of this kind."""
+def arms_of(experiments: Sequence[str], device: str) -> list[Arm]:
+    """The arms of these experiments; those that record something else than searches have none."""
     tables: dict[str, Callable[[], list[Arm]]] = {
+        "paths": paths,
         "lossless": lossless,
-        "lossy": lossy,
+        "gates": gates,
+        "hierarchy": hierarchy,
         "bits": lambda: bits(device),
+        "trees": trees,
     }
-    return [arm for name, table in tables.items() if name in questions for arm in table()]
+    return [arm for name, table in tables.items() if name in experiments for arm in table()]

@@ -26,10 +26,12 @@ import torch
 from arbor import Solver
 from arbor.model.model_info import ModelInfo
 
-from .arms import CONTROLLERS, ROWS, SEARCHES, Arm, reference
+from .arms import CONTROLLERS, ROWS, SEARCHES, TOGETHER, Arm, reference
 
 BUDGET_COST = Path(__file__).parents[2] / "docs" / "experiments" / "budget_cost.csv"
 MEASURED = {"tot-dfs": "tot depth-first", "tot-bfs": "tot breadth-first"}
+LEAST_PART = 0.125  # about what one path of a tree is
+RECORDED = {"attention": ("chain", 3), "gates": ("tot-bfs", 1), "weights": ("chain", 3)}  # times
 MEASURED_BYTES = 1 << 28
 MEASURED_SIDE = 1024  # of a square matrix
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -57,7 +59,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """Searches of one question that decode equally many rows."""
+    """Searches of one experiment that decode equally many rows."""
 
     question: str
     searches: int
@@ -120,29 +122,29 @@ def slower(arm: Arm) -> float:
             and float(row["budget_fraction"]) == arm.part
             and row["ratio_to_full"]
         ]
-    return float(rows[-1]["ratio_to_full"]) if rows else 1 / arm.part
+    return float(rows[-1]["ratio_to_full"]) if rows else 1 / max(arm.part, LEAST_PART)
 
 
 def costs_of(
     arms: Sequence[Arm],
     solvers: dict[str, Solver],
-    questions: Sequence[str],
+    experiments: Sequence[str],
     problems: int,
     controller_tokens: int,
     at_once: int = 1,
 ) -> list[Cost]:
-    """What every question costs.
+    """What every experiment costs.
 
     Args:
-        arms: of the questions that have any.
+        arms: of the experiments that have any.
         solvers: from the name of a search to a solver of it.
-        questions: to answer.
+        experiments: by name.
         problems: of the dataset.
         controller_tokens: most of each search of `controllers`.
         at_once: problems in progress at a time where they lose KV.
     """
     found = []
-    if "controllers" in questions:
+    if "controllers" in experiments:
         found += [
             Cost("controllers", problems, problems * controller_tokens, rows)
             for _, rows in CONTROLLERS.values()
@@ -150,11 +152,12 @@ def costs_of(
     used = [name for name in SEARCHES if any(arm.search == name for arm in arms)]
     for arm in [*map(reference, used), *arms]:
         tokens = problems * most_tokens(solvers[arm.search])
-        rows = ROWS[arm.search] * (min(at_once, problems) if arm.question == "lossy" else 1)
+        rows = ROWS[arm.search] * (min(at_once, problems) if arm.question in TOGETHER else 1)
         found.append(Cost(arm.question, problems, tokens, rows, slower(arm)))
-    if "gates" in questions:
-        tokens = problems * most_tokens(solvers["tot-bfs"])
-        found.append(Cost("gates", problems, tokens, ROWS["tot-bfs"]))
+    for name in (each for each in experiments if each in RECORDED):
+        search, times = RECORDED[name]
+        tokens = times * problems * most_tokens(solvers[search])
+        found.append(Cost(name, times * problems, tokens, ROWS[search]))
     return found
 
 
@@ -168,7 +171,7 @@ def cost_lines(
         f"{info.id}: {info.parameters / 1e6:,.0f} million parameters, {info.dtype}, "
         f"{size / 1e9:.2f} GB of weights, {info.kv_bytes_per_token / 1024:.0f} KiB of KV a token",
         f"{problems} problems",
-        f"{'question':12} {'searches':>9} {'tokens, at most':>16}"
+        f"{'experiment':12} {'searches':>9} {'tokens, at most':>16}"
         + "".join(f" {'hours, ' + each.name:>24}" for each in machines),
     ]
     for name in (*dict.fromkeys(cost.question for cost in every), "all"):

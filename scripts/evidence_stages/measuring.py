@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import hashlib
 import json
@@ -22,14 +21,12 @@ from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.replay import RecordedSearch, replay_smallest
 from arbor.measure.timing import turned
 from arbor.model.checkpoint import Checkpoint
-from arbor.papers.rksc.calibration import Recorder, Verification
 from arbor.run.solution import Solution
 
 from .arms import LOSSLESS_PARTS, REFERENCE, REPLAYED, SEARCHES, Arm, reference
 
 Record = dict[str, Any]
 UNREADABLE: Record = {"error": "unreadable", "message": "full retention cannot read it"}
-GATES = "gates/tot-bfs/self/1"  # the key of verifications that are recorded by layer
 
 
 class Records:
@@ -121,16 +118,12 @@ class Measuring:
         gc.collect()  # the KV of the engines
 
     def _reference(self, search: str, sample: Sample) -> Record:
-        """Full retention of the problem, and its replays under other policies."""
+        """Full retention of the problem."""
         arm = reference(search)
         known = self.records.get(sample.id, arm.key)
         if known is not None:
             return known
-        events: list[Event] = []
-        found = self._solved(arm, sample, None, events.append)
-        if not found["error"] and search != "chain":
-            found["replayed"] = self._replayed(search, events, found["peak"])
-        return self.records.add(sample.id, arm.key, found)
+        return self.records.add(sample.id, arm.key, self._solved(arm, sample, None))
 
     def _replayed(self, search: str, events: list[Event], peak: int) -> list[Record]:
         """Recomputed tokens by policy and part of the peak."""
@@ -153,7 +146,12 @@ class Measuring:
     def _search(self, arm: Arm, sample: Sample, peak: int) -> None:
         facts = UNREADABLE
         if peak:
-            facts = self._solved(arm, sample, peak if arm.part < 1 else None)
+            events: list[Event] = []
+            replays = arm.question == "lossless" and arm.name == "full" and arm.search != "chain"
+            listener = events.append if replays else None
+            facts = self._solved(arm, sample, peak if arm.part < 1 else None, listener)
+            if replays and not facts["error"]:
+                facts["replayed"] = self._replayed(arm.search, events, facts["peak"])
         self.records.add(sample.id, arm.key, facts)
 
     def _solved(
@@ -185,7 +183,7 @@ class Measuring:
         except ArborError as error:
             if arm.question == REFERENCE and not isinstance(error, InputError):
                 raise
-            return _failure(error)
+            return failure(error)
         return {
             "error": "",
             "cpu_s": round(cpu_s, 4),
@@ -199,71 +197,75 @@ class Measuring:
         settings = dict(arm.settings)
         if arm.policy:
             settings["policy"], settings["msve"] = variant(arm.policy)
+        if arm.part == 1:
+            settings["budget"] = "full"
         return self.solver(arm.search, listeners, **settings)
 
     def measure_together(self, arm: Arm, samples: Sequence[Sample], at_once: int) -> int:
-        """Search many problems by a lossy arm that is not timed, several at a time in one engine,
-        each within its own budget; returns how many were not measured before.
+        """Search many problems by an arm that is not timed, several at a time in one engine, each
+        within its own budget; returns how many were not measured before.
 
         Args:
-            arm: holds a part of the peak of full retention.
+            arm: one that may lose KV, or a reference, which holds everything.
             samples: the problems.
             at_once: in progress at a time.
+
+        Raises:
+            ArborError: full retention cannot run, for another reason than a problem.
         """
-        assert arm.lossy, "in lossless mode searches share their budget"
+        whole = arm.question == REFERENCE
+        assert arm.lossy or arm.part == 1, "in lossless mode searches share their budget"
         missing = [each for each in samples if self.records.get(each.id, arm.key) is None]
-        peaks = [int(self._reference(arm.search, each).get("peak", 0)) for each in missing]
-        for sample, peak in zip(missing, peaks, strict=True):
-            if not peak:
+        if not missing:
+            return 0
+        if not whole:
+            self.measure_together(reference(arm.search), samples, at_once)
+        able: list[tuple[Sample, int]] = []
+        for sample in missing:
+            peak = 0 if whole else self._peak(arm.search, sample)
+            if whole or peak:
+                able.append((sample, peak))
+            else:
                 self.records.add(sample.id, arm.key, UNREADABLE)
-        able = [(each, peak) for each, peak in zip(missing, peaks, strict=True) if peak]
         blocks = [Blocks() for _ in able]
         jobs: Iterator[tuple[Any, Any]] = (
-            (
-                sample.problem,
-                {
-                    "expected": sample.expected,
-                    "budget": f"{max(math.floor(arm.part * peak), 1)}tok",
-                },
-            )
+            (sample.problem, {"expected": sample.expected, **self._budget(arm, peak)})
             for sample, peak in able
         )
         try:
             solver = self._solver_of(arm)
+            own = arm.part == 1 or solver.setup.own_budgets
             searched = solver.as_completed(
-                jobs, concurrency=at_once, listen=lambda place, event: blocks[place].hear(event)
+                jobs,
+                concurrency=at_once if own else 1,
+                listen=lambda place, event: blocks[place].hear(event),
             )
             for place, found in searched:
                 if isinstance(found, ArborError):
-                    facts = _failure(found)
+                    facts = failure(found)
                 else:
                     facts = {"error": "", "tree": digest_of(blocks[place]), **_facts(found)}
                 self.records.add(able[place][0].id, arm.key, facts)
         except ArborError as error:  # this model or machine does not have the arm
+            if whole:
+                raise
             for sample, _ in able:
                 if self.records.get(sample.id, arm.key) is None:
-                    self.records.add(sample.id, arm.key, _failure(error))
+                    self.records.add(sample.id, arm.key, failure(error))
         gc.collect()  # the KV of the engine
         return len(missing)
 
-    def measure_gates(self, sample: Sample) -> None:
-        """Verify every thought of one problem in full, and record what each layer would say."""
-        if self.records.get(sample.id, GATES) is not None:
-            return
-        recorder = Recorder()
-        try:
-            solver = self.solver("tot-bfs", verifier=recorder)
-            recorder.solver = solver
-            assert sample.problem is not None, "samples were read with their problems"
-            solver.solve(sample.problem, expected=sample.expected)
-        except ArborError as error:
-            self.records.add(sample.id, GATES, _failure(error))
-            return
-        found = [dataclasses.asdict(each) for each in recorder.found]
-        self.records.add(sample.id, GATES, {"error": "", "verifications": found})
+    def _peak(self, search: str, sample: Sample) -> int:
+        return int((self.records.get(sample.id, reference(search).key) or {}).get("peak", 0))
+
+    @staticmethod
+    def _budget(arm: Arm, peak: int) -> dict[str, str]:
+        """What an arm that may lose KV holds of a peak, as an option of a search."""
+        return {"budget": f"{max(math.floor(arm.part * peak), 1)}tok"} if arm.part < 1 else {}
 
 
-def _failure(error: ArborError) -> Record:
+def failure(error: ArborError) -> Record:
+    """The record of a search that ended with an error."""
     return {"error": error.code, "message": error.message}
 
 
@@ -282,6 +284,7 @@ def _facts(solution: Solution) -> Record:
         "recomputed": metrics.tokens_recomputed,
         "stored": metrics.tokens_stored,
         "fetched": metrics.tokens_fetched,
+        "evicted": metrics.evicted_tokens,
         "streamed_bytes": metrics.streamed_bytes,
         "bytes_per_token": metrics.bytes_per_token,
         "steps": metrics.steps,
@@ -290,20 +293,3 @@ def _facts(solution: Solution) -> Record:
         "over": metrics.peak_tokens > metrics.budget_tokens,
         "finish": solution.finish_reason,
     }
-
-
-def verifications_of(record: Mapping[str, Any], problem: int) -> list[Verification]:
-    """The verifications of a record, as `calibrate_exit` reads them."""
-    return [
-        Verification(
-            problem=problem,
-            confidence=each["confidence"],
-            gap=each["gap"],
-            confident=each["confident"],
-            values=tuple(each["values"]),
-            rows=tuple(each["rows"]),
-            uncertainties=tuple(map(tuple, each["uncertainties"])),
-            by_layer=tuple(map(tuple, each["by_layer"])),
-        )
-        for each in record.get("verifications", ())
-    ]

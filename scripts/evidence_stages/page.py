@@ -12,13 +12,76 @@ Rows = Mapping[str, Sequence[Row]]
 
 TITLES = {
     "controllers": "Which search, at the same tokens and the same KV",
+    "paths": "What lost KV costs on one path",
+    "trees": "What lost KV costs in a tree",
+    "hierarchy": "What destroying a part of the thoughts costs",
     "lossless": "What a smaller budget costs, nothing lost",
     "policies": "Which policy recomputes least, replayed",
-    "lossy": "What lost KV costs",
     "bits": "What fewer bits cost",
     "gates": "Which verifications can be skipped or left early",
+    "layers": "Which layer decides",
+    "times": "What skipped or shortened verification saves",
+    "attention": "How attention is spread over a chain",
+    "sharing": "Which prompts are similar",
+    "weights": "What a block's loss depends on",
+}
+LOST = {
+    "search": "search",
+    "policy": "policy",
+    "budget_fraction": "part of the peak",
+    "held_fraction": "held",
+    "solved_percent": "solved, %",
+    "difference_points": "against full retention, points",
+    "lost_at_most_percent": "problems lost, at most, %",
+    "errors": "errors",
+    "n": "n",
 }
 COLUMNS = {
+    "paths": LOST,
+    "trees": LOST,
+    "hierarchy": LOST,
+    "layers": {
+        "rule": "rule",
+        "layer": "layer",
+        "layers": "of",
+        "saved_percent": "saved, %",
+        "disagree_percent": "prefer another thought, %",
+        "clear_disagreements": "clearly",
+        "n": "verifications",
+    },
+    "times": {
+        "verification": "verification",
+        "time_ratio": "time, full verification = 1",
+        "solved_percent": "solved, %",
+        "difference_points": "against full verification, points",
+        "n": "n",
+    },
+    "attention": {
+        "threshold": "threshold",
+        "recurring_percent": "tokens that recur, %",
+        "interval_80th": "80 % of intervals at most",
+        "top_fifth_of_thoughts_percent": "attention on the top fifth, %",
+        "bottom_half_of_thoughts_percent": "on the bottom half, %",
+        "n": "paths",
+    },
+    "sharing": {
+        "similarity_of": "similarity of",
+        "second_prompt": "second prompt",
+        "threshold": "threshold",
+        "shared_percent": "share, %",
+        "wrong_of_shared_percent": "wrong of these, %",
+        "saved_tokens": "tokens saved",
+        "spent_tokens": "spent",
+        "n": "pairs",
+    },
+    "weights": {
+        "fitted_to": "fitted to",
+        "value": "value",
+        "confidence": "confidence",
+        "attention": "attention",
+        "rank_correlation": "rank correlation with the loss",
+        "n": "right answers",
+    },
     "controllers": {
         "arm": "search",
         "success_percent": "solved, %",
@@ -47,16 +110,6 @@ COLUMNS = {
         "at_smallest_budget": "at the smallest budget",
         "n": "n",
     },
-    "lossy": {
-        "search": "search",
-        "policy": "policy",
-        "budget_fraction": "part of the peak",
-        "held_fraction": "held",
-        "solved_percent": "solved, %",
-        "difference_points": "against full retention, points",
-        "lost_at_most_percent": "problems lost, at most, %",
-        "errors": "errors",
-    },
     "bits": {
         "search": "search",
         "policy": "KV",
@@ -81,6 +134,8 @@ INTERVALS = {  # column -> its interval's
     "solved_percent": ("solved_low_percent", "solved_high_percent"),
     "difference_points": ("difference_low_points", "difference_high_points"),
     "time_ratio": ("time_ratio_low", "time_ratio_high"),
+    "recurring_percent": ("recurring_low_percent", "recurring_high_percent"),
+    "rank_correlation": ("correlation_low", "correlation_high"),
 }
 CLAIM = 500  # problems from which a difference of answers is worth a claim
 LOSS = 2.0  # percent of the problems that fewer bits may lose
@@ -118,8 +173,8 @@ def choices(rows: Rows) -> list[tuple[str, str, str]]:
         found.append(("the most answers for the tokens", best["arm"], why))
     for search in dict.fromkeys(row["search"] for row in rows.get("lossless", ())):
         found += _budget(search, rows)
-    for search, what in (("tot-bfs", "a tree that may lose KV"), ("chain", "a path that may")):
-        every = [row for row in rows.get("lossy", ()) if row["search"] == search]
+    for name, what in (("trees", "a tree that may lose KV"), ("paths", "a path that may")):
+        every = rows.get(name, ())
         mine = [row for row in every if row["rehydrate"] == "off" and row["budget_fraction"] == 0.5]
         if mine and every[0]["solved_percent"] > 0:  # of full retention
             best = max(mine, key=lambda row: row["solved_percent"])
@@ -154,7 +209,8 @@ def _budget(search: str, rows: Rows) -> list[tuple[str, str, str]]:
         why = f"{cell(best, 'time_ratio')} times the time of full retention"
         if others:
             why += f"; {others}"
-        found.append((f"{search} in {part} of the peak", best["arm"], why))
+        held = f"{part} of the peak" if part else "one path"
+        found.append((f"{search} in {held}", best["arm"], why))
     return found
 
 

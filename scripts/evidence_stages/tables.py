@@ -1,4 +1,4 @@
-"""The tables of a model: rows of records, one CSV file for each question."""
+"""The tables of a model: rows of records, one or more CSV files for each experiment."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from eval_attention import THRESHOLDS, row_of
 from eval_policies import ratio_of
+from eval_rksc import layer_rows, share_rows
 from experiment_table import ExperimentTable
+from similar_pairs import Pair
 
 from arbor.errors import ArborError
-from arbor.measure.statistics import bootstrap, clopper_pearson, paired
-from arbor.papers.rksc.calibration import Choice, calibrate_exit
+from arbor.measure.statistics import bootstrap, bootstrap_groups, clopper_pearson, paired
+from arbor.papers.arborkv.calibrate import Example, calibrate
+from arbor.papers.arborkv.msve import MSVE, rank_correlation
+from arbor.papers.rksc.calibration import Choice, Verification, calibrate_exit
 
 from .arms import Arm, reference
-from .measuring import GATES, Record, Records, verifications_of
+from .measuring import Record, Records
+from .recording import examples_of, reads_of, verifications_of
 
 Row = dict[str, Any]
 NOT_SAFE = "none is safe"
@@ -34,6 +40,7 @@ class Measured:
         samples: ids, in the dataset's order.
         device: of the model: times are processor time on a CPU, and wall time elsewhere.
         model, dataset: as the rows name them.
+        fitted: files of MSVE weights that are tried too.
     """
 
     records: Records
@@ -41,6 +48,12 @@ class Measured:
     device: str
     model: str
     dataset: str
+    fitted: Sequence[Path] = ()
+
+    def recorded(self, experiment: str) -> list[tuple[int, Record]]:
+        """Place and record of every problem of an experiment without arms, but errors."""
+        found = (self.records.get(sample, experiment) for sample in self.samples)
+        return [(at, each) for at, each in enumerate(found) if each and not each["error"]]
 
     def of(self, arm: Arm) -> list[Record]:
         """An arm's records, with those that ended with an error."""
@@ -139,7 +152,8 @@ def lossless_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
 def replayed_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
     """Recomputed tokens by policy, of the same recorded searches."""
     for search in dict.fromkeys(arm.search for arm in arms):
-        whole = [each for each in measured.of(reference(search)) if each.get("replayed")]
+        full = Arm("lossless", search, "full")
+        whole = [each for each in measured.of(full) if each.get("replayed")]
         kinds = dict.fromkeys(
             (one["part"], one["policy"]) for each in whole for one in each["replayed"]
         )
@@ -190,6 +204,9 @@ def solved_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
             "recomputed_per_generated": round(
                 sum(a["recomputed"] for a, _ in pairs) / max(1, generated), 4
             ),
+            "evicted_per_generated": round(
+                sum(a["evicted"] for a, _ in pairs) / max(1, generated), 4
+            ),
             "kv_bytes_per_token": max((a["bytes_per_token"] for a, _ in pairs), default=0),
             "over_budget": sum(a["over"] for a, _ in pairs),
             "errors": len(records) - len(pairs),
@@ -198,19 +215,19 @@ def solved_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
         }
 
 
+def verified(measured: Measured) -> list[Verification]:
+    """The verifications of all problems."""
+    every = measured.recorded("gates")
+    return [one for place, record in every for one in verifications_of(record, place)]
+
+
 def gates_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
     """What skipping or shortening verifications saves, and how many decide otherwise.
 
     Raises:
         ArborError: too few problems, or none with verifications.
     """
-    records = [measured.records.get(sample, GATES) for sample in measured.samples]
-    found = [
-        each
-        for place, record in enumerate(records)
-        if record is not None
-        for each in verifications_of(record, place)
-    ]
+    found = verified(measured)
     result = calibrate_exit(found)
     choices: tuple[tuple[str, str, Choice[Any]], ...] = (
         ("skip", "the paper's percentiles", result.paper_skip),
@@ -233,6 +250,112 @@ def gates_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
             "n": len(found),
             "n_of": "verifications",
         }
+
+
+def layers_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
+    """Decisions had all questions left after a layer, and under the paper's rule; thresholds and
+    figures are of the same problems.
+
+    Raises:
+        ArborError: too few problems.
+    """
+    found = verified(measured)
+    rule = calibrate_exit(found).paper.exit_rule
+    for row in layer_rows(found, rule, len(measured.recorded("gates"))):
+        yield {**measured.named, **row}
+
+
+def times_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
+    """Time and answers of a search whose verifications are skipped or shortened, against full
+    verification."""
+    full = next((arm for arm in arms if arm.name == "full"), None)
+    for arm in arms if full is not None else ():
+        assert full is not None
+        pairs = measured.pairs(arm, full)
+        if not pairs:
+            continue
+        ratios = [measured.seconds(a) / max(measured.seconds(b), 1e-9) for a, b in pairs]
+        low, high = bootstrap(ratios, "median")
+        yield {
+            **measured.named,
+            "search": arm.search,
+            "verification": arm.name,
+            "time_ratio": round(float(np.median(ratios)), 3),
+            "time_ratio_low": round(low, 3),
+            "time_ratio_high": round(high, 3),
+            **solved(measured, arm, full),
+            "same_tree": sum(a["tree"] == b["tree"] for a, b in pairs),
+            "errors": len(measured.of(arm)) - len(pairs),
+            "n": len(pairs),
+            "n_of": "problems",
+        }
+
+
+def attention_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
+    """How tokens of chains are read again, at each threshold."""
+    every = [reads_of(record) for _, record in measured.recorded("attention")]
+    every = [each for each in every if len(each[0].mass) > each[0].prompt]
+    for place, threshold in enumerate(THRESHOLDS) if every else ():
+        row = row_of("", threshold, [each[place] for each in every])
+        del row["task"]
+        yield {**measured.named, **row}
+
+
+def sharing_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
+    """The part of pairs of prompts that share at each threshold of similarity."""
+    found: dict[tuple[str, str], list[Pair]] = {}
+    for _, record in measured.recorded("sharing"):
+        for each in record["pairs"]:
+            facts = {name: each[name] for name in each if name not in ("kind", "reading")}
+            found.setdefault((each["reading"], each["kind"]), []).append(Pair(**facts))
+    for row in share_rows(found):
+        yield {**measured.named, **row}
+
+
+def weights_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
+    """MSVE's weights, and the rank correlation of scores and losses: fitted to these problems and
+    judged on held-out ones of them; the defaults, and weights fitted elsewhere, on all.
+
+    Raises:
+        ArborError: too few right chains, or no block whose loss cost an answer.
+    """
+    examples = [
+        one for place, record in measured.recorded("weights") for one in examples_of(record, place)
+    ]
+    result = calibrate(examples)
+    tried = [("the defaults", MSVE())]
+    tried += [(path.parent.name or str(path), MSVE.load(path)) for path in measured.fitted]
+    rows = [("these problems, held-out ones", result.msve, result.correlation, result.interval)]
+    rows += [(name, msve, *correlated(msve, examples)) for name, msve in tried]
+    for name, msve, correlation, (low, high) in rows:
+        value, confidence, attention = msve.theta
+        yield {
+            **measured.named,
+            "fitted_to": name,
+            "value": round(value, 3),
+            "confidence": round(confidence, 3),
+            "attention": round(attention, 3),
+            "bias": round(msve.bias, 3),
+            "rank_correlation": round(correlation, 3),
+            "correlation_low": round(low, 3),
+            "correlation_high": round(high, 3),
+            "needed_percent": percent(result.lost),
+            "blocks": result.held_out if msve is result.msve else len(examples),
+            "n": result.problems,
+            "n_of": "right answers",
+        }
+
+
+def correlated(msve: MSVE, examples: Sequence[Example]) -> tuple[float, tuple[float, float]]:
+    """Rank correlation of scores and losses, with its bootstrap interval over problems."""
+    columns = (
+        np.array([getattr(each, name) for each in examples])
+        for name in ("value", "confidence", "attention")
+    )
+    scores, drops = msve.scores(*columns), np.array([each.drop for each in examples])
+    groups = np.array([each.problem for each in examples])
+    interval = bootstrap_groups(groups, lambda at: rank_correlation(scores[at], drops[at]))
+    return rank_correlation(scores, drops), interval
 
 
 def controllers_rows(measured: Measured, folder: Path) -> Iterable[Row]:
@@ -269,12 +392,20 @@ def controllers_rows(measured: Measured, folder: Path) -> Iterable[Row]:
         }
 
 
+# name of the table -> its experiment, and its rows
 TABLES: Mapping[str, tuple[str, Callable[[Measured, Sequence[Arm]], Iterable[Row]]]] = {
+    "paths": ("paths", solved_rows),
     "lossless": ("lossless", lossless_rows),
     "policies": ("lossless", replayed_rows),
-    "lossy": ("lossy", solved_rows),
-    "bits": ("bits", solved_rows),
+    "attention": ("attention", attention_rows),
     "gates": ("gates", gates_rows),
+    "layers": ("gates", layers_rows),
+    "times": ("gates", times_rows),
+    "sharing": ("sharing", sharing_rows),
+    "hierarchy": ("hierarchy", solved_rows),
+    "bits": ("bits", solved_rows),
+    "weights": ("weights", weights_rows),
+    "trees": ("trees", solved_rows),
 }
 
 
@@ -282,7 +413,7 @@ def write_tables(
     folder: Path,
     measured: Measured,
     arms: Sequence[Arm],
-    questions: Sequence[str],
+    experiments: Sequence[str],
     given: argparse.Namespace,
     command: str,
 ) -> tuple[dict[str, list[Row]], list[str]]:
@@ -291,7 +422,7 @@ def write_tables(
     Args:
         folder: for the files.
         arms: that were measured.
-        questions: of the run.
+        experiments: of the run, by name.
         given: the script's options, for what the rows record of the run.
         command: of the rows, without paths.
 
@@ -300,13 +431,13 @@ def write_tables(
     """
     found: dict[str, list[Row]] = {}
     notes: list[str] = []
-    if "controllers" in questions:
+    if "controllers" in experiments:
         found["controllers"] = list(controllers_rows(measured, folder / "controllers"))
-    for name, (question, rows_of) in TABLES.items():
-        if question not in questions:
+    for name, (experiment, rows_of) in TABLES.items():
+        if experiment not in experiments:
             continue
         try:
-            found[name] = list(rows_of(measured, [a for a in arms if a.question == question]))
+            found[name] = list(rows_of(measured, [a for a in arms if a.question == experiment]))
         except ArborError as error:
             notes.append(f"{name}: {error.message}")
     for name, rows in found.items():
@@ -321,6 +452,12 @@ def write_tables(
         for record in measured.of(arm):
             if record["error"]:
                 failed.setdefault(f"{record['error']}: {record['message']}", []).append(arm.key)
+    for experiment in experiments:
+        for sample in measured.samples:
+            recorded = measured.records.get(sample, experiment)
+            if recorded is not None and recorded["error"]:
+                text = f"{recorded['error']}: {recorded['message']}"
+                failed.setdefault(text, []).append(experiment)
     notes += [
         f"{text} ({len(keys)} searches: {', '.join(dict.fromkeys(keys))})"
         for text, keys in failed.items()
