@@ -204,32 +204,39 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
     }
 }
 
-#if defined(__x86_64__)
-template <class F>
-using InSingles = std::conditional_t<PLAIN<F>, PlainLanes<F, WideSingles>, SingleLanes<F>>;
+#if defined(__AMX_BF16__)
+
+void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
+    arbor::avx512_bf16_kernels.linear(job, part, parts, scratch);
+}
+
 #else
-template <class F>
-using InSingles = PlainLanes<F, WideSingles>;
-#endif
 
 #if defined(__AVX512BF16__)
 template <class F>
-using InPairs = std::conditional_t<PLAIN<F>, PlainLanes<F, WidePairs>, CodeLanes<F>>;
+using Lanes = std::conditional_t<PLAIN<F>, PlainLanes<F, WidePairs>, CodeLanes<F>>;
+#elif defined(__x86_64__)
+template <class F>
+using Lanes = std::conditional_t<PLAIN<F>, PlainLanes<F, WideSingles>, SingleLanes<F>>;
+#else
+template <class F>
+using Lanes = PlainLanes<F, WideSingles>;
 #endif
 
 void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
+#if defined(__AVX512BF16__)
+    if (job.number == arbor::FLOAT32) return arbor::avx512_kernels.linear(job, part, parts, scratch);
+#endif
     with_format(job.packed_number, [&](auto format) {
         using F = decltype(format);
-        if (job.number == arbor::FLOAT32) {
-            return block_groups<InSingles<F>, float>(job, part, parts, scratch);
-        }
-#if defined(__AVX512BF16__)
-        block_groups<InPairs<F>, bf16>(job, part, parts, scratch);
-#else
-        block_groups<InSingles<F>, bf16>(job, part, parts, scratch);
+#if !defined(__AVX512BF16__)
+        if (job.number == arbor::FLOAT32) return block_groups<Lanes<F>, float>(job, part, parts, scratch);
 #endif
+        block_groups<Lanes<F>, bf16>(job, part, parts, scratch);
     });
 }
+
+#endif
 
 // Rows of a matrix in blocks as float32 or bfloat16.
 void decode_rows(const DecodeJob& job) {
