@@ -435,7 +435,7 @@ class OneScore(KVScorer):
 
 
 def test_policies_that_say_nothing_of_heads_are_refused() -> None:
-    for name in ("hierarchy", "thinkv"):
+    for name in ("hierarchy", "thinkv", "thinkv-bits"):
         with pytest.raises(UsageError, match="chooses tokens by their places"):
             dataclasses.replace(POLICIES[name], granularity="head")
     for settings in ({"heads": "adaptive"}, {"among": "fair"}):

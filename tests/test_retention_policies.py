@@ -192,7 +192,7 @@ def test_policies_that_know_paths_spare_them_and_published_ones_protect_tails() 
     own = dict.fromkeys(published, Protect(tail=8, floor=4))
     own |= {"lazyeviction": Protect(recent=25), "raas": Protect(prompt=True)}
     own |= {"rpc": Protect(recent=32), "vatp": Protect(sinks=20)}
-    own |= dict.fromkeys(("thinkv", "triattention"), Protect(prompt=True))
+    own |= dict.fromkeys(("thinkv", "thinkv-bits", "triattention"), Protect(prompt=True))
     own["hierarchy"] = Protect(recent=128, prompt=True)
     for name in POLICIES:
         assert POLICIES[name].protect == own.get(name, Protect())

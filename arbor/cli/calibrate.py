@@ -141,6 +141,7 @@ def calibrate() -> None:
       arbor solve "4 5 6 10" --policy arborkv --set msve=msve.json
       arbor calibrate window --task chains
       arbor calibrate queries --task chains
+      arbor calibrate thoughts --task chains
       arbor calibrate window gsm8k.jsonl --task gsm8k
     """
 

@@ -192,7 +192,7 @@ class Engine:
         self.companions: tuple[Companion, ...] = ()
         self._memory: KVMemory | None = None
         self._opened: _Parts | None = None
-        # from a policy's alpha and the queries of `Tokens.lately`: what keeps the attention of the trees opened next
+        # from alpha and the queries of `Tokens.lately`: the statistics of the trees opened next
         self.make_statistics: Callable[[float | None, int], TokenStatistics] = TokenStatistics
         self._latest: OpenTree | None = None
 

@@ -192,6 +192,8 @@ class Residency:
         losers, begins = np.unique(index, return_index=True)
         nodes = self._state.forest.nodes(blocks.ids[losers].tolist())
         counts = self._memory.evict_for_good(nodes, np.split(offsets, begins[1:]))
+        index, offsets, credit = chosen.credited()
+        self._state.remember(blocks.ids[index], offsets, credit)
         self._state.changed(nodes)
         here = {node: count for node, count in zip(nodes, counts, strict=True) if count}
         self._state.report_evicted(here, "clock")

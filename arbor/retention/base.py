@@ -307,10 +307,11 @@ class PackingAllocator(Allocator, Protocol):
     """An allocator that says which tokens lie in host memory in few bits.
 
     Attributes:
-        packed: the part of the tokens that may leave; 0: none.
+        packed: which of the tokens that may leave; falsy: none.
     """
 
-    packed: float
+    @property
+    def packed(self) -> object: ...
 
     def packing(self, blocks: Blocks, done: Bools, scorer: Scorer) -> Ints:
         """The tokens that lie there from now on.

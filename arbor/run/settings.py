@@ -299,7 +299,7 @@ class Settings(
                 "host-bits",
                 f"the policy '{policy.name}' packs tokens (packed), and no tier has few bits and is "
                 "read where it is.",
-                "Give host, host_bits=8 and staging too, or leave out packed.",
+                "Give host, host_bits=8 and staging too, or a policy that packs nothing.",
             )
         self.check_hooks()
 

@@ -14,6 +14,7 @@ FEATURE = Feature(
             "rkv": "arbor.papers.related.rkv:POLICY",
             "rpc": "arbor.papers.related.window_attention:POLICY",
             "thinkv": "arbor.papers.related.thinkv:POLICY",
+            "thinkv-bits": "arbor.papers.related.thinkv_bits:POLICY",
             "tova": "arbor.papers.related.received:TOVA_POLICY",
             "triattention": "arbor.papers.related.triattention:POLICY",
             "vatp": "arbor.papers.related.keys_values:VATP_POLICY",
@@ -21,6 +22,7 @@ FEATURE = Feature(
         "allocator": {
             "chunks": "arbor.papers.related.snapkv_budgets:Chunks",
             "thinkv": "arbor.papers.related.thinkv:ThinKV",
+            "thinkv-bits": "arbor.papers.related.thinkv_bits:ThinKVBits",
         },
         "scorer": {
             "expected": "arbor.papers.related.expected_attention:ExpectedAttention",
@@ -36,6 +38,10 @@ FEATURE = Feature(
         "queries": (
             "arbor.papers.related.command:queries",
             "Average the queries that TriAttention scores with: solve problems, with everything kept.",
+        ),
+        "thoughts": (
+            "arbor.papers.related.thoughts_command:thoughts",
+            "Find the types of thoughts for ThinKV: solve problems, compare the sparsity of attention.",
         ),
     },
 )

@@ -72,13 +72,12 @@ class ThinKV:
     by their distributions (`layers`); what the paper leaves open is the share of a step, and what
     follows when all keep the least. In a tree, transitions of one depth are one, in whichever
     branches, and what lies nearer to the root is earlier.
-    The other half of ThinKV, fewer bits for less important types (R4E4T2), is left out: the bits of
-    a tier are the same for all that lies there (``host_bits``, `packed` of the policy
-    `hierarchy`).
+    The other half of ThinKV, fewer bits for less important types, is `ThinKVBits`.
 
-    The paper finds `valleys` as minima of a density of the sparsities of calibration texts. There
-    are none by default, so all thoughts are of one type, as in the paper for models whose sparsity
-    has no three modes (appendix E.10): nothing is measured, and the oldest segment steps first.
+    ``arbor calibrate thoughts`` finds `valleys` and `layers` of a model, or that there are none.
+    By default there are none, so all thoughts are of one type, as in the paper for models whose
+    sparsity has no three modes (appendix E.10): nothing is measured, and the oldest segment steps
+    first.
 
     Attributes:
         segment: most tokens of a segment, >= 1.
@@ -162,6 +161,16 @@ class ThinKV:
         kept = np.maximum(parts, np.minimum(self.least, length)[:, None])
         return np.concatenate([length[:, None], kept], axis=1)
 
+    def turns(self, segments: Segments, thought: Ints) -> Ints:
+        """How many steps the transitions so far have asked of each segment, int64 [S].
+
+        Args:
+            thought: int64 [S], the `Thought` of each.
+        """
+        after = segments.later(thought == Thought.TRANSITION)
+        after[(thought == Thought.OPEN) | (thought == Thought.PROMPT)] = 0
+        return after
+
     def _measured(self, segments: Segments, tokens: Tokens, known: Floats) -> tuple[Floats, Floats]:
         """The sparsity to remember of each token, [T], and that of each segment, [S]; nan: unknown.
 
@@ -205,9 +214,7 @@ class ThinKV:
         """
         limits, every = self.limits(segments.length), np.arange(len(segments))
         last = limits.shape[1] - 1
-        after = segments.later(thought == Thought.TRANSITION)
-        after[(thought == Thought.OPEN) | (thought == Thought.PROMPT)] = 0
-        taken = np.minimum(asked + after, last)
+        taken = np.minimum(asked + self.turns(segments, thought), last)
         preferred = order(thought, segments.start, segments.depth, segments.number)
         gone = np.zeros(len(segments), np.int64)
         need = int(segments.held.sum()) - room
@@ -489,17 +496,23 @@ def token_sparsity(kv: TokenKV) -> NDArray[np.float64]:
 
 def query_sparsity(sequence: KVSequence) -> NDArray[np.float64]:
     """The sparsity of each query of a sequence, the mean over the observed layers, float64 [w]."""
-    layers = [
-        np.concatenate(
-            [
-                row_sparsity(logits, sequence.keys(layer).shape[1]).double().cpu().numpy()
-                for logits in sequence.whole(layer)
-            ][::-1]
-        )
-        for layer in sequence.layers
-    ]
-    mean: NDArray[np.float64] = np.mean(layers, axis=0)
+    mean: NDArray[np.float64] = layer_sparsity(sequence).mean(0)
     return mean
+
+
+def layer_sparsity(sequence: KVSequence) -> NDArray[np.float64]:
+    """The sparsity of each query of a sequence in each observed layer, float64 [layers, w]."""
+    return np.array(
+        [
+            np.concatenate(
+                [
+                    row_sparsity(logits, sequence.keys(layer).shape[1]).double().cpu().numpy()
+                    for logits in sequence.whole(layer)
+                ][::-1]
+            )
+            for layer in sequence.layers
+        ]
+    )
 
 
 def row_sparsity(logits: Tensor, heads: int) -> Tensor:

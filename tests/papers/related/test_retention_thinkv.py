@@ -1,4 +1,4 @@
-"""ThinKV: sparsity, steps and K-means, each against a plain loop, and in the engine."""
+"""ThinKV: sparsity, steps, K-means and bits, each against a plain loop, and in the engine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from support.policies import POLICIES
 from support.trees import GREEDY, Lab
 
 from arbor.errors import UsageError
+from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.memory.packed_store import PackedStore
+from arbor.memory.stores import LowerRoom
 from arbor.papers.related.thinkv import (
     ThinKV,
     credit_of,
@@ -25,12 +28,13 @@ from arbor.papers.related.thinkv import (
     remembered,
     representatives,
 )
+from arbor.papers.related.thinkv_bits import ThinKVBits
 from arbor.retention.base import NEVER, Blocks, Floats, Tokens
 from arbor.retention.policy import Protect, Trigger
 from arbor.retention.scorers import Recency
 from arbor.retention.token_kv import KVSequence
 from arbor.testing import random_kv
-from arbor.tree import Node
+from arbor.tree import Node, Tier
 
 SHARES = st.floats(0, 1)
 FEW = settings(max_examples=25)
@@ -307,12 +311,8 @@ def typed(seed: int) -> Blocks:
     return dataclasses.replace(blocks, see=tokens.only)
 
 
-@given(seed=SEEDS, share=SHARES, segment=st.integers(1, 20), least=st.integers(0, 5))
-def test_counts_are_those_of_a_plain_loop(
-    seed: int, share: float, segment: int, least: int
-) -> None:
-    blocks = typed(seed)
-    room = room_for(blocks, share)
+def without_queries(blocks: Blocks, seed: int) -> Blocks:
+    """The offer where no sparsity is measured: what is remembered counts."""
     blind = random_kv(seed, 1).sequences[0]
     nobody = dataclasses.replace(blind, wrote=np.full(len(blind.wrote), -1))
     tokens = blocks.tokens
@@ -322,7 +322,15 @@ def test_counts_are_those_of_a_plain_loop(
             tokens.kv, sequences=(nobody,), place=np.full(len(tokens.block), -1)
         ),
     )
-    blocks = dataclasses.replace(blocks, see=hidden.only)
+    return dataclasses.replace(blocks, see=hidden.only)
+
+
+@given(seed=SEEDS, share=SHARES, segment=st.integers(1, 20), least=st.integers(0, 5))
+def test_counts_are_those_of_a_plain_loop(
+    seed: int, share: float, segment: int, least: int
+) -> None:
+    blocks = without_queries(typed(seed), seed)
+    room = room_for(blocks, share)
     allocator = dataclasses.replace(TYPED, segment=segment, least=least, schedule=(0.6, 0.3, 0.1))
 
     assert kept(allocator, blocks, room) == plain_steps(allocator, blocks, room)
@@ -417,3 +425,108 @@ def test_figures_are_remembered_where_no_attention_is_observed() -> None:
         assert len(set(sparsity[mine & (number == each)].tolist())) == 1
         assert np.count_nonzero(mine & (number == each)) >= 4
     assert lab.memory.peak <= 40
+
+
+# Bits
+
+KINDS = (DENSE, MIDDLE, SPARSE)
+NAMES = ("execution", "reasoning", "transition")
+
+
+@pytest.mark.parametrize("packed", [("transition",), ("execution", "transition"), NAMES])
+def test_closed_segments_of_the_types_named_are_packed_once(packed: tuple[Any, ...]) -> None:
+    blocks = chain(
+        [4, 8, 8, 8, 8],
+        [math.nan, *KINDS, SPARSE],
+        protected=[(), (7,), (), (0, 1), ()],
+        scheduled=[NEVER, NEVER, NEVER, NEVER, 0],
+    )
+    done = np.isin(blocks.tokens.position, [5, 21])  # an execution's, a transition's
+    allocator = ThinKVBits(valleys=VALLEYS, packed=packed)
+
+    found = blocks.tokens.position[allocator.packing(blocks, done, Recency())]
+
+    places = {"execution": [4, *range(6, 11)], "reasoning": range(12, 20)}
+    places["transition"] = range(22, 28)
+    assert found.tolist() == sorted(at for name in packed for at in places[name])
+
+
+@given(seed=SEEDS)
+def test_what_is_destroyed_is_what_transitions_ask_for_and_no_more(seed: int) -> None:
+    blocks = without_queries(typed(seed), seed)
+    allocator = ThinKVBits(segment=7, valleys=VALLEYS, choose="score", least=2)
+    plain = dataclasses.replace(TYPED, segment=7, least=2)
+    held = int(blocks.resident.sum())
+
+    excess = allocator.excess(blocks)
+
+    stays = allocator.counts(blocks, held - excess, Recency()).tolist()
+    assert sum(stays) == held - excess
+    assert stays == plain_steps(plain, blocks, held - excess)
+    _, credit = allocator.credited(blocks, held - excess - 5, Recency())
+    assert not remembered(credit)[0].any(), "room asks for no step"
+
+
+def tiered(valleys: tuple[float, float], slots: int = 200) -> tuple[Lab, Node]:
+    """A lab whose host memory has few bits, and a block of 60 tokens, in segments of 8."""
+    policy = dataclasses.replace(
+        POLICIES["thinkv-bits"],
+        allocator=ThinKVBits(segment=8, valleys=valleys, packed=("transition", "execution")),
+        protect=Protect(sinks=2, recent=4, prompt=True),
+        trigger=Trigger(every=8),
+    )
+    lab = Lab(
+        build("llama"),
+        policy=policy,
+        mode="lossy",
+        rehydrate="off",
+        share="off",
+        backend=RowwiseAttention(),
+        lower=LowerRoom(100, host_bits=4, staging=4, inexact=True),
+        debug=True,
+    )
+    tree = lab.plant(slots)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, 60)
+    return lab, block
+
+
+@pytest.mark.parametrize("slots", [200, 40])
+def test_executions_are_packed_and_nothing_is_destroyed_without_a_transition(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackedStore, "group", 4)
+
+    lab, block = tiered((0.999, 1.0), slots)
+
+    span = block.span
+    assert span.present.all()
+    rounded = np.flatnonzero((span.tier == Tier.COMPRESSED) | (span.origin >= 0))
+    assert len(rounded) >= 40 and rounded.max() < 56
+    assert lab.memory.peak <= slots
+
+
+def test_transitions_step_segments_down_and_types_are_remembered_where_they_are_destroyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PackedStore, "group", 4)
+
+    lab, block = tiered((0.0, 1e-9))
+
+    kept_ = [int(block.span.present[at : at + 8].sum()) for at in range(0, 48, 8)]
+    # the last asked at 56 tokens: the seventh segment has closed, and each before it has stepped
+    assert kept_[:4] == [4, 4, 4, 4] and lab.memory.peak <= 200
+    assert block.span.present[48:].all()
+    _, tokens = shown(lab, [block])
+    _, sparsity = remembered(tokens.credit)
+    mine = (tokens.block == 1) & (tokens.offset < 40)
+    assert mine.any() and not np.isnan(sparsity[mine]).any()
+
+
+def test_bits_without_types_are_those_of_reasoning() -> None:
+    assert set(ThinKVBits().packed) == set(NAMES)
+    with pytest.raises(UsageError, match=r"packed=.*valleys"):
+        ThinKVBits(packed=("execution",))
+    with pytest.raises(UsageError, match=r"packed=.*some of"):
+        ThinKVBits(packed=("prompt",))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"packed=.*some of"):
+        ThinKVBits(valleys=VALLEYS, packed=())
