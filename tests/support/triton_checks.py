@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -182,12 +182,13 @@ def attend_tree(
 
 
 def tree_hopper() -> None:
-    """Tree attention compiles for an H100; only half precision uses its tensor cores."""
+    """It compiles for an H100: half precision on the tensor cores, keys copied ahead."""
     for dtype, word in zip(DTYPES, ("fp32", "fp16", "bf16"), strict=True):
         types = dict.fromkeys(("q", "k_pool", "v_pool"), f"*{word}")
         types |= dict.fromkeys(("slots", "items", "places"), "*i32")
         types |= dict.fromkeys(("part_out", "part_lse"), "*fp32")
-        types |= dict.fromkeys(("k_slot", "k_head", "v_slot", "v_head"), "i32")
+        strides = ("k_slot", "k_head", "v_slot", "v_head")  # multiples of 16, as those of a pool
+        types |= dict.fromkeys(strides, "i32")
         for heads, dim, softcap in (
             (32, 64, None),
             (32, 128, None),
@@ -196,8 +197,9 @@ def tree_hopper() -> None:
         ):
             shape = AttentionShape(heads, 4, dim, dim, 0.1, softcap=softcap)
             constants = triton_tree_kernel.tile(shape, dtype)
-            ptx = compiled(triton_tree_kernel.tree_kernel, types, constants)
-            assert ("mma" in ptx) == (dtype != torch.float32), (dtype, dim)
+            ptx = compiled(triton_tree_kernel.tree_kernel, types, constants, strides)
+            assert "cp.async" in ptx, (dtype, dim)
+            assert ("wgmma" in ptx) == (dtype != torch.float32), (dtype, dim)
 
 
 def segments() -> list[Segment]:
@@ -451,8 +453,10 @@ MERGE = {"HEADS": 32, "DIM": 128, "PADDED": 128, **kernels.FUSION}
 SHARED_BYTES = 227 << 10  # of an H100's multiprocessor, for one thread block
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
-    """The PTX of a kernel."""
+def compiled(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: Sequence[str] = ()
+) -> str:
+    """The PTX of a kernel; these numbers are multiples of 16, as every address is."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -465,7 +469,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> s
         attrs={
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(names)
-            if types.get(name, "").startswith("*")
+            if types.get(name, "").startswith("*") or name in aligned
         },
     )
     options = {name: given for name, given in constants.items() if name not in names}
