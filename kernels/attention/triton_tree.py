@@ -1,9 +1,9 @@
 """Attention over a tree on CUDA in two launches a layer: all items of the tree, and their merging.
 
 FlashInfer's cascade launches a kernel, and often a merge, for every level; here one launch takes
-all levels, each item in the tile that suits it. FastTree (Pan et al., MLSys 2025) and DeFT (Yao et
-al., ICLR 2025) group a tree's keys and rows alike; differences: items are cut for an equal share of
-the keys, and a captured graph may be given other trees.
+all levels, each item in the tile that suits it. FastTree (MLSys 2025) and DeFT (ICLR 2025) group a
+tree's keys and rows alike; differences: items are cut for an equal share of the keys, and a
+captured graph may be given other trees.
 """
 
 from __future__ import annotations
