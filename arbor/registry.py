@@ -122,6 +122,7 @@ _CORE: Mapping[str, Mapping[str, str]] = {
         "invariant": "arbor.kernels.attention.invariant_cascade:InvariantCascade",
         "native": "arbor.kernels.attention.native_cascade:NativeCascade",
         "torch": "arbor.kernels.attention.torch_cascade:TorchCascade",
+        "triton": "arbor.kernels.attention.triton_tree:TritonTree",
     },
 }
 

@@ -170,26 +170,23 @@ def merge_kernel(
     part_out,
     part_lse,
     first_parts,
-    lengths,
     out,
     lse,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """A row's parts for one head, merged one after the other in the order of the path."""
+    """A row's parts for one head, merged one after the other; the next row's follow them."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, PADDED)
     part = tl.load(first_parts + row).to(tl.int64) * HEADS + head
-    left = tl.load(lengths + row)
+    end = tl.load(first_parts + row + 1).to(tl.int64) * HEADS
     top = tl.load(part_lse + part)
     state = tl.load(part_out + part * DIM + d, mask=d < DIM, other=0.0)
     total = top * 0 + 1.0
-    left -= CHUNK
-    while left > 0:
-        part += HEADS
+    part += HEADS
+    while part < end:
         other = tl.load(part_lse + part)
         new_top = tl.maximum(top, other)
         kept = tl.exp(top - new_top)
@@ -198,9 +195,27 @@ def merge_kernel(
         state = state * kept + more * added
         total = total * kept + added
         top = new_top
-        left -= CHUNK
-    tl.store(out + (row * HEADS + head) * DIM + d, state / total, mask=d < DIM)
+        part += HEADS
+    value = state / total
+    tl.store(out + (row * HEADS + head) * DIM + d, value.to(out.dtype.element_ty), mask=d < DIM)
     tl.store(lse + row * HEADS + head, top + tl.log(total))
+
+
+def merge(
+    part_out: Tensor, part_lse: Tensor, first_parts: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """Merge the parts of each row by their logsumexp.
+
+    Args:
+        part_out: [parts, heads, D_v] float32; part_lse: [parts, heads] float32.
+        first_parts: int32 [rows + 1], where each row's parts begin, and where the last ones end.
+        out: [rows, heads, D_v], contiguous; lse: [rows, heads] float32, contiguous.
+    """
+    rows, heads, dim = out.shape
+    padded = max(16, triton.next_power_of_2(dim))
+    merge_kernel[(rows, heads)](
+        part_out, part_lse, first_parts, out, lse, heads, dim, padded, num_warps=4, **FUSION
+    )
 
 
 def linear_tile(columns: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -310,20 +325,6 @@ def attend(
         **tile,
     )
     merged, sums = torch.empty_like(out), torch.empty_like(lse)
-    padded = max(16, triton.next_power_of_2(dim))
-    merge_kernel[(len(out), heads)](
-        part_out,
-        part_lse,
-        launch.first_parts,
-        launch.lengths,
-        merged,
-        sums,
-        heads,
-        dim,
-        padded,
-        tile["CHUNK"],
-        num_warps=4,
-        **FUSION,
-    )
+    merge(part_out, part_lse, launch.first_parts, merged, sums)
     out.copy_(merged)
     lse.copy_(sums)

@@ -14,6 +14,7 @@ soon as it is known. Stages, in the order in which they run:
     2  attention of every backend against float64 on short lists of keys
     4  the engine against the model's own forward, and a small budget against a full one
     3  bandwidth and peak, for the floors
+    8  tree attention in two launches against FlashInfer's cascade
     5  decode steps at the shapes of Llama-3.1-8B and Qwen2.5-7B, and of transformers
     7  Sapling's answers against those of the CPU
     6  the host's work in a step
@@ -50,12 +51,14 @@ PARTS = (
     Part(2, "attention", "rowwise", 20),
     Part(4, "agreement", "all", 45),
     Part(3, "peaks", "all", 20, cuda_only=True),
+    Part(8, "trees", "all", 45),
     Part(5, "decode", "llama", 130),
     Part(5, "decode", "transformers", 30),
     Part(7, "search", "all", 55),
     Part(6, "host", "all", 35),
     Part(5, "decode", "qwen", 75, cuda_only=True),
 )
+TOTAL_S = 540.0  # of all parts
 CHECKING = ("attention", "agreement", "search")  # stages that check a backend's results
 
 
@@ -140,7 +143,8 @@ def run(arguments: argparse.Namespace) -> int:
     limited = [replace(part, limit_s=part.limit_s * arguments.slower) for part in chosen]
 
     commands = [(part, command(part, arguments, out)) for part in limited]
-    run_all(commands, out, environment(arguments.bundle, arguments.device))
+    total_s = TOTAL_S * arguments.slower
+    run_all(commands, out, environment(arguments.bundle, arguments.device), total_s)
     rows = rows_since(out, before)
     print(render(rows))
     save(rows, arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,9 @@ from gpu_stages import (  # noqa: E402
     engines,
     floors,
     processes,
+    report,
     rows,
+    trees,
 )
 
 from arbor.engine.engine import Engine  # noqa: E402
@@ -141,6 +144,65 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         return gpu_check.main()
 
     return run_rows
+
+
+def test_parts_end_with_the_time_of_all_and_those_left_are_named(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    commands = [
+        (part("first"), python("import time; time.sleep(60)")),
+        (part("second"), python("")),
+    ]
+
+    processes.run_all(commands, out, {**os.environ}, total_s=1.0)
+
+    first, second = rows.read(out)
+    assert first["ok"] is False and first["reason"].startswith("killed after 1")
+    assert second["part"] == "second" and second["reason"] == "out of time"
+    assert second["status"] == rows.SKIPPED
+
+
+# Trees
+
+
+@pytest.mark.parametrize("tree", trees.TREES)
+def test_a_trees_leaves_read_one_node_of_every_level(tree: str) -> None:
+    layout = trees.layout_of(tree)
+    counts, lengths = ([int(word) for word in half.split(",")] for half in tree.split("/"))
+
+    assert layout.rows == counts[-1] and len(layout.levels) == len(counts)
+    for level, count, length in zip(layout.levels, counts, lengths, strict=True):
+        assert level.kv_indptr.tolist() == [node * length for node in range(count + 1)]
+        ends = level.qo_indptr.tolist()
+        assert ends[0] == 0 and ends[-1] == layout.rows and ends == sorted(set(ends))
+    slots = torch.cat([level.kv_indices for level in layout.levels])
+    assert slots.tolist() == list(range(len(slots)))
+
+
+def test_the_floor_of_a_tree_is_that_of_the_tables() -> None:
+    shape = trees.AttentionShape(32, 8, 128, 128, 128**-0.5)
+    machine = floors.H200
+    assert trees.floor_us(trees.layout_of("1,4,8,256/8,256,256,32"), shape, machine) == (
+        pytest.approx(10.7, abs=0.05)
+    )
+    assert trees.floor_us(trees.layout_of("1,1024/2048,32"), shape, machine) == (
+        pytest.approx(44.2, abs=0.1)  # of operations
+    )
+
+
+def test_trees_are_timed_compared_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = rows.Job("trees", "all", "cpu", tmp_path / "rows.jsonl", 60, 1)
+    trees.run(job)
+    found = rows.read(job.out)
+    assert [row["ok"] for row in found[:-1]] == [True] * len(trees.HEADS) * len(trees.SMALL_TREES)
+    assert found[-1]["predicted"] == {"times_as_fast": "at least 1.25"}
+    assert "geometric mean" in report.trees(found)
+
+    wrong = RowwiseAttention.run
+    monkeypatch.setattr(RowwiseAttention, "run", lambda *given: (1.1 * wrong(*given)[0], None))
+    trees.run(job)
+    assert not any(row["ok"] for row in rows.read(job.out)[len(found) : -1])
 
 
 # Floors: milliseconds on an H200 for 1, B, 16, 64 and 256 leaves

@@ -91,14 +91,15 @@ def test_deterministic_on_cuda_is_accepted_with_its_own_attention(
 
     assert resolve_backend("auto", CUDA, deterministic=True) == "auto"
     assert resolve_backend("invariant", CUDA, deterministic=True) == "invariant"
-    for other in ("torch", "flashinfer"):
+    for other in ("torch", "flashinfer", "triton"):
         with pytest.raises(UsageError, match="does not") as error:
             resolve_backend(other, CUDA, deterministic=True)
         assert error.value.code == "backend" and "--backend invariant" in error.value.hint
     with pytest.raises(UsageError, match="the device is mps"):
         resolve_backend("auto", torch.device("mps"), deterministic=True)
-    with pytest.raises(UsageError, match="needs a GPU"):
-        resolve_backend("invariant", CPU, deterministic=False)
+    for name in ("invariant", "triton"):
+        with pytest.raises(UsageError, match=f"{name} needs a GPU"):
+            resolve_backend(name, CPU, deterministic=False)
 
 
 def test_a_dtype_without_kernels_is_named() -> None:

@@ -19,6 +19,7 @@ from arbor.model.placement import (
     FLASHINFER,
     INVARIANT,
     NATIVE,
+    TRITON,
     check_backend,
     check_int8,
     device_of_model,
@@ -98,12 +99,12 @@ class ModelSettings(ModelSource):
             rounded once when the model is loaded: lossy (CPU only; docs/cpu.md). ``auto``
             keeps them as they are.
         backend: what computes attention: ``auto``, ``native`` (CPU), ``torch``, ``flashinfer``
-            (CUDA), ``rowwise``, ``invariant`` (CUDA), ``reference``, a plugin. ``auto`` is the
+            (CUDA), ``rowwise``, ``invariant`` and ``triton`` (CUDA), a plugin. ``auto`` is the
             native kernels on a CPU and FlashInfer on CUDA, where they are installed and compute
             the model, else torch; if `deterministic`, ``invariant`` on CUDA, and ``rowwise`` on a
             CPU without the native kernels.
-        cuda_graphs: on a GPU with FlashInfer, decode steps are captured and replayed where that
-            gives the same logits up to rounding.
+        cuda_graphs: on a GPU with FlashInfer or ``triton``, decode steps are captured and replayed
+            where that gives the same logits up to rounding.
         deterministic: results do not depend on the rest of the batch, to the last bit, or the model
             is refused (no mixtures of experts). The native kernels of a CPU need no request for
             that; elsewhere it is slower; see docs/budget.md.
@@ -144,7 +145,7 @@ class ModelSettings(ModelSource):
     )
     backend: str = setting(
         "auto",
-        "Attention kernels: auto, native, flashinfer, torch, rowwise, invariant or reference.",
+        "Attention kernels: auto, native, flashinfer, triton, torch, rowwise or invariant.",
         metavar="NAME",
         read=check_backend,
         recorded="always",
@@ -192,7 +193,7 @@ class Checkpoint:
         self.deterministic = settings.deterministic
         self.cuda_graphs = settings.cuda_graphs
         self.backend = backend
-        if self.deterministic or backend in (FLASHINFER, INVARIANT, NATIVE):
+        if self.deterministic or backend in (FLASHINFER, INVARIANT, NATIVE, TRITON):
             self.backend = resolve_backend(backend, self.device, self.deterministic)
         revision, adapter = settings.revision, settings.adapter
         self.source = (
@@ -347,6 +348,12 @@ class Checkpoint:
             if self.device.type != "cpu":
                 return INVARIANT
             return NATIVE if native else "rowwise"
+        if self.backend == TRITON and info.dtype == "float64":
+            raise UsageError(
+                "backend",
+                "--backend triton has no kernels for float64.",
+                "Use --backend torch, or --dtype float32.",
+            )
         if self.backend not in ("auto", FLASHINFER):
             return self.backend
         if native:

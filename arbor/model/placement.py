@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FLASHINFER = "flashinfer"  # both the backend and its package
 INVARIANT = "invariant"
+TRITON = "triton"
 NATIVE = "native"
 INT8_BACKENDS = ("native", "torch", "rowwise")  # those that read 8-bit KV
 
@@ -101,11 +102,11 @@ def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> 
             f"--backend native needs the native kernels on a CPU: {state}.",
             "Use --backend torch, or install arbor where there is a C++ compiler.",
         )
-    if backend == INVARIANT and (device.type != "cuda" or find_spec("triton") is None):
+    if backend in (INVARIANT, TRITON) and (device.type != "cuda" or find_spec("triton") is None):
         raise UsageError(
             "backend",
-            "--backend invariant needs a GPU and the package triton.",
-            "Use --backend rowwise.",
+            f"--backend {backend} needs a GPU and the package triton.",
+            f"Use --backend {'rowwise' if backend == INVARIANT else 'torch'}.",
         )
     if backend == FLASHINFER and (device.type != "cuda" or find_spec(FLASHINFER) is None):
         raise UsageError(

@@ -19,6 +19,8 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # many rows; the workspace grows with the number.
 REQUESTS = (4, 16, 64)
 MOST_LEVELS = 6
+# Keys of a last level beyond one per slot: rows that share a short span each list it themselves.
+REPEATED_KEYS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,14 @@ def pad_last(level: CascadeLevel, bucket: Bucket, trash: int) -> CascadeLevel:
 
 def _int32(numbers: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(numbers.astype(np.int32, copy=False))
+
+
+def key_capacity(shape: AttentionShape, slots: int, *, last: bool) -> int:
+    """Keys that a level's buffer holds; a shared level names a slot at most once."""
+    if not last:
+        return slots
+    windows = 0 if shape.window is None else ROWS[-1] * min(shape.window, slots)
+    return max(slots + REPEATED_KEYS, windows)
 
 
 class FixedAttention(Protocol):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel, apply_sinks
-from arbor.kernels.attention.fixed import ROWS, Bucket, pad_last, pad_shared
+from arbor.kernels.attention.fixed import Bucket, key_capacity, pad_last, pad_shared
 from arbor.kernels.attention.torch_cascade import TorchCascade
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -488,8 +488,6 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-# Keys of a last level beyond one per slot: rows that share a short span each list it themselves.
-REPEATED_KEYS = 1 << 16
 MOST_WORKSPACE_BYTES = 256 << 20
 
 
@@ -573,14 +571,6 @@ class FixedCascade:
     ) -> tuple[Tensor, Tensor]:
         """See `FixedAttention.run`."""
         return self._planner.run(self._plan, q, k_pool, v_pool, sinks)
-
-
-def key_capacity(shape: AttentionShape, slots: int, *, last: bool) -> int:
-    """Keys that a level's buffer holds; a shared level names a slot at most once."""
-    if not last:
-        return slots
-    windows = 0 if shape.window is None else ROWS[-1] * min(shape.window, slots)
-    return max(slots + REPEATED_KEYS, windows)
 
 
 @dataclass(frozen=True, slots=True)

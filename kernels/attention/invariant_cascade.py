@@ -39,7 +39,7 @@ class Launch:
         first_row, end_row: of the batch.
         keys: int32 [rows, width], each row's slots; 0 after its last.
         lengths: int32 [rows], keys of each row.
-        first_parts: int32 [rows], the part of each row's first chunk; the others follow it.
+        first_parts: int32 [rows + 1], the part of each row's first chunk; the others follow it.
         items: int32 [n, 3]: first row, rows, chunk. Every chunk of every row is in one item.
         parts: of all rows.
     """
@@ -161,7 +161,7 @@ def launches(
                 first + len(lists),
                 there(np.maximum(table, 0)),
                 there(lengths),
-                there(parts[:-1]),
+                there(parts),
                 there(items),
                 int(parts[-1]),
             )

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
-
-Numbers = npt.NDArray[np.int64]
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout
+from arbor.kernels.attention.work_items import level_items
 
 # Keys of an item; a power of two.
 ITEM_KEYS = 64
@@ -23,9 +21,6 @@ ITEM_KEYS = 64
 ITEM_ROWS = 512
 # Row and head pairs of a tile: what one product takes; small ones where no item has more.
 TILES = (16, 64)
-
-# Larger than any distance of a row and a key.
-FAR = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ def mass_work(layout: CascadeLayout, shape: AttentionShape, device: torch.device
     """
     parts, first_key = [], 0
     for level in layout.levels:
-        parts.append(_level_items(level, shape, first_key))
+        parts.append(level_items(level, shape, first_key, ITEM_KEYS, ITEM_ROWS))
         first_key += len(level.kv_indices)
     items = np.concatenate(parts)
     rows = items[:, 1] - items[:, 0]
@@ -82,43 +77,6 @@ def mass_work(layout: CascadeLayout, shape: AttentionShape, device: torch.device
         torch.arange(shape.num_kv_heads, device=device),
         TILES[0] if pairs <= TILES[0] else TILES[1],
     )
-
-
-def _level_items(level: CascadeLevel, shape: AttentionShape, before: int) -> Numbers:
-    """Items [W, 6] of one level, whose keys come after `before` other ones."""
-    rows = level.qo_indptr.numpy().astype(np.int64)
-    keys = level.kv_indptr.numpy().astype(np.int64) + before
-    blocks = -(-np.diff(keys) // ITEM_KEYS)
-    request, block = _repeated(blocks)
-    first_row, end_row = rows[request], rows[request + 1]
-    first_key = keys[request] + block * ITEM_KEYS
-    end_key = np.minimum(first_key + ITEM_KEYS, keys[request + 1])
-    if level.causal:
-        span = FAR if shape.window is None else min(FAR, shape.window)
-        offset = keys[request + 1] - end_row  # row r's own key is r + offset
-        # rows that read any of these keys: from the first key's own on, until the last key is too
-        # far back
-        first_row = np.maximum(first_row, first_key - offset)
-        end_row = np.minimum(end_row, end_key - 1 - offset + span)
-    else:
-        span, offset = 2 * FAR - 1, np.full_like(first_key, FAR)
-    chunks = -(-np.maximum(0, end_row - first_row) // ITEM_ROWS)
-    item, chunk = _repeated(chunks)
-    first_row = first_row[item] + chunk * ITEM_ROWS
-    end_row = np.minimum(first_row + ITEM_ROWS, end_row[item])
-    parts = (first_row, end_row, first_key[item], end_key[item], offset[item])
-    return np.stack([*parts, np.full_like(first_row, span)], axis=1)
-
-
-def _repeated(counts: Numbers) -> tuple[Numbers, Numbers]:
-    """Each index as often as its count, and the number of each repetition.
-
-    Example:
-        >>> [numbers.tolist() for numbers in _repeated(np.array([2, 0, 3]))]
-        [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
-    """
-    index = np.repeat(np.arange(len(counts)), counts)
-    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 logger = logging.getLogger(__name__)

@@ -283,8 +283,8 @@ def backends_of(part: str, device: torch.device) -> list[str]:
     """Names of the backends that a part checks: its own, and with `rowwise` those added later."""
     if part != "rowwise":
         return [part]
-    elsewhere = "native" if device.type == "cuda" else "invariant"  # CPU code, Triton kernels
-    others = {*registry.names("backend")} - {"rowwise", "torch", elsewhere}
+    elsewhere = {"native"} if device.type == "cuda" else {"invariant", "triton"}
+    others = {*registry.names("backend")} - {"rowwise", "torch", *elsewhere}
     return [part, *sorted(others)]
 
 

@@ -107,8 +107,13 @@ def cells(part: str, small: bool) -> list[Cell]:
         ]
     model = LLAMA_8B if part == "llama" else QWEN_7B
     first = [shipped, graphs, on_graphs, off_graphs, on, off]
-    found = [(CONFIG_S, 64, variant) for variant in first[:2]]
-    found += [(CONFIG_L, 256, variant) for variant in first[:2]]
+    launches = (graphs, Variant(graphs=True, triton=True))  # attention level by level, or in two
+    found = [
+        (tree, leaves, variant)
+        for tree, leaves in ((CONFIG_S, 64), (CONFIG_L, 256), (CONFIG_S, 1))
+        for variant in launches
+    ]
+    found += [(tree, leaves, shipped) for tree, leaves in ((CONFIG_S, 64), (CONFIG_L, 256))]
     found += [(CONFIG_S, 64, variant) for variant in first[2:]]
     found += [(CONFIG_L, 256, variant) for variant in first[2:]]
     for base in (shipped, graphs):

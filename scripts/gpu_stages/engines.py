@@ -33,6 +33,7 @@ class Variant:
         deterministic: the setting of that name.
         statistics: attention is observed.
         unfused: norms and activations are transformers' own.
+        triton: attention by the backend ``triton``.
     """
 
     sharing: str = "shipped"
@@ -40,11 +41,12 @@ class Variant:
     deterministic: bool = False
     statistics: bool = False
     unfused: bool = False
+    triton: bool = False
 
     @property
     def name(self) -> str:
         """``shipped+graphs``."""
-        words = ("graphs", "deterministic", "statistics", "unfused")
+        words = ("graphs", "deterministic", "statistics", "unfused", "triton")
         return "+".join([self.sharing, *(word for word in words if getattr(self, word))])
 
 
@@ -85,7 +87,7 @@ def make_engine(
         solver = Solver(
             model,
             tokenizer=NoText(),
-            backend="auto" if variant.deterministic else backend,
+            backend="auto" if variant.deterministic else "triton" if variant.triton else backend,
             deterministic=variant.deterministic,
             policy="h2o" if variant.statistics else policy,
             debug=debug,
@@ -111,7 +113,11 @@ def captured(engine: Engine) -> int | None:
 
 def backend_name(engine: Engine) -> str:
     """The name of an engine's attention backend: that of its class, where there is no other."""
-    known = {"FlashInferCascade": "flashinfer", "TorchCascade": "torch"}
+    known = {
+        "FlashInferCascade": "flashinfer",
+        "TorchCascade": "torch",
+        "TritonTree": "triton",
+    }
     name = type(engine.runner.backend).__name__
     return known.get(name, name)
 

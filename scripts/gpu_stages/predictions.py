@@ -55,7 +55,14 @@ CELLS: Mapping[str, Mapping[str, Range]] = {
         "floor_ms": Range(5.1, 5.3),
         "of_floor": Range(high=1.6),
     },
+    # goals
+    "llama-3.1-8b config-s 1 shipped+graphs+triton": {"wall_ms": Range(high=4.6)},
+    "llama-3.1-8b config-s 64 shipped+graphs+triton": {"wall_ms": Range(high=5.9)},
+    "llama-3.1-8b config-l 256 shipped+graphs+triton": {"wall_ms": Range(high=9.0)},
 }
+
+# How many times as fast as FlashInfer's cascade, see `trees`: a goal.
+TREE_RATIO = Range(low=1.25)
 
 # Ratios of two cells, see `report.COMPARISONS`.
 RATIOS: Mapping[str, Range] = {

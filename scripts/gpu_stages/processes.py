@@ -7,11 +7,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_stages.rows import append, read
+from gpu_stages.rows import SKIPPED, append, read
 
 RESERVE = 0.85  # of its limit a part may begin checks in; the rest is for the one in progress
 
@@ -36,18 +36,29 @@ class Part:
 
 
 def run_all(
-    commands: Sequence[tuple[Part, Sequence[str]]], out: Path, environment: dict[str, str]
+    commands: Sequence[tuple[Part, Sequence[str]]],
+    out: Path,
+    environment: dict[str, str],
+    total_s: float,
 ) -> None:
-    """Run the parts in order; each ends with a row that says how.
+    """Run the parts in order until the time is up; each ends with a row that says how.
 
     Args:
         commands: parts in order of value (the machine may be taken away at any time), each with the
             command of its process, which appends its own rows to `out`.
         out: the file of rows.
         environment: of the processes.
+        total_s: seconds of all parts together.
     """
+    end = time.monotonic() + total_s
     for part, command in commands:
-        run_part(part, command, out, environment)
+        left_s = end - time.monotonic()
+        if left_s > 0:
+            limited = replace(part, limit_s=min(part.limit_s, round(left_s, 1)))
+            run_part(limited, command, out, environment)
+        else:
+            row = {"stage": part.stage, "part": part.part, "name": "process"}
+            append(out, row | {"status": SKIPPED, "reason": "out of time"})
 
 
 def run_part(part: Part, command: Sequence[str], out: Path, environment: dict[str, str]) -> None:

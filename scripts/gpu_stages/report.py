@@ -50,7 +50,7 @@ def render(rows: Sequence[Row]) -> str:
     """All tables of a run, in the order of the questions they answer."""
     parts = [machine(rows), checks(rows), failures(rows)]
     if agreed(rows):
-        parts += [decode(rows), comparisons(rows), host(rows)]
+        parts += [trees(rows), decode(rows), comparisons(rows), host(rows)]
     elif any(row["stage"] in ("decode", "host") for row in rows):
         parts.append(NO_CLAIMS)
     parts += [searches(rows), missing(rows)]
@@ -150,6 +150,25 @@ def decode(rows: Sequence[Row]) -> str:
     header = (
         *("decode step", "backend", "measured, ms", "predicted", "floor, ms", "ratio"),
         *("predicted", "kernels, ms", "predicted", "launches", "peak, GiB"),
+    )
+    return table(header, lines)
+
+
+def trees(rows: Sequence[Row]) -> str:
+    """Attention of one layer over trees: FlashInfer's, in two launches, floor, ratio."""
+    names = ("base_us", "tree_us", "tree_floor_us", "times_as_fast", "base_plan_ms", "tree_plan_ms")
+    lines = [
+        [
+            row["name"],
+            *(row.get(name) for name in names),
+            row.get("predicted", {}).get("times_as_fast"),
+        ]
+        for row in rows
+        if row["stage"] == "trees" and "times_as_fast" in row
+    ]
+    header = (
+        *("tree, heads", "level by level, us", "two launches, us", "floor, us", "times as fast"),
+        *("planning, ms", "planning, ms, two launches", "predicted"),
     )
     return table(header, lines)
 

@@ -14,7 +14,9 @@ DECODE = (
 PEAKS = ("copy_tb_per_s", "matmul_tflop_per_s")
 SEARCHES = ("same_answers", "solved", "over_budget", "recomputed")
 ERRORS = ("error", "lse_error", "mass_error", "gap")
+TREES = ("times_as_fast", "base_us", "tree_us", "tree_floor_us", "base_plan_ms", "tree_plan_ms")
 HOST_STEPS = 20
+REPEATS = 15  # calls of a tree
 
 
 def numbers(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -28,6 +30,9 @@ def numbers(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         elif stage == "search" and "same_answers" in row:
             found = {name: row[name] for name in SEARCHES}
             n, n_of = row["n"], "problems"
+        elif stage == "trees" and "times_as_fast" in row and agreed(rows):
+            found = {name: row[name] for name in TREES if name in row}
+            n, n_of = row.get("n", REPEATS), "trees" if "n" in row else "calls"
         elif stage == "decode" and "wall_ms" in row and agreed(rows):
             found = {name: row[name] for name in DECODE if row.get(name) is not None}
             n, n_of = row.get("steps", 1), "steps"

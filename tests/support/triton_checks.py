@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,9 +30,12 @@ from torch.nn import functional as F
 from arbor.engine import sampling as sampler
 from arbor.kernels import invariant as reductions
 from arbor.kernels import invariant_triton as kernels
+from arbor.kernels.attention import triton_tree_kernel
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.fixed import Bucket
 from arbor.kernels.attention.invariant_cascade import InvariantCascade
 from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.attention.triton_tree import FixedTree, TritonTree
 from arbor.kernels.fused import triton_parts as triton_fused
 from arbor.kernels.fused import triton_rotary, triton_sampling
 from arbor.kernels.fused.choice import sums_by_torch
@@ -133,6 +136,70 @@ def attend_alone_and_together(dtype: torch.dtype, shape: AttentionShape) -> None
         single = backend.plan(CascadeLayout(1, (level,)), replace(shape, window=None))
         alone, alone_lse = backend.run(single, q[row : row + 1], k, v, sinks)
         assert torch.equal(alone[0], out[row]) and torch.equal(alone_lse[0], lse[row]), row
+
+
+def tree() -> None:
+    """Tree attention in two launches against the reference; a bucket's buffers serve many trees."""
+    shapes = (
+        AttentionShape(6, 2, 32, 32, scaling=0.3),
+        AttentionShape(40, 2, 12, 6, scaling=0.3, softcap=5.0),
+        AttentionShape(6, 2, 12, 6, scaling=0.3, window=40, softcap=5.0),
+        AttentionShape(2, 2, 16, 16, scaling=0.3, window=3),
+    )
+    for dtype, shape in itertools.product(DTYPES, shapes):
+        torch.manual_seed(1)
+        fixed = TritonTree().fixed(shape, Bucket(8, 4, 4), SLOTS)
+        assert fixed is not None
+        for count in (7, 6, 4, 5):
+            layout = plan_forward(segments()[:count]).layout(shape.window)
+            attend_tree(dtype, shape, layout, fixed if count < 7 else None)
+
+
+def attend_tree(
+    dtype: torch.dtype, shape: AttentionShape, layout: CascadeLayout, fixed: FixedTree | None
+) -> None:
+    """One layout as it is, and padded in a bucket's buffers."""
+    backend, reference = TritonTree(), RowwiseAttention()
+    q = torch.randn(layout.rows, shape.num_qo_heads, shape.head_dim_qk).to(dtype)
+    k = torch.randn(SLOTS + 2, shape.num_kv_heads, shape.head_dim_qk).to(dtype)
+    v = torch.randn(SLOTS + 2, shape.num_kv_heads, shape.head_dim_vo).to(dtype)
+    k[SLOTS + 1] = v[SLOTS + 1] = torch.nan  # no list names it
+    sinks = torch.randn(shape.num_qo_heads)
+    planned, right = backend.plan(layout, shape), reference.plan(layout, shape)
+    found = [backend.run(planned, q, k, v, sinks)]
+    if fixed is not None:
+        lists = fixed.prepare(layout, SLOTS)
+        assert lists is not None
+        fixed.plan(lists)
+        padded = torch.cat((q, q.new_zeros(8 - layout.rows, *q.shape[1:])))
+        found.append(fixed.run(padded, k, v, sinks))
+    wanted, wanted_lse = reference.run(right, q, k, v, sinks)
+    for out, lse in found:
+        close(out[: layout.rows], wanted, TOLERANCE[dtype])
+        close(lse[: layout.rows], wanted_lse, 1e-4)
+    mass = backend.mass(planned, q, k, wanted_lse)
+    close(mass, reference.mass(right, q, k, wanted_lse), 1e-3)
+
+
+def tree_hopper() -> None:
+    """It compiles for an H100: half precision on the tensor cores, keys copied ahead."""
+    for dtype, word in zip(DTYPES, ("fp32", "fp16", "bf16"), strict=True):
+        types = dict.fromkeys(("q", "k_pool", "v_pool"), f"*{word}")
+        types |= dict.fromkeys(("slots", "items", "places"), "*i32")
+        types |= dict.fromkeys(("part_out", "part_lse"), "*fp32")
+        strides = ("k_slot", "k_head", "v_slot", "v_head")  # multiples of 16, as those of a pool
+        types |= dict.fromkeys(strides, "i32")
+        for heads, dim, softcap in (
+            (32, 64, None),
+            (32, 128, None),
+            (28, 128, None),
+            (8, 256, 50.0),
+        ):
+            shape = AttentionShape(heads, 4, dim, dim, 0.1, softcap=softcap)
+            constants = triton_tree_kernel.tile(shape, dtype)
+            ptx = compiled(triton_tree_kernel.tree_kernel, types, constants, strides)
+            assert "cp.async" in ptx, (dtype, dim)
+            assert ("wgmma" in ptx) == (dtype != torch.float32), (dtype, dim)
 
 
 def segments() -> list[Segment]:
@@ -382,12 +449,14 @@ def hopper() -> None:
 
 
 SUM = {"DEPTH": 4096, "BLOCK": kernels.SUM_BLOCK, "num_warps": 4, **kernels.FUSION}
-MERGE = {"HEADS": 32, "DIM": 128, "PADDED": 128, "CHUNK": kernels.CHUNK_KEYS, **kernels.FUSION}
+MERGE = {"HEADS": 32, "DIM": 128, "PADDED": 128, **kernels.FUSION}
 SHARED_BYTES = 227 << 10  # of an H100's multiprocessor, for one thread block
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
-    """The PTX of a kernel."""
+def compiled(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: Sequence[str] = ()
+) -> str:
+    """The PTX of a kernel; these numbers are multiples of 16, as every address is."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -400,7 +469,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> s
         attrs={
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(names)
-            if types.get(name, "").startswith("*")
+            if types.get(name, "").startswith("*") or name in aligned
         },
     )
     options = {name: given for name, given in constants.items() if name not in names}
@@ -445,7 +514,7 @@ def sum_products_in_one_order() -> None:
 CHECKS = {
     each.__name__: each
     for each in (
-        *(products, sums, attention, models, hopper),
+        *(products, sums, attention, models, hopper, tree, tree_hopper),
         *(fused, fused_hopper, rotary, rotary_hopper, row_sums, row_sums_hopper),
     )
 }

@@ -1,0 +1,187 @@
+"""Stage 8: tree attention of two backends in one run, over the shapes of FastTree's measurements.
+
+A tree is written as FastTree does: nodes of each level, and tokens of a node on each. A call is one
+layer, captured in a CUDA graph, with the cache overwritten before each; planning is timed apart.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_stages.attention import ERROR, backend_of
+from gpu_stages.decode import machine_of
+from gpu_stages.floors import BYTES, Machine
+from gpu_stages.predictions import TREE_RATIO
+from gpu_stages.rows import Job
+from gpu_stages.table import REPEATS
+
+from arbor.kernels.attention.base import (
+    AttentionBackend,
+    AttentionShape,
+    CascadeLayout,
+    CascadeLevel,
+)
+
+CACHE_BYTES = 256 << 20  # more than any cache holds
+PLANS = 5
+HEADS = ((32, 8), (32, 32), (16, 1))
+TREES = (
+    *("1,2,64/8,256,32", "1,4,256/8,256,32", "1,4,8,256/8,256,256,32", "1,256/256,32"),
+    *("1,16,64/1024,256,32", "1,4,16,512/1024,256,128,32", "1,10/4000,400", "256/1024"),
+    *("1,1024/2048,32", "1,4,16,64,256,1024/256,8,256,64,32,256", "256/4096"),
+    *("1,2,4,8,16,32,64,128,1024/16,16,16,16,16,16,16,16,16",),
+    *("1,2,4,8,16,32,64,128,1024/256,128,64,16,16,16,16,16,16",),
+    *("1,8,16,32,64,128,1024/256,128,64,16,16,16,16",),
+    *("1,8,16,32,64,256,1024/256,128,64,16,16,16,16",),
+    *("1,16,32,64,128,1024/256,128,64,16,16,16", "1,16,32,64,256,1024/256,128,64,16,16,16"),
+)
+SMALL_TREES = ("1,2,6/8,16,3", "4/5")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one backend gave.
+
+    Attributes:
+        out: of the call.
+        us: of a call, the median.
+        plan_ms: of planning, the median.
+    """
+
+    out: torch.Tensor
+    us: float
+    plan_ms: float
+
+
+def layout_of(tree: str) -> CascadeLayout:
+    """The layout of a tree's leaves; nodes lie one after the other in the pool.
+
+    Example:
+        >>> layout = layout_of("1,4/3,2")
+        >>> [level.qo_indptr.tolist() for level in layout.levels]
+        [[0, 4], [0, 1, 2, 3, 4]]
+        >>> layout.levels[1].kv_indices.tolist()
+        [3, 4, 5, 6, 7, 8, 9, 10]
+    """
+    counts, lengths = ([int(word) for word in part.split(",")] for part in tree.split("/"))
+    first, levels = 0, []
+    found: list[CascadeLevel] = []
+    leaf = np.arange(counts[-1])
+    for depth in range(len(counts) - 1, -1, -1):
+        if depth < len(counts) - 1:
+            leaf = leaf * counts[depth] // counts[depth + 1]
+        levels.append(np.searchsorted(leaf, np.arange(counts[depth] + 1)))
+    for rows, length in zip(reversed(levels), lengths, strict=True):
+        keys = (len(rows) - 1) * length
+        found.append(
+            CascadeLevel(
+                torch.from_numpy(rows.astype(np.int32)),
+                torch.arange(0, keys + 1, length, dtype=torch.int32),
+                torch.arange(first, first + keys, dtype=torch.int32),
+                causal=len(found) == len(counts) - 1,
+            )
+        )
+        first += keys
+    return CascadeLayout(counts[-1], tuple(found))
+
+
+def floor_us(layout: CascadeLayout, shape: AttentionShape, machine: Machine) -> float:
+    """The shortest that one layer can take."""
+    keys = sum(len(level.kv_indices) for level in layout.levels)
+    pairs = sum(int(level.qo_indptr.diff() @ level.kv_indptr.diff()) for level in layout.levels)
+    moved = 2 * keys * shape.num_kv_heads * shape.head_dim_qk * BYTES / machine.bytes_per_s
+    return 1e6 * max(moved, 4 * pairs * shape.num_qo_heads * shape.head_dim_qk / machine.flop_per_s)
+
+
+def timed(
+    backend: AttentionBackend, layout: CascadeLayout, shape: AttentionShape, inputs: Any
+) -> Timed:
+    """One backend's attention over a layout."""
+    plans = []
+    for _ in range(PLANS):
+        began = time.perf_counter()
+        plan = backend.plan(layout, shape)
+        plans.append(1e3 * (time.perf_counter() - began))
+    call = partial(backend.run, plan, *inputs)
+    out = call()[0].clone()
+    times = sorted(_on_gpu(call) if out.is_cuda else _on_cpu(call))
+    return Timed(out, times[len(times) // 2], sorted(plans)[PLANS // 2])
+
+
+def _on_gpu(call: Callable[[], Any]) -> list[float]:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        call()
+    cache = torch.empty(CACHE_BYTES, dtype=torch.uint8, device="cuda")
+    pairs = []
+    for _ in range(REPEATS):
+        cache.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return [1e3 * float(start.elapsed_time(end)) for start, end in pairs]
+
+
+def _on_cpu(call: Callable[[], Any]) -> list[float]:
+    began = time.perf_counter()
+    call()
+    return [1e6 * (time.perf_counter() - began)]
+
+
+def run(job: Job) -> None:
+    """Measure every tree with both backends, one after the other, and their ratio."""
+    device = torch.device(job.device)
+    names = ("rowwise", "torch") if job.small else ("flashinfer", "triton")
+    todo = [
+        (f"{tree} {heads}/{kv_heads}", tree, AttentionShape(heads, kv_heads, 128, 128, 128**-0.5))
+        for heads, kv_heads in HEADS
+        for tree in (SMALL_TREES if job.small else TREES)
+    ]
+    backends = [backend_of(name, device) for name in names]
+    machine = machine_of(job)
+    ratios = []
+    while todo and job.left_s > 0:
+        name, tree, shape = todo.pop(0)
+        with job.checking(name, backend=names[1]), torch.inference_mode():
+            layout = layout_of(tree)
+            slots = sum(len(level.kv_indices) for level in layout.levels)
+            q = torch.randn(layout.rows, shape.num_qo_heads, 128, device=device).bfloat16()
+            kv = torch.randn(2, slots, shape.num_kv_heads, 128, device=device).bfloat16()
+            base, ours = (timed(each, layout, shape, (q, *kv)) for each in backends)
+            length = base.out.float().flatten(1).norm(dim=1)
+            error = float(((ours.out - base.out).float().flatten(1).norm(dim=1) / length).max())
+            floor = floor_us(layout, shape, machine)
+            ratios.append(base.us / ours.us)
+            job.row(
+                name,
+                backend=names[1],
+                ok=error < 2 * ERROR,  # of both
+                error=error,
+                base_us=base.us,
+                tree_us=ours.us,
+                times_as_fast=base.us / ours.us,
+                tree_floor_us=floor,
+                base_plan_ms=base.plan_ms,
+                tree_plan_ms=ours.plan_ms,
+            )
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        job.row(
+            "geometric mean",
+            backend=names[1],
+            predicted={"times_as_fast": TREE_RATIO},
+            times_as_fast=mean,
+            n=len(ratios),
+        )
+    job.end([name for name, *_ in todo])

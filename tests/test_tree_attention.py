@@ -1,0 +1,110 @@
+"""Tree attention in two launches: its work items, and its kernel interpreted and compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_invariant_triton import run_check
+from torch import Tensor
+
+from arbor import Solver
+from arbor.errors import UsageError
+from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.attention.fixed import Bucket, bucket_of
+from arbor.kernels.attention.tree_work import PROGRAMS, STEP_KEYS, most_work, tree_work, wide_tile
+from arbor.kernels.attention.triton_tree import TritonTree
+
+LLAMA = AttentionShape(32, 8, 128, 128, scaling=128**-0.5)
+
+
+@pytest.mark.slow
+def test_it_agrees_with_the_reference_as_planned_and_in_a_buckets_buffers() -> None:
+    run_check("tree", interpreted=True)
+
+
+@pytest.mark.slow
+def test_it_compiles_for_hopper() -> None:
+    run_check("tree_hopper", interpreted=False)
+
+
+def ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def layout_of(leaves: int, shared: int, own: int) -> CascadeLayout:
+    """Leaves with a list of their own each, below one span and two halves of another."""
+    half = leaves // 2
+    slots = torch.arange(shared + shared // 2 * 2 + leaves * own, dtype=torch.int32)
+    root = CascadeLevel(ints(0, leaves), ints(0, shared), slots[:shared], causal=False)
+    ends = ints(0, shared // 2, shared // 2 * 2)
+    middle = CascadeLevel(ints(0, half, leaves), ends, slots[shared:][: ends[2]], causal=False)
+    rows = torch.arange(leaves + 1, dtype=torch.int32)
+    last = CascadeLevel(rows, rows * own, slots[shared + ends[2] :], causal=True)
+    return CascadeLayout(leaves, (root, middle, last))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "shared", "own"), [(2, 8000, 3), (64, 1024, 100), (256, 900, 1)]
+)
+def test_every_row_meets_every_key_once_and_no_program_has_more_than_its_share(
+    leaves: int, shared: int, own: int
+) -> None:
+    layout = layout_of(leaves, shared, own)
+
+    work = tree_work(layout, LLAMA)
+
+    met = np.zeros((leaves, len(work.slots)), int)
+    items = work.items.numpy()
+    for first_row, end_row, first_key, end_key, *_ in items:
+        met[first_row:end_row, first_key:end_key] += 1
+    wanted = np.zeros_like(met)
+    before = 0
+    for level in layout.levels:
+        rows, keys = level.qo_indptr.numpy(), level.kv_indptr.numpy() + before
+        for request in range(len(rows) - 1):
+            wanted[rows[request] : rows[request + 1], keys[request] : keys[request + 1]] = 1
+        before += len(level.kv_indices)
+    assert (met == wanted).all()
+    counts, keys = items[:, 1] - items[:, 0], items[:, 3] - items[:, 2]
+    assert counts.max() * LLAMA.group <= wide_tile(LLAMA)
+    assert keys.max() <= keys.sum() * LLAMA.num_kv_heads / PROGRAMS + STEP_KEYS
+    assert (np.diff(keys) <= 0).all(), "the longest are taken first"
+    assert sorted(work.places.tolist()) == list(range(counts.sum()))
+    most = most_work(LLAMA, leaves, levels=3, requests=2)
+    assert len(items) <= most[0] and len(work.places) <= most[1]
+
+
+def test_parts_of_a_row_lie_side_by_side() -> None:
+    work = tree_work(layout_of(6, 300, 5), LLAMA)
+    for first_row, end_row, *_, place in work.items.tolist():
+        for number in range(end_row - first_row):
+            row = first_row + number
+            assert work.ends[row] <= work.places[place + number] < work.ends[row + 1]
+
+
+def test_keys_of_a_prompt_that_none_of_a_tiles_rows_reads_are_left_out() -> None:
+    level = CascadeLevel(ints(0, 64), ints(0, 64), torch.arange(64).int(), causal=True)
+    work = tree_work(CascadeLayout(64, (level,)), LLAMA)
+    assert sorted(work.items[:, :4].tolist()) == [[n, n + 16, 0, n + 16] for n in (0, 16, 32, 48)]
+
+
+def test_a_step_that_does_not_fit_a_buckets_buffers_is_told_so() -> None:
+    fits, longer = layout_of(6, 64, 5), layout_of(6, 400_000, 5)
+    fixed = TritonTree().fixed(LLAMA, Bucket(8, 3, 4), slots=1000)
+    assert fixed is not None and bucket_of([fits]) == Bucket(8, 3, 4)
+    assert fixed.prepare(fits, trash=1000) is not None
+    assert fixed.prepare(longer, trash=1000) is None
+
+
+def test_a_bucket_whose_parts_would_take_too_much_memory_has_no_buffers() -> None:
+    wide = AttentionShape(128, 128, 512, 512, scaling=0.1)
+    assert TritonTree().fixed(wide, Bucket(256, 6, 64), slots=1000) is None
+
+
+def test_a_model_in_float64_is_refused_with_the_dtype_that_works() -> None:
+    checkpoint = Solver(dtype="float64", device="cpu").checkpoint
+    checkpoint.backend = "triton"
+    with pytest.raises(UsageError, match="no kernels for float64") as error:
+        checkpoint.backend_name(checkpoint.read().info)
+    assert "--dtype float32" in error.value.hint
