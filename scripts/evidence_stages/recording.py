@@ -77,7 +77,7 @@ class Recording:
         assert problem is not None, "samples were read with their problems"
         for threshold in THRESHOLDS:
             policy = f"lazyeviction,threshold={threshold}"
-            solver = self._solver(policy, "chain", policy=policy)
+            solver = self._solver(policy, "chain", policy=policy, budget="full")
             found.append(path_reads(solver, solver.solve(problem)))
         return {
             "prompt": found[0].prompt,
@@ -89,7 +89,7 @@ class Recording:
         """Every thought verified in full, and what each layer would say."""
         sample, recorder = self._samples[place], Recorder()
         assert sample.problem is not None, "samples were read with their problems"
-        solver = self._measuring.solver("tot-bfs", verifier=recorder)
+        solver = self._measuring.solver("tot-bfs", verifier=recorder, budget="full")
         recorder.solver = solver
         solver.solve(sample.problem, expected=sample.expected)
         return {"verifications": [dataclasses.asdict(each) for each in recorder.found]}
@@ -118,7 +118,7 @@ class Recording:
         """MSVE's features of each block of a right greedy chain, and what masking it costs."""
         problem = self._samples[place].problem
         assert problem is not None, "samples were read with their problems"
-        solver = self._solver("weights", "chain", policy="arborkv", verifier="self")
+        solver = self._solver("weights", "chain", policy="arborkv", verifier="self", budget="full")
         return {"blocks": [dataclasses.asdict(each) for each in collect(solver, [problem])]}
 
 
