@@ -19,6 +19,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 # used by other scripts
 HELPERS = {
     "experiment_table",
+    "gpu_pieces",
     "model_and_problems",
     "mutate_server",
     "random_llama",
