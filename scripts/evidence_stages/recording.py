@@ -73,12 +73,10 @@ class Recording:
 
     def _attention(self, place: int) -> Record:
         """MRI at each threshold and the attention that every token of a greedy chain received."""
-        problem, found = self._samples[place].problem, []
+        problem = self._samples[place].problem
         assert problem is not None, "samples were read with their problems"
-        for threshold in THRESHOLDS:
-            policy = f"lazyeviction,threshold={threshold}"
-            solver = self._solver(policy, "chain", policy=policy, budget="full")
-            found.append(path_reads(solver, solver.solve(problem)))
+        solver = self._solver("attention", "chain", policy="lazyeviction", budget="full")
+        found = next(path_reads(solver, [problem], THRESHOLDS))
         return {
             "prompt": found[0].prompt,
             "mass": np.round(found[0].mass, 6).tolist(),
