@@ -2,9 +2,11 @@
 
     python scripts/bench_sharing.py --size 5m --prefixes 64 128 256 512 1024 --branches 2 8
         --rounds 5 --csv rows.csv
+    python scripts/bench_sharing.py --model ./m.gguf --dataset gsm8k.jsonl --task gsm8k
 
-Each branch is the prefix, a suffix of its own and t greedy tokens (arXiv 2606.09937, section 2.1,
-with t = 8). The arms, on the same weights and kernels:
+The model is a random one (`--size`) whose tokens repeat, or `--model` over the prompts of problems,
+one after another. Each branch is the prefix, a suffix of its own and t greedy tokens (arXiv
+2606.09937, section 2.1, with t = 8). The arms, on the same weights and kernels:
 
     unshared    every branch runs the prefix itself, into slots of its own ("No-KV" there)
     copied      the prefix runs once, and its K and V are copied for every branch (their cache)
@@ -37,14 +39,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from experiment_table import ExperimentTable, add_options
+from model_and_problems import add_model_and_problems, problems_of, settings_of
 from numpy.typing import NDArray
 from random_llama import SIZES, prefix, random_llama
 
+from arbor import Solver
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.linear.layers import pack_linears
 from arbor.memory.pool import KVPool, bytes_per_token
@@ -78,17 +83,23 @@ class Shape:
 class Bench:
     """Runs the arms on one model."""
 
-    def __init__(self, runner: ModelRunner, vocabulary: int, most: int) -> None:
+    def __init__(self, runner: ModelRunner, tokens: Sequence[int], most: int) -> None:
+        """
+        Args:
+            runner: of the model.
+            tokens: as many as the longest prefix has, or more.
+            most: slots of the largest arm.
+        """
         self.runner = runner
-        self.vocabulary = vocabulary
+        self.tokens = tokens
         self.pool = KVPool(runner.layer_kv, most, runner.dtype, runner.device)
 
     def run(self, arm: str, shape: Shape) -> list[list[int]]:
         """The tokens that each branch decodes."""
         n, count = shape.n, shape.branches
-        tokens = prefix(n, self.vocabulary)
+        tokens = list(self.tokens[:n])
         suffixes = [
-            [(7 * branch + 3 * at + 5) % self.vocabulary for at in range(shape.suffix)]
+            [self.tokens[(7 * branch + 3 * at + 5) % n] for at in range(shape.suffix)]
             for branch in range(count)
         ]
         first = np.arange(n, dtype=np.int32)
@@ -271,13 +282,38 @@ def measured(bench: Bench, shapes: Sequence[Shape], rounds: int, arms: Sequence[
     return rows
 
 
+def of_size(given: argparse.Namespace, longest: int) -> tuple[ModelRunner, list[int]]:
+    """A random model, and a prefix for it."""
+    model = random_llama(given.size, getattr(torch, given.dtype or "float32")).to(given.device)
+    if given.device == "cpu":
+        pack_linears(model)
+    vocabulary = int(SIZES[given.size]["vocab_size"])
+    return ModelRunner(model, TorchCascade()), prefix(longest, vocabulary)
+
+
+def of_problems(given: argparse.Namespace, longest: int) -> tuple[ModelRunner, list[int]]:
+    """A pretrained model, and the prompts of as many problems as the longest prefix takes."""
+    solver = Solver(
+        **settings_of(given), device=given.device, dtype=given.dtype or "auto", threads=1
+    )
+    solver.load()
+    tokens: list[int] = []
+    for problem in problems_of(given, solver.task, longest):
+        tokens += solver.engine.encode(solver.task.prompt(problem))
+        if len(tokens) >= longest:
+            return solver.engine.runner, tokens[:longest]
+    raise SystemExit(f"the prompts have {len(tokens)} tokens: shorten --prefixes")
+
+
 def main() -> None:
     """Measure, fit and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--size", choices=sorted(SIZES), default="5m")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add_model_and_problems(parser)
+    parser.set_defaults(model=None)
+    parser.add_argument("--size", choices=sorted(SIZES), default="5m", help="without --model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="float32; --model's own")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prefixes", type=int, nargs="+", default=(64, 128, 256, 512, 1024))
     parser.add_argument("--branches", type=int, nargs="+", default=(2, 8))
@@ -287,27 +323,29 @@ def main() -> None:
     add_options(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    model = random_llama(given.size, getattr(torch, given.dtype)).to(given.device)
-    if given.device == "cpu":
-        pack_linears(model)
     shapes = [
         Shape(n, branches, given.suffix, given.decoded)
         for n in sorted(given.prefixes)
         for branches in given.branches
     ]
     most = max(shape.slots(arm) for shape in shapes for arm in ARMS)
-    vocabulary = int(SIZES[given.size]["vocab_size"])
-    bench = Bench(ModelRunner(model, TorchCascade()), vocabulary, most)
+    longest = max(given.prefixes)
+    runner, tokens = of_problems(given, longest) if given.model else of_size(given, longest)
+    bench = Bench(runner, tokens, most)
+    name = Path(given.model).name if given.model else given.size
     rows = measured(bench, shapes, given.rounds, ARMS)
     table = ExperimentTable(given)
     for row in rows:
-        table.show({"model": given.size, "dtype": given.dtype, **row})
+        table.show({"model": name, "dtype": str(runner.dtype).removeprefix("torch."), **row})
     for arm in ARMS[1:]:
         found = fit(rows, arm)
         print(
             f"\n{arm}: largest error of the paper's model {found['paper_error']:.0%}, "
             f"of the full one {found['full_error']:.0%}"
         )
+        for model in ("paper", "full"):
+            terms = {key: f"{value:.3g}" for key, value in found.items() if key.startswith(model)}
+            print("  " + ", ".join(f"{key} {value}" for key, value in terms.items()))
         for branches in sorted(set(given.branches)):
             if branches > 1:
                 names = ("paper_n", "full_n", "met_n")

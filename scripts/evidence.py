@@ -18,7 +18,7 @@ is given (`--gpu-bandwidth`), with the formula. Nothing is searched without `--y
                      thought, and the time
      5  sharing      how similar prompts are, and whether one changed number is told apart
      6  hierarchy    answers where 3, 10 and 50 % of a chain are destroyed, of all or at each event
-     7  bits         answers with host memory in 8, 4 and 2 bits, and (on a CPU) 8-bit KV
+     7  bits         answers with host memory in 8 and 4 bits, and (on a CPU) 8-bit KV
      8  weights      MSVE fitted to the blocks of right chains, and `--fitted` elsewhere
      9  trees        answers of a tree search at 0.75, 0.5 and 0.25 of its peak, by policy
     10  controllers  `arbor compare`: ten searches at the same generated tokens and the same KV
@@ -293,7 +293,7 @@ def compare(
         words += ["--split", args.split]
     for name in ("revision", "max_depth", "step_tokens", "threads"):
         if getattr(args, name) is not None:
-            words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+            words += ["--set", f"{name}={getattr(args, name)}"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-m", "arbor", *words],

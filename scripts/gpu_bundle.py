@@ -1,4 +1,4 @@
-"""Makes the folder with FlashInfer for a GPU machine without network and compiler.
+"""Makes what a GPU machine without network and compiler needs: FlashInfer, and weights in pieces.
 
     python scripts/gpu_bundle.py                        # build/gpu-bundle; about 12 CPU minutes
     python scripts/gpu_bundle.py --kernels cascade d128 --arch 9.0a
@@ -8,6 +8,13 @@ Downloads pinned wheels, compiles the kernels ahead of time with nvcc, keeps wha
 running them needs (and, for head sizes or dtypes that are not there, the sources to compile them),
 and loads every kernel from the result without CUDA and with compiling disabled. docs/gpu.md says
 how the folder is used. A second call compiles only what changed.
+
+    python scripts/gpu_bundle.py --cut m.gguf problems.jsonl           # build/gpu-pieces
+    python scripts/gpu_bundle.py --keep build/gpu-pieces/m.gguf.part00 --into ~/weights  # there
+
+For a machine that takes so many MiB at a time (`--limit-mib`, the working tree included) files are
+cut into pieces, each checked and kept there, and joined once all have come. Printed is one line for
+each transfer: the files to send along, and the command to run there.
 """
 
 from __future__ import annotations
@@ -26,6 +33,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_pieces import LIST, PiecesError, cut, keep
+
 # Whatever `import flashinfer` needs besides torch and what comes with torch and transformers.
 WHEELS = (
     "flashinfer-python==0.6.18",
@@ -39,6 +48,7 @@ WHEELS = (
 )
 PYTHONS = ("3.11", "3.12", "3.13")  # tvm-ffi has a wheel for each
 LIMIT_BYTES = 50_000_000
+MARGIN = 2**20  # bytes of a transfer for names and headers
 # Not needed to import the package or to compile attention: kernels of other devices and models.
 PRUNED = (
     "flashinfer/data/build_backend.py",
@@ -79,6 +89,12 @@ def main() -> int:
     arguments = parse()
     if arguments.stage:
         return stage(arguments.stage, arguments.kernels)
+    if arguments.cut or arguments.keep:
+        try:
+            return pieces_to_send(arguments) if arguments.cut else kept_piece(arguments)
+        except PiecesError as error:
+            print(f"gpu_bundle: {error}", file=sys.stderr)
+            return 1
     missing = [tool for tool in ("ninja", "c++") if shutil.which(tool) is None]
     home = cuda_home()
     if home is None:
@@ -106,7 +122,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("build/gpu-bundle"), metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="build/gpu-bundle; with --cut build/gpu-pieces"
+    )
     parser.add_argument(
         "--work", type=Path, metavar="DIR", help="wheels and objects; OUT.work if left out"
     )
@@ -121,13 +139,52 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the report")
+    parser.add_argument("--cut", nargs="+", type=Path, metavar="FILE", help="into pieces")
+    parser.add_argument(
+        "--limit-mib", type=int, default=64, help="of a transfer, the working tree included"
+    )
+    parser.add_argument("--keep", type=Path, metavar="PIECE", help="there: check, keep and join")
+    parser.add_argument(
+        "--into", type=Path, default=Path("weights"), metavar="DIR", help="folder of --keep"
+    )
     parser.add_argument("--stage", choices=("build", "try"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.cut or arguments.keep:
+        arguments.out = arguments.out or Path("build/gpu-pieces")
+        return arguments
+    arguments.out = arguments.out or Path("build/gpu-bundle")
     arguments.work = arguments.work or arguments.out.with_name(arguments.out.name + ".work")
     arguments.out, arguments.work = arguments.out.resolve(), arguments.work.resolve()
     here = f"{sys.version_info.major}.{sys.version_info.minor}"  # compiles with the package
     arguments.python = list(dict.fromkeys([*arguments.python, here]))
     return arguments
+
+
+def pieces_to_send(arguments: argparse.Namespace) -> int:
+    """Cut files, and print what to send and to run for each transfer."""
+    tree = tree_bytes(Path(__file__).parents[1])
+    pieces = cut(arguments.cut, arguments.out, arguments.limit_mib * 2**20 - tree - MARGIN)
+    for piece in pieces:
+        path = arguments.out / piece.name
+        print(f"send {arguments.out / LIST} {path}")
+        print(f"  run python scripts/gpu_bundle.py --keep {path} --into {arguments.into}")
+    print(f"{len(pieces)} transfers with a tree of {tree / 2**20:.1f} MiB", file=sys.stderr)
+    return 0
+
+
+def kept_piece(arguments: argparse.Namespace) -> int:
+    """Keep a piece, and say which are still to come."""
+    missing = keep(arguments.keep, arguments.into)
+    print(f"still to come: {' '.join(each.name for each in missing)}" if missing else "complete")
+    return 0
+
+
+def tree_bytes(folder: Path) -> int:
+    """Bytes of the files that a checkout has but does not ignore; 0 without git."""
+    command = ["git", "-C", str(folder), "ls-files", "-coz", "--exclude-standard"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    names = [folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    return sum(path.lstat().st_size for path in names if path.exists())
 
 
 def make(arguments: argparse.Namespace, home: Path) -> int:

@@ -19,6 +19,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 # used by other scripts
 HELPERS = {
     "experiment_table",
+    "gpu_pieces",
     "model_and_problems",
     "mutate_server",
     "random_llama",
@@ -53,7 +54,10 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_exit": ("--size 5m --prompt 16 --leaves 2 --rounds 3 --json FOLDER/out.json",),
     "soak_server": ("--minutes 0.05 --clients 3 --shares plain=2 leave=1 --csv FOLDER/out.csv",),
     "bench_server": ("--clients 1 2 --requests 2 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
-    "bench_sharing": ("--prefixes 8 40 --branches 2 --rounds 1 --csv FOLDER/out.csv",),
+    "bench_sharing": (
+        "--prefixes 8 40 --branches 2 --rounds 1 --csv FOLDER/out.csv",
+        "--model builtin:sapling --task chains --prefixes 8 40 --branches 2 --rounds 1",
+    ),
     "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --host --csv FOLDER/out.csv",),
     "bench_ratio": ("--n 1 --searches chain --together 2 --host --csv FOLDER/out.csv",),
     "ratio_bound": ("--search chain --together 2 --csv FOLDER/out.csv",),
@@ -73,7 +77,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_engine": ("--rounds 1 --json FOLDER/out.json",),
     "bench_reward": ("--rounds 1 --depths 2 --problems 1 --csv FOLDER/out.csv",),
     "evidence": (
-        "--model builtin:sapling --dataset chains --n 1 --experiments 3 5 6 --max-depth 4 --yes "
+        "--model builtin:sapling --dataset chains --n 1 --experiments 3 5 6 10 --max-depth 4 "
+        "--tokens 64 --threads 1 --yes "
         "--out FOLDER/run",
     ),
     "eval_attention": ("--n 1 --tasks chains --thresholds 0.001 --csv FOLDER/out.csv",),

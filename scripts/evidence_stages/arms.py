@@ -175,11 +175,11 @@ def bits(device: str) -> list[Arm]:
         device: of the model; only a CPU reads 8-bit KV.
     """
     arms = []
-    staged = {"staging": f"{STAGING}tok", "fetch": "always"}
-    for search, how in (("chain", staged), ("tot-bfs", {"fetch": "always"})):
-        for host_bits in (8, 4, 2):
-            packed = {**BACK, "host": HOST, "host_bits": host_bits, **how}
-            arms.append(Arm("bits", search, f"host, {host_bits} bits", 0.25, packed))
+    staged = {**GONE, "staging": f"{STAGING}tok"}  # read where it is, not fetched
+    for search, part, how in (("chain", 0.5, staged), ("tot-bfs", 0.25, BACK)):
+        for host_bits in (8, 4):
+            packed = {**how, "host": HOST, "host_bits": host_bits, "fetch": "always"}
+            arms.append(Arm("bits", search, f"host, {host_bits} bits", part, packed))
         if device == "cpu":
             arms.append(Arm("bits", search, "device, 8 bits", 1.0, {"kv_dtype": "int8"}))
     return arms

@@ -31,7 +31,7 @@ from .arms import CONTROLLERS, ROWS, SEARCHES, TOGETHER, Arm, reference
 BUDGET_COST = Path(__file__).parents[2] / "docs" / "experiments" / "budget_cost.csv"
 MEASURED = {"tot-dfs": "tot depth-first", "tot-bfs": "tot breadth-first"}
 LEAST_PART = 0.125  # about what one path of a tree is
-RECORDED = {"attention": ("chain", 3), "gates": ("tot-bfs", 1), "weights": ("chain", 3)}  # times
+RECORDED = {"attention": ("chain", 1), "gates": ("tot-bfs", 1), "weights": ("chain", 3)}  # times
 MEASURED_BYTES = 1 << 28
 MEASURED_SIDE = 1024  # of a square matrix
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

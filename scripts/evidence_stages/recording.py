@@ -75,8 +75,8 @@ class Recording:
         """MRI at each threshold and the attention that every token of a greedy chain received."""
         problem = self._samples[place].problem
         assert problem is not None, "samples were read with their problems"
-        solver = self._solver("attention", "chain", policy="lazyeviction")
-        (found,) = path_reads(solver, [problem], THRESHOLDS)
+        solver = self._solver("attention", "chain", policy="lazyeviction", budget="full")
+        found = next(path_reads(solver, [problem], THRESHOLDS))
         return {
             "prompt": found[0].prompt,
             "mass": np.round(found[0].mass, 6).tolist(),
@@ -87,7 +87,7 @@ class Recording:
         """Every thought verified in full, and what each layer would say."""
         sample, recorder = self._samples[place], Recorder()
         assert sample.problem is not None, "samples were read with their problems"
-        solver = self._measuring.solver("tot-bfs", verifier=recorder)
+        solver = self._measuring.solver("tot-bfs", verifier=recorder, budget="full")
         recorder.solver = solver
         solver.solve(sample.problem, expected=sample.expected)
         return {"verifications": [dataclasses.asdict(each) for each in recorder.found]}
@@ -116,7 +116,7 @@ class Recording:
         """MSVE's features of each block of a right greedy chain, and what masking it costs."""
         problem = self._samples[place].problem
         assert problem is not None, "samples were read with their problems"
-        solver = self._solver("weights", "chain", policy="arborkv", verifier="self")
+        solver = self._solver("weights", "chain", policy="arborkv", verifier="self", budget="full")
         return {"blocks": [dataclasses.asdict(each) for each in collect(solver, [problem])]}
 
 
