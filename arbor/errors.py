@@ -237,6 +237,6 @@ class OutOfMemory(ArborError, MemoryError):
 
 
 class WorkerError(ArborError, RuntimeError):
-    """A process of a run that died as often as it was begun."""
+    """A process of a run that died as often as it was begun, or that held a part of its model."""
 
     exit_code = 8

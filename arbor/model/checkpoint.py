@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from arbor.errors import ModelError, UsageError
 from arbor.model.bfloat16 import is_gpu
 from arbor.model.description_cache import kept_description
-from arbor.model.loading import ModelLocation, locate_model, revision_error, settled_dtype
+from arbor.model.loading import (
+    ModelLocation,
+    load_config,
+    locate_model,
+    revision_error,
+    settled_dtype,
+)
 from arbor.model.model_info import Description, Files, ModelInfo
 from arbor.model.names import INT8, check_device, check_dtype, check_int8_weights
+from arbor.model.parallel.shards import cannot, check_started, kv_heads_of_rank
 from arbor.model.placement import (
     FLASHINFER,
     INVARIANT,
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from arbor.model.int8_weights import WeightRounding
+    from arbor.model.parallel.ranks import Ranks
     from arbor.model.weights import Weights
 
 
@@ -108,6 +116,8 @@ class ModelSettings(ModelSource):
         deterministic: results do not depend on the rest of the batch, to the last bit, or the model
             is refused (no mixtures of experts). The native kernels of a CPU need no request for
             that; elsewhere it is slower; see docs/budget.md.
+        tp: processes that hold the model together, each some of its heads; they are started by
+            ``torchrun`` (docs/compatibility.md).
     """
 
     HEADING = "Model"
@@ -160,6 +170,13 @@ class ModelSettings(ModelSource):
         heading="Sampling",
         recorded="always",
     )
+    tp: int = setting(
+        1,
+        "Processes that hold the model together, started by torchrun.",
+        shown="code",
+        least=1,
+        recorded="never",
+    )
 
 
 class Checkpoint:
@@ -209,6 +226,10 @@ class Checkpoint:
             raise UsageError(
                 "adapter", "the model is loaded already.", "Merge the adapter into it, with peft."
             )
+        self.tp = settings.tp
+        if self.tp > 1:
+            _check_ranks(settings, self.source, ready=self._given is not None)
+        self._ranks: Ranks | None = None
         self._description: Description | None = None  # of an earlier process
         self._files: Files | None = None
         self._weights: Weights | None = None
@@ -221,6 +242,19 @@ class Checkpoint:
         if self._device is None:
             self._device = resolve_device(self.asked_device)
         return self._device
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that hold the model together; None: this one holds all of it.
+
+        Raises:
+            UsageError: this process is not one of so many.
+        """
+        if self.tp > 1 and self._ranks is None:
+            from arbor.model.parallel.ranks import Ranks
+
+            self._ranks = Ranks(self.tp)
+        return self._ranks
 
     @property
     def rounding(self) -> WeightRounding | None:
@@ -289,6 +323,7 @@ class Checkpoint:
                 cuda_graphs=self.cuda_graphs,
                 int8_kv=self.kv_dtype == INT8,
                 int8_weights=self.weights == INT8,
+                ranks=self.ranks,
             )
 
     def _ready_model(self, files: Description) -> Any:
@@ -315,6 +350,10 @@ class Checkpoint:
     def _as_kept(self, info: ModelInfo) -> ModelInfo:
         """The model with weights and KV as they are kept here."""
         info = replace(info, weights=self.weights)
+        if self.tp > 1 and info.supported:
+            kv_heads, mine = kv_heads_of_rank(load_config(self.source), self.tp)
+            part = info.kv_bytes_per_token * mine // kv_heads
+            info = replace(info, kv_bytes_per_token=part)
         dense = self.source.adapter is not None or is_gpu(self.asked_device)
         if self.source.gguf is not None and dense:
             info = info.with_dense_weights()
@@ -374,3 +413,29 @@ class Checkpoint:
                     "Use --backend torch, or --dtype bfloat16 if it is the dtype.",
                 )
         return "torch"
+
+
+def _check_ranks(settings: ModelSettings, source: ModelLocation, *, ready: bool) -> None:
+    """Refuses what does not run on several ranks; nothing is read.
+
+    Args:
+        settings: with `tp` above 1.
+        source: where the model is.
+        ready: whether the model was passed ready.
+
+    Raises:
+        UsageError: names the setting, and what to give instead.
+    """
+    refused = {
+        "a ready model": (ready, "a directory or Hub id"),
+        "a GGUF file": (source.gguf is not None, "the model's safetensors"),
+        "adapter": (settings.adapter is not None, "a model that it is merged into"),
+        "weights=int8": (settings.weights != "auto", "weights=auto"),
+        "kv_dtype=int8": (settings.kv_dtype != "auto", "kv_dtype=auto"),
+        "deterministic": (settings.deterministic, "deterministic=False"),
+        f"device={settings.device}": (settings.device != "cpu", "device='cpu'"),
+    }
+    for what, (given, instead) in refused.items():
+        if given:
+            raise cannot(settings.tp, what, instead)
+    check_started(settings.tp)

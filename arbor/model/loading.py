@@ -385,6 +385,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     auto: str = "AutoModelForCausalLM",
+    ranks: int = 1,
 ) -> Any:
     """The decoder with its weights.
 
@@ -392,6 +393,7 @@ def load_model(
         source: the model.
         dtype, device: of its weights.
         auto: the class of transformers that builds it; ``AutoModel`` has no head.
+        ranks: processes that each read their part of the weights.
 
     For a GPU, transformers copies each tensor to the device as it is read, if accelerate is
     installed; without it the whole model passes through host memory.
@@ -413,7 +415,7 @@ def load_model(
         missing: Iterable[str] = ()
         if model is None:
             place = device if direct else None
-            model, missing = _by_transformers(source, config, dtype, place, auto)
+            model, missing = _by_transformers(source, config, dtype, place, auto, ranks)
     except ArborError:
         raise
     except Exception as error:
@@ -450,7 +452,7 @@ def load_model(
                 model=source.name,
             )
         model = merged(model, source.adapter)
-    if {each.device.type for each in model.parameters()} == {device.type}:
+    if ranks > 1 or {each.device.type for each in model.parameters()} == {device.type}:
         return model  # quantized layers refuse to be moved
     weights = sum(each.nbytes for each in model.parameters())
     try:
@@ -478,12 +480,17 @@ def _blocks_of_gguf(
 
 
 def _by_transformers(
-    source: ModelLocation, config: Any, dtype: torch.dtype, device: torch.device | None, auto: str
+    source: ModelLocation,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    auto: str,
+    ranks: int,
 ) -> tuple[Any, Iterable[str]]:
     """A model as transformers loads it, and names of the weights that it did not find.
 
     Args:
-        source, config, dtype, auto: as in `load_model`.
+        source, config, dtype, auto, ranks: as in `load_model`.
         device: to read weights to; None: host memory.
     """
     import transformers
@@ -492,6 +499,10 @@ def _by_transformers(
     if source.gguf is not None:
         placement["config"] = config
         placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    if ranks > 1:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        placement["distributed_config"] = DistributedConfig(tp_size=ranks)
     with _no_progress_bar(), read_once(source, _shown(source)) as (path, packed):
         model, report = getattr(transformers, auto).from_pretrained(
             path,

@@ -41,6 +41,7 @@ from arbor.model.attention import (
 from arbor.model.fuse.layers import TRIAL_SLOTS, WholeDecoder, trial_plans, whole_decoder
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, Unembedding, install, note_form
+from arbor.model.parallel.shards import cannot
 from arbor.model.plan import ForwardPlan, select_rows
 from arbor.model.rotation import rotations_of
 from arbor.model.streaming import StreamedAttention
@@ -48,6 +49,7 @@ from arbor.retention.token_kv import PairRotation
 
 if TYPE_CHECKING:
     from arbor.heads.attention import CellAttention
+    from arbor.model.parallel.ranks import Ranks
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 MOST_LAYERS = 10_000  # more would take minutes to describe
@@ -102,6 +104,7 @@ class ModelRunner:
             model's.
         deterministic: element-wise functions and reductions do not depend on the batch; the
             attention and the linear layers bring that with them.
+        ranks: the processes that hold the model together; None: this one holds all of it.
 
     Attributes:
         graphs: of decode steps; None without.
@@ -119,7 +122,9 @@ class ModelRunner:
         *,
         deterministic: bool = False,
         kv_dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks
         self.model = model.eval()
         self.backend = backend
         self.deterministic = deterministic
@@ -219,7 +224,14 @@ class ModelRunner:
                     self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
                 )
             asked = _Asked(mass or {}, by_head, queries or {}) if observed else None
-            return self._forward(plan, pool, last, hidden, leave, asked, cells)
+            if self.ranks is None:
+                return self._forward(plan, pool, last, hidden, leave, asked, cells)
+            if not plain:
+                raise cannot(self.ranks.count, "a forward that is observed", "another policy")
+            self.ranks.check(plan)
+            with self.ranks.together():
+                result = self._forward(plan, pool, last)
+            return ForwardResult(self.ranks.same(result.logits))
 
     @torch.inference_mode()
     def unembed(
@@ -235,6 +247,8 @@ class ModelRunner:
         Returns:
             [n, V] or [n, len(ids)] float32.
         """
+        if self.ranks is not None:
+            raise cannot(self.ranks.count, "leaving between layers", "another verifier")
         with self._turn, self._layers_context():
             if self._unembedding is None:
                 self._unembedding = Unembedding(self.model, self._layers)

@@ -43,6 +43,7 @@ from arbor.model.loading import (
 )
 from arbor.model.model_info import Description, Files
 from arbor.model.names import INT8
+from arbor.model.parallel.ranks import Ranks
 from arbor.model.placement import (
     FLASHINFER,
     NATIVE,
@@ -191,6 +192,7 @@ def load_weights(
     cuda_graphs: bool,
     int8_kv: bool = False,
     int8_weights: bool = False,
+    ranks: Ranks | None = None,
 ) -> Weights:
     """The weights, checked against the model's own forward, packed where that is faster.
 
@@ -207,6 +209,8 @@ def load_weights(
         int8_kv: whether searches keep KV in 8 bits; the check of the logits does not.
         int8_weights: whether linear layers keep their weights in 8 bits; the logits are checked
             before they are rounded.
+        ranks: the processes that hold the model together; its layers are then neither packed nor
+            fused, since transformers sums their results over the ranks.
 
     Raises:
         ModelError: incomplete or unreadable.
@@ -215,28 +219,33 @@ def load_weights(
     """
     info = files.info
     name, attend = _backend(files, device, backend, required)
-    model = given or load_model(source, getattr(torch, info.dtype), device)
+    divided: dict[str, Any] = {} if ranks is None else {"ranks": ranks.count}
+    model = given or load_model(source, getattr(torch, info.dtype), device, **divided)
+    if ranks is not None:
+        ranks.loaded()
     if given is not None:
         check_packed_before(model, INT8 if int8_weights else "auto")
     if deterministic:
         refuse_batch_dependent(model, device)
-    elif name == NATIVE and runs_native(info, device):
+    elif ranks is None and name == NATIVE and runs_native(info, device):
         deterministic = not batch_dependent(model)  # at no measurable cost, see docs/budget.md
     show(f"checking and packing the weights of {source.label}")
     own, attention = own_logits(model), model.config._attn_implementation
     graphs = cuda_graphs and device.type == "cuda" and not deterministic
     recorder = CudaRecorder(device) if graphs else None
     kv_dtype = torch.int8 if int8_kv else None
-    runner = ModelRunner(model, attend, recorder, deterministic=deterministic, kv_dtype=kv_dtype)
+    runner = ModelRunner(
+        model, attend, recorder, deterministic=deterministic, kv_dtype=kv_dtype, ranks=ranks
+    )
     rounding = None
     if int8_weights:
         if own is not None:
             _check_agreement(model, runner, own, attention)
         if given is None or not packed_before(given):
             rounding = round_weights(model, runner.device, deterministic=deterministic)
-    elif runner.device.type == "cpu" or deterministic:
+    elif ranks is None and (runner.device.type == "cpu" or deterministic):
         pack_linears(model, deterministic=deterministic)
-    ops = fused_ops(runner.device)
+    ops = fused_ops(runner.device) if ranks is None else None
     if ops is not None and deterministic and not ops.row_invariant:
         ops = None
     if ops is None:

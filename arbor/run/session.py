@@ -328,7 +328,13 @@ class Session:
     def _over(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self.stop("timeout", "timeout")
-        return self._stopped is not None
+        over = self._stopped is not None
+        ranks = self.engine.runner.ranks
+        if ranks is not None:
+            over = ranks.stops(over)
+            if over:
+                self.stop("interrupted")
+        return over
 
     def _allowed(self, expansions: list[Expansion]) -> list[Expansion]:
         """The expansions of a round within the limits; an empty list ends the run."""

@@ -9,10 +9,12 @@ from typing import Any
 
 from arbor import components
 from arbor.controllers.base import Controller
+from arbor.engine.mode_names import SIMILAR
 from arbor.errors import UsageError
 from arbor.feature import hook
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.loading import ModelLocation
+from arbor.model.parallel.shards import cannot
 from arbor.model.sampling_params import Sampling
 from arbor.registry import name_of
 from arbor.retention.alpha import with_alpha
@@ -65,6 +67,8 @@ class Setup(Settings):
             for part in parts_of(settings.verifier)
             if isinstance(part, OwnsModel)
         }
+        if settings.tp > 1:
+            check_ranks(settings, owns_models=bool(models))
         source = checkpoint.source
         if settings.keep_kv is not None and not source.path:
             raise UsageError(
@@ -106,6 +110,29 @@ class Setup(Settings):
             "step_format": None if boundary.form is None else str(boundary.form),
         }
         return found | {name: each for name, each in optional.items() if each is not None}
+
+
+def check_ranks(settings: Settings, *, owns_models: bool) -> None:
+    """Refuses what a search does not do where several processes hold the model together.
+
+    Raises:
+        UsageError: names the setting, and what to give instead.
+    """
+    policy = settings.policy
+    refused = {
+        "host": (settings.host is not None, "host=None"),
+        "disk": (settings.disk is not None, "disk=None"),
+        "keep_kv": (settings.keep_kv is not None, "keep_kv=None"),
+        f"share={settings.share}": (settings.share in SIMILAR, "share='exact'"),
+        f"the policy '{policy.name}', which observes attention,": (
+            policy.observation.anything or policy.by_head,
+            "policy='reentry', or 'ends' in lossy mode",
+        ),
+        "a verifier with a model of its own": (owns_models, "verifier='self'"),
+    }
+    for what, (given, instead) in refused.items():
+        if given:
+            raise cannot(settings.tp, what, instead)
 
 
 def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> Verifier:
