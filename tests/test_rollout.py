@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ SAPLING = Path(arbor.__file__).parent / "sapling"
 def model() -> Any:
     """Hugging Face's own model, with its own attention."""
     return AutoModelForCausalLM.from_pretrained(SAPLING, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def three() -> list[Rollout]:
+    with Solver(controller="chain,samples=3", sampling=SAMPLING) as solver:
+        return list(solver.rollouts(PUZZLES))
 
 
 def of_tokens(rollout: Rollout, logits: Tensor, at: np.ndarray[Any, Any]) -> Tensor:
@@ -120,18 +127,35 @@ def test_rewards_are_the_graders_and_values_the_verifiers() -> None:
         assert rollout.values[at] == value or math.isnan(value)
 
 
+def test_advantages_of_chains_leave_one_out(three: list[Rollout]) -> None:
+    for rollout in three:
+        found, rewards = rollout.advantages(), rollout.rewards
+        for place, leaf in enumerate(rollout.leaves):
+            first = int(leaf)
+            while rollout.parents[first] > 0:
+                first = int(rollout.parents[first])
+            want = rewards[place] - (rewards.sum() - rewards[place]) / 2
+            assert math.isclose(found[first], want, abs_tol=1e-12)
+
+
+def test_advantages_compare_a_block_with_its_siblings_leaves(three: list[Rollout]) -> None:
+    # 0 -> 1 -> (3, 4, 5), 0 -> 2 -> 6, and 7 of 2 was pruned
+    tree = dataclasses.replace(
+        three[0],
+        parents=np.array([-1, 0, 0, 1, 1, 1, 2, 2]),
+        leaves=np.array([6, 3, 4, 5]),
+        rewards=np.array([0.0, 1.0, 0.0, 1.0]),
+    )
+
+    assert tree.advantages().tolist() == [0, 2 / 3, -2 / 3, 0.5, -1, 0.5, 0, 0]
+
+
 def test_greedy_tokens_are_drawn_with_certainty() -> None:
     with Solver(controller="chain,samples=1", sampling={"temperature": 0}) as solver:
         (rollout,) = solver.rollouts(PUZZLES[:1])
 
     assert not rollout.drawn.any()
     assert (rollout.logprobs[rollout.sampled] < 0).any()
-
-
-@pytest.fixture(scope="module")
-def three() -> list[Rollout]:
-    with Solver(controller="chain,samples=3", sampling=SAMPLING) as solver:
-        return list(solver.rollouts(PUZZLES))
 
 
 def test_rows_make_a_table_of_arrow(three: list[Rollout]) -> None:

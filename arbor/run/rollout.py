@@ -83,6 +83,28 @@ class Rollout:
         blocks = self.blocks
         return np.tril(above[np.ix_(blocks, blocks)])
 
+    def advantages(self) -> NDArray[np.float64]:
+        """How much better each block did than what else its parent led to, float64 [b].
+
+        The mean reward of the finished paths through a block, less that of its parent's other
+        finished paths; 0 where either has none. For chains these are the leave-one-out advantages
+        of RLOO (Ahmadian et al., ACL 2024, arXiv 2402.14740). A baseline does not depend on the
+        block's own tokens, so the gradient has no bias where siblings are drawn independently and
+        nothing is pruned by value.
+
+        Differs from TreeRL (Hou et al., arXiv 2506.11902), which adds the difference from the
+        root's mean and divides by the square root of the number of paths.
+        """
+        count, total = np.zeros((2, len(self.parents)))
+        count[self.leaves], total[self.leaves] = 1, self.rewards
+        for block in range(len(self.parents) - 1, 0, -1):
+            count[self.parents[block]] += count[block]
+            total[self.parents[block]] += total[block]
+        others, rest = (each[self.parents] - each for each in (count, total))
+        compared = (count > 0) & (others > 0) & (self.parents >= 0)
+        found = total / np.maximum(count, 1) - rest / np.maximum(others, 1)
+        return np.where(compared, found, 0.0)
+
     def rows(self) -> list[dict[str, Any]]:
         """The finished paths as plain data, each with all of its tokens.
 
