@@ -394,8 +394,9 @@ class Sampled:
 
     Attributes:
         logprobs: log probability of each token.
-        alternatives: for each token the most probable ones in its place; written only where a
+        alternatives: the most probable ones in its place; written only where a
             request of a server asks for them.
+        drawn: after temperature and cut-offs.
     """
 
     name: ClassVar[str] = "sample"
@@ -405,6 +406,7 @@ class Sampled:
     alternatives: tuple[tuple[tuple[int, float], ...], ...] = field(
         default=(), metadata=ONLY_IF_SET
     )
+    drawn: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
 
 
 # Detail of decoding: many steps per `Forwarded`; one each; one each and its tokens (`Sampled`).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import defaultdict
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -36,10 +37,11 @@ from arbor.model.parallel.shards import cannot
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
 from arbor.retention.policy import Policy
-from arbor.run.batch import Batch, OnError, each_solution
+from arbor.run.batch import Batch, OnError, each_solution, several
 from arbor.run.config import read_config, refuse_trust
 from arbor.run.limits import RunLimits, check_count, limited
 from arbor.run.request import Options, Request
+from arbor.run.rollout import Rollout, RolloutFold, refuse_rollouts
 from arbor.run.run import Run
 from arbor.run.searches import as_completed
 from arbor.run.settings import Settings
@@ -572,6 +574,60 @@ class Solver:
         `as_completed`."""
         at_once = check_count("concurrency", concurrency) or self.setup.at_once
         return list(self.imap(problems, concurrency=at_once, on_error=on_error, **options))
+
+    def rollouts(
+        self,
+        problems: Iterable[str | Problem],
+        *,
+        group: int = 1,
+        concurrency: int | None = None,
+        **options: Unpack[Options],
+    ) -> Iterator[Rollout]:
+        """Finished trees for training, in the problems' order: tokens, and their log probabilities.
+
+        Args:
+            problems: read `concurrency` ahead.
+            group: trees for each problem, one after another, with the seeds from `seed` on.
+            concurrency: as in `as_completed`.
+            options: the same for every problem, so no ``trace``.
+
+        Raises:
+            UsageError: at once, for one problem instead of several, a trace that all would write,
+                or where tokens are not drawn from the model's own distribution (`Rollout`).
+            ArborError: the first problem that cannot be searched.
+        """
+        check_count("group", group)
+        refuse_rollouts(self.setup)
+        one_by_one = several(problems)
+        options["trace_level"] = "tokens"
+        first = self.seed if (seed := options.get("seed")) is None else seed
+        folds: dict[int, RolloutFold] = defaultdict(RolloutFold)
+        given: dict[int, str | Problem] = {}
+
+        def solving(
+            jobs: Iterable[tuple[str | Problem, Options]],
+        ) -> Generator[tuple[int, Solution | ArborError], None, None]:
+            def seeded() -> Iterator[tuple[str | Problem, Options]]:
+                for place, (problem, each) in enumerate(jobs):
+                    given[place] = problem
+                    yield problem, {**each, "seed": first + place % group}
+
+            def listen(place: int, event: Event) -> None:
+                folds[place](event)
+
+            return self.as_completed(seeded(), concurrency=concurrency, listen=listen)
+
+        grouped = (problem for problem in one_by_one for _ in range(group))
+        solutions = each_solution(
+            solving, self.failed, grouped, options, ordered=True, on_error="raise"
+        )
+
+        def found() -> Iterator[Rollout]:
+            for place, solution in enumerate(solutions):
+                run = Run(self._setup, given.pop(place), Request.of(options))
+                yield folds.pop(place).rollout(run.task, run.problem, run.prompt, solution)
+
+        return found()
 
     @known_keywords("a generation")
     def generate(

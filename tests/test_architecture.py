@@ -126,7 +126,7 @@ PACKAGES = {
     },
     "papers": {"click", "numpy", "torch"},
     "retention": {"numpy", "torch"},
-    "run": {"networkx", "pandas", "rich", "torch"},
+    "run": {"networkx", "numpy", "pandas", "rich", "torch"},
     "sapling": {"numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "solver": {"torch"},
     "support": {"numpy"},

@@ -122,13 +122,14 @@ class Decoding:
         for tree, opened in self._state.trees.items():
             if opened.run.detail == "tokens":
                 chosen = [
-                    (row.node.id, token, row.logprob, row.alternatives)
+                    (row.node.id, token, row.logprob, row.drawn, row.alternatives)
                     for row, token in zip(rows, tokens, strict=True)
                     if row.node.tree is tree and token is not None
                 ]
                 if chosen:
-                    nodes, ids, logprobs, others = zip(*chosen, strict=True)
-                    opened.emit(Sampled(nodes, ids, logprobs, others if any(others) else ()))
+                    nodes, ids, logprobs, drawn, others = zip(*chosen, strict=True)
+                    found = others if any(others) else ()
+                    opened.emit(Sampled(nodes, ids, logprobs, found, drawn))
         return watched
 
     def compare(self, rows: Sequence[Row]) -> bool:

@@ -84,6 +84,8 @@ class Row:
         siblings: the rows that it is compared with; None: it ends by itself.
         logprob, top1: the log probability of its last token, and the highest probability there was;
             0 if the token was given.
+        drawn: the log probability of its last token in what it was drawn from, after temperature
+            and cut-offs; 0 if it was given.
         alternatives: the most probable tokens in place of it, where they are wanted, with their log
             probabilities.
     """
@@ -106,6 +108,7 @@ class Row:
     siblings: Siblings | None = None
     logprob: float = 0.0
     top1: float = 0.0
+    drawn: float = 0.0
     alternatives: tuple[tuple[int, float], ...] = ()
     longest: int = field(init=False)
 

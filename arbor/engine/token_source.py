@@ -24,8 +24,8 @@ class TokenSource(Protocol):
     """Chooses tokens, and decides where blocks end and how they are reported."""
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
-        """The next token of each row ([n, V] float32), as its `growth` says; its `logprob` and
-        `top1` are set."""
+        """The next token of each row ([n, V] float32), as its `growth` says; its `logprob`,
+        `drawn` and `top1` are set."""
         ...
 
     def stop(self, node: Node, growth: Growth) -> StopReason | None:
@@ -84,6 +84,7 @@ class ModelSampler:
         """Let rows have what was drawn for them; returns the tokens."""
         for i, row in enumerate(rows):
             row.logprob, row.top1 = drawn.logprob[i], drawn.top1[i]
+            row.drawn = math.log(drawn.share[i])
             row.code.narrow(drawn.left[i], drawn.share[i])
         asked = [place for place, row in enumerate(rows) if row.growth.alternatives]
         if asked:

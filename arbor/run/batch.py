@@ -246,6 +246,19 @@ Solving = Callable[
 ]
 
 
+def several(problems: Iterable[str | Problem]) -> Iterable[str | Problem]:
+    """Several problems.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if isinstance(problems, str | Problem):
+        raise UsageError(
+            "problem-type", "one problem instead of several.", "Use solve, or [problem]."
+        )
+    return problems
+
+
 def each_solution(
     solving: Solving,
     failed: Callable[[str | Problem, ArborError, Options], Solution],
@@ -267,10 +280,7 @@ def each_solution(
         UsageError: at once, for one problem instead of several, an unknown `on_error`, or a trace
             that all would write.
     """
-    if isinstance(problems, str | Problem):
-        raise UsageError(
-            "problem-type", "one problem instead of several.", "Use solve, or [problem]."
-        )
+    problems = several(problems)
     if on_error not in get_args(OnError):
         raise UsageError("on-error", f"on_error is {on_error!r}.", "It is 'raise' or 'return'.")
     if options.get("trace") is not None:

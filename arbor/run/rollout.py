@@ -1,0 +1,240 @@
+"""Rollout: a finished tree as arrays for training, each token once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.errors import UsageError
+from arbor.events import Boundary, Event, Opened, Sampled, Terminal, Verified
+from arbor.run.setup import Setup
+from arbor.run.solution import Solution
+from arbor.tasks.base import Problem, Task
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Rollout:
+    """A finished tree of thoughts: the tokens of n in b blocks, with l finished paths.
+
+    Blocks lie one after another, parents first; the first is the prompt. A token that paths share
+    is there once.
+
+    Attributes:
+        problem: what was searched.
+        solution: the result of the search, with its seed and its settings.
+        tokens: int64 [n], token ids.
+        positions: int64 [n], of each token on its path.
+        sampled: bool [n], whether the model drew the token; it did not draw the prompt, nor what
+            was given.
+        logprobs: float64 [n], natural logarithms of the tokens' probabilities in the model's own
+            distribution; 0 where they were not sampled.
+        drawn: float64 [n], the same in the distribution that the token was drawn from, after
+            temperature and cut-offs.
+        starts: int64 [b + 1], where each block begins in these arrays, and the end of the last.
+        parents: int64 [b], the place of each block's parent; -1 for the prompt.
+        nodes: int64 [b], the number of each block in the search.
+        values: float64 [b], the verifier's last values in [0, 1]; NaN where there is none.
+        leaves: int64 [l], the last block of each finished path, in order of their ends.
+        answers: of each finished path; None where it gave none.
+        rewards: float64 [l], 1 where the task's grader calls the answer correct, else 0; NaN
+            without an answer key.
+    """
+
+    problem: Problem
+    solution: Solution
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    sampled: NDArray[np.bool_]
+    logprobs: NDArray[np.float64]
+    drawn: NDArray[np.float64]
+    starts: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    nodes: NDArray[np.int64]
+    values: NDArray[np.float64]
+    leaves: NDArray[np.int64]
+    answers: tuple[str | None, ...]
+    rewards: NDArray[np.float64]
+
+    @property
+    def blocks(self) -> NDArray[np.int64]:
+        """The block of each token, int64 [n]."""
+        return np.repeat(np.arange(len(self.parents)), np.diff(self.starts))
+
+    def path(self, block: int) -> NDArray[np.int64]:
+        """Places of the tokens from the prompt's first to a block's last: indices of the arrays."""
+        pieces = []
+        while block >= 0:
+            pieces.append(np.arange(self.starts[block], self.starts[block + 1]))
+            block = int(self.parents[block])
+        return np.concatenate(pieces[::-1])
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Whether a token (row) attends to a token (column), bool [n, n]: to itself and to what
+        comes before it on its path. With `positions`, one forward computes the whole tree."""
+        above = np.eye(len(self.parents), dtype=np.bool_)
+        for block, parent in enumerate(self.parents):
+            if parent >= 0:
+                above[block] |= above[parent]
+        blocks = self.blocks
+        return np.tril(above[np.ix_(blocks, blocks)])
+
+    def advantages(self) -> NDArray[np.float64]:
+        """How much better each block did than what else its parent led to, float64 [b].
+
+        The mean reward of the finished paths through a block, less that of its parent's other
+        finished paths; 0 where either has none. For chains these are the leave-one-out advantages
+        of RLOO (Ahmadian et al., ACL 2024, arXiv 2402.14740). A baseline does not depend on the
+        block's own tokens, so the gradient has no bias where siblings are drawn independently and
+        nothing is pruned by value.
+
+        Differs from TreeRL (Hou et al., arXiv 2506.11902), which adds the difference from the
+        root's mean and divides by the square root of the number of paths.
+        """
+        count, total = np.zeros((2, len(self.parents)))
+        count[self.leaves], total[self.leaves] = 1, self.rewards
+        for block in range(len(self.parents) - 1, 0, -1):
+            count[self.parents[block]] += count[block]
+            total[self.parents[block]] += total[block]
+        others, rest = (each[self.parents] - each for each in (count, total))
+        compared = (count > 0) & (others > 0) & (self.parents >= 0)
+        found = total / np.maximum(count, 1) - rest / np.maximum(others, 1)
+        return np.where(compared, found, 0.0)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The finished paths as plain data, each with all of its tokens.
+
+        Each has ``problem``, ``seed``, ``leaf`` (its last block in the search), ``ids``,
+        ``sampled``, ``logprobs`` and ``drawn`` of its tokens, ``boundaries`` (where its thoughts
+        begin, and the end), ``values`` of its thoughts, ``answer`` and ``reward``.
+        """
+        rows = []
+        for leaf, answer, reward in zip(self.leaves, self.answers, self.rewards, strict=True):
+            at = self.path(int(leaf))
+            blocks = list(dict.fromkeys(self.blocks[at].tolist()))
+            lengths = np.diff(self.starts)[blocks]
+            rows.append(
+                {
+                    "problem": self.problem.text,
+                    "seed": self.solution.seed,
+                    "leaf": int(self.nodes[leaf]),
+                    "ids": self.tokens[at].tolist(),
+                    "sampled": self.sampled[at].tolist(),
+                    "logprobs": self.logprobs[at].tolist(),
+                    "drawn": self.drawn[at].tolist(),
+                    "boundaries": np.cumsum(lengths).tolist(),
+                    "values": [_known(value) for value in self.values[blocks[1:]].tolist()],
+                    "answer": answer,
+                    "reward": _known(float(reward)),
+                }
+            )
+        return rows
+
+
+class RolloutFold:
+    """A listener that folds the events of one search, in detail ``tokens``, into its `Rollout`."""
+
+    def __init__(self) -> None:
+        self._parent: dict[int, int] = {}
+        self._ids: dict[int, tuple[int, ...]] = {}  # of blocks that have closed
+        self._given: dict[int, int] = {}
+        self._logprobs: dict[int, list[tuple[float, float]]] = {}
+        self._values: dict[int, float] = {}
+        self._answers: dict[int, str | None] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Fold an event."""
+        match event:
+            case Opened(node=node, parent=int(parent)):
+                self._parent[node] = parent
+            case Sampled(nodes=nodes, logprobs=logprobs, drawn=drawn):
+                for node, *both in zip(nodes, logprobs, drawn, strict=True):
+                    self._logprobs.setdefault(node, []).append((both[0], both[1]))
+            case Boundary(node=node, ids=ids, given=given):
+                self._ids[node], self._given[node] = ids, given
+            case Verified(nodes=nodes, values=values):
+                self._values.update(zip(nodes, values, strict=True))
+            case Terminal(node=node, answer=answer):
+                self._answers[node] = answer
+            case _:
+                pass
+
+    def rollout(
+        self, task: Task, problem: Problem, prompt: Sequence[int], solution: Solution
+    ) -> Rollout:
+        """The search so far.
+
+        Args:
+            task: grades the answers.
+            problem, prompt: what was searched, and its token ids.
+            solution: what came of it.
+        """
+        nodes = [0, *(node for node in sorted(self._ids) if self._ids[node])]
+        place = {node: at for at, node in enumerate(nodes)}
+        texts: list[Sequence[int]] = [prompt, *(self._ids[node] for node in nodes[1:])]
+        starts = np.cumsum([0, *map(len, texts)])
+        tokens = np.array([token for text in texts for token in text], np.int64)
+        positions = np.zeros(len(tokens), np.int64)
+        sampled = np.zeros(len(tokens), np.bool_)
+        both = np.zeros((len(tokens), 2))
+        parents, ends = [-1], [len(prompt)]
+        positions[: len(prompt)] = np.arange(len(prompt))
+        for at, node in enumerate(nodes[1:], 1):
+            parent, begin, end = place[self._parent[node]], starts[at], starts[at + 1]
+            parents.append(parent)
+            ends.append(ends[parent] + end - begin)
+            positions[begin:end] = np.arange(ends[parent], ends[at])
+            first = begin + self._given[node]
+            if first < end:
+                both[first:end] = self._logprobs[node][: end - first]
+            sampled[first:end] = True
+        return Rollout(
+            problem=problem,
+            solution=solution,
+            tokens=tokens,
+            positions=positions,
+            sampled=sampled,
+            logprobs=both[:, 0],
+            drawn=both[:, 1],
+            starts=starts,
+            parents=np.array(parents, np.int64),
+            nodes=np.array(nodes, np.int64),
+            values=np.array([self._values.get(node, math.nan) for node in nodes]),
+            leaves=np.array([place[node] for node in self._answers], np.int64),
+            answers=tuple(self._answers.values()),
+            rewards=np.array([_reward(task, problem, each) for each in self._answers.values()]),
+        )
+
+
+def refuse_rollouts(setup: Setup) -> None:
+    """Refuse a search whose tokens are not drawn from the model's own distribution.
+
+    Raises:
+        UsageError: in lossy mode, or with a format that the text has to match.
+    """
+    if setup.mode != "lossless":
+        raise UsageError(
+            "rollouts-lossy",
+            "rollouts need log probabilities of whole paths, and in lossy mode paths have gaps.",
+            "Use mode='lossless'.",
+        )
+    if setup.boundary.form is not None:
+        raise UsageError(
+            "rollouts-format",
+            "rollouts need the model's own distribution, and a format leaves tokens out of it.",
+            "Use step_format=None.",
+        )
+
+
+def _reward(task: Task, problem: Problem, answer: str | None) -> float:
+    if problem.expected is None:
+        return math.nan
+    return float(task.grade(problem, answer).correct)
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
