@@ -125,6 +125,9 @@ for _name in HEADED:
     VARIANTS[f"{_name}-heads"] = (fair(_name, granularity="head"), None)
     # one set for all heads, from all layers, as `granularity=head` observes them
     VARIANTS[f"{_name}-layers"] = (fair(_name, observed="all"), None)
+for _name in ("h2o", "streaming", "tova"):
+    # the running paths are the sequence, as ArborKV 5.2 applies these: idle tokens leave first
+    VARIANTS[f"{_name}-path"] = (fair(_name, spares_paths=True), None)
 for _name, _heads in itertools.product(("h2o", "snapkv", "tova"), ("adaptive", "pyramid")):
     VARIANTS[f"{_name}-{_heads}"] = (fair(_name, granularity="head", heads=_heads), None)
 RESAMPLES = 2000
