@@ -49,24 +49,10 @@ from arbor.papers.arborkv.ratio import Ratio
 from arbor.papers.lazyeviction.lazy_eviction import LazyEviction
 from arbor.papers.related.thinkv import ThinKV
 from arbor.registry import names, resolve
-from arbor.retention.base import Scorer
 from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.retention.scorers import HeavyHitters, RandomTokens, Recency
-from arbor.retention.token_kv import Observation
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains, chain_to
-
-
-def in_every_layer(scorer: Any) -> Scorer:
-    """A scorer that observes all layers, instead of one of four."""
-    wanted = dataclasses.replace(getattr(scorer, "observation", Observation()), every=1)
-    kind = type(scorer)
-    watching = type(f"{kind.__name__}InEveryLayer", (kind,), {"observation": wanted})
-    made: Scorer = watching(
-        **{each.name: getattr(scorer, each.name) for each in dataclasses.fields(scorer)}
-    )
-    return made
-
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "tot-bfs": {"controller": {"name": "tot", "stop_value": None}},
@@ -138,8 +124,10 @@ for _window in WINDOWS:
 for _name in HEADED:
     VARIANTS[f"{_name}-heads"] = (fair(_name, granularity="head"), None)
     # one set for all heads, from all layers, as `granularity=head` observes them
-    _scorer = in_every_layer(resolve("policy", _name).scorer)
-    VARIANTS[f"{_name}-layers"] = (fair(_name, scorer=_scorer), None)
+    VARIANTS[f"{_name}-layers"] = (fair(_name, observed="all"), None)
+for _name in ("h2o", "streaming", "tova"):
+    # the running paths are the sequence, as ArborKV 5.2 applies these: idle tokens leave first
+    VARIANTS[f"{_name}-path"] = (fair(_name, spares_paths=True), None)
 for _name, _heads in itertools.product(("h2o", "snapkv", "tova"), ("adaptive", "pyramid")):
     VARIANTS[f"{_name}-{_heads}"] = (fair(_name, granularity="head", heads=_heads), None)
 RESAMPLES = 2000

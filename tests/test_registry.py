@@ -226,7 +226,7 @@ def test_a_policy_is_a_value_that_knows_the_name_it_was_given(own: registry.Regi
     assert named.name == changed.name == spec["name"] == "lowest"
     assert spec["allocator"] == {"reserve": 2} and spec["scorer"] == {"name": "random", "seed": 0}
     assert build("policy", spec) == changed != named == build("policy", "lowest")
-    assert components.settings_of(named)[:12] == (
+    assert components.settings_of(named)[:13] == (
         "allocator",
         "scorer",
         "protect",
@@ -238,6 +238,7 @@ def test_a_policy_is_a_value_that_knows_the_name_it_was_given(own: registry.Regi
         "heads",
         "safeguard",
         "beta",
+        "observed",
         "reserve",
     )
     assert own.policy("lowest", Policy(Lowest())).protect == Protect(), "a notebook's cell, edited"

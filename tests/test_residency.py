@@ -130,6 +130,21 @@ def test_lossy_runs_below_the_smallest_lossless_budget_and_holds_it(
             assert torch.allclose(here.v[layer][got], there.v[layer][want], atol=1e-5)
 
 
+@pytest.mark.parametrize("spares", [True, False])
+def test_a_flat_policy_takes_from_the_running_path_last_if_told_so(spares: bool) -> None:
+    policy = dataclasses.replace(little("tova"), spares_paths=spares)
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(40)
+    deep = lab.sprout([(tree.root, 1)])[0]
+    lab.sprout([(lab.sprout([(deep, 1)])[0], 2)])
+    (leaf,) = lab.sprout([(tree.root, 1)])
+    lab.sprout([(leaf, 1)])
+
+    whole = all(node.span.resident.all() for node in leaf.path[1:])
+    assert whole == spares
+    assert lab.memory.peak == 40
+
+
 @pytest.mark.parametrize("policy", every(4, WORKING))
 def test_a_policy_that_spares_paths_takes_from_them_last(policy: str) -> None:
     lab = Lab(build("llama"), policy=little(policy), mode="lossy", rehydrate="off", debug=True)

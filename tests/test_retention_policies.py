@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -238,3 +239,23 @@ def test_settings_that_specs_leave_out_come_back(name: str, prompt: bool, spare:
 
     assert build("policy", spec) == policy
     assert ("prompt" in spec["protect"], "spare" in spec["trigger"]) == (prompt, spare > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("h2o", {"observed": "half"}, "one, quarter or all"),
+        ("streaming", {"observed": "all"}, "reads neither attention nor keys nor queries"),
+        ("h2o", {"observed": "one", "granularity": "head"}, "granularity=head reads every layer"),
+        ("thinkv", {"observed": "all", "allocator": {"layers": (1,)}}, "with layers=1"),
+    ],
+)
+def test_layers_that_nothing_is_read_of_are_refused(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    policy = POLICIES[name]
+    settings = dict(settings)
+    if "allocator" in settings:
+        settings["allocator"] = dataclasses.replace(policy.allocator, **settings["allocator"])
+    with pytest.raises(UsageError, match=message):
+        dataclasses.replace(policy, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
@@ -66,6 +67,8 @@ class Trigger:
 
 Granularity = Literal["token", "head"]
 Idle = Literal["scored", "newest"]
+# of which layers attention and queries are read, and keys
+Observed = Literal["one", "quarter", "all"]
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,9 @@ class Policy:
         safeguard: with ``heads=adaptive``, the part of an equal share that every head keeps.
         beta: with ``heads=pyramid``, how steeply budgets fall; the last layer keeps 1/beta of the
             mean.
+        observed: the layers whose attention, keys and queries are read. ``quarter``: the last of
+            each four; ``one``: the last layer; ``all``: every layer, as ``granularity=head`` has it
+            in any case. Figures of a token are means over these layers.
         summary: one sentence on it, for ``arbor list policies``.
         registered_as: its name in the registry, which sets it; empty without one.
     """
@@ -161,6 +167,7 @@ class Policy:
     heads: HeadShares = field(default="equal", metadata=ONLY_IF_SET)
     safeguard: float = field(default=0.2, metadata=ONLY_IF_SET)
     beta: float = field(default=20.0, metadata=ONLY_IF_SET)
+    observed: Observed = field(default="quarter", metadata=ONLY_IF_SET)
     summary: str = field(default="", kw_only=True, compare=False, repr=False, metadata=NO_SETTING)
     registered_as: str = field(default="", kw_only=True, metadata=NO_SETTING)
 
@@ -172,7 +179,10 @@ class Policy:
             idle=(self.idle in get_args(Idle), "scored or newest"),
             safeguard=(0 <= self.safeguard <= 1, "0 to 1"),
             beta=(1 <= self.beta <= 1e6, "1 or more"),
+            observed=(self.observed in get_args(Observed), "one, quarter or all"),
         )
+        if self.observed != "quarter":
+            self._check_observed()
         if self.idle == "newest" and (not self.spares_paths or self.destroys or self.capped):
             raise UsageError(
                 "idle",
@@ -190,6 +200,27 @@ class Policy:
             self._check_heads()
         if hasattr(self.allocator, "observation"):
             _ = self._wanted  # refuses parts that do not go together
+
+    def _check_observed(self) -> None:
+        """Refuse layers that nothing would be read of.
+
+        Raises:
+            UsageError: says why.
+        """
+        wanted = self._wanted
+        if self.by_head and self.observed != "all":
+            why = "granularity=head reads every layer."
+        elif wanted.layers is not None:
+            why = "the policy names its layers, with layers=" + ",".join(map(str, wanted.layers))
+        elif not (self.observes or wanted.keys or wanted.anything):
+            why = "the policy reads neither attention nor keys nor queries"
+        else:
+            return
+        raise UsageError(
+            "observed",
+            f"observed={self.observed}: {why.rstrip('.')}.",
+            "Leave observed out.",
+        )
 
     def _check_heads(self) -> None:
         """Refuse parts that say nothing of single heads.
@@ -287,8 +318,8 @@ class Policy:
     def observation(self) -> Observation:
         """What is collected for it while the model runs."""
         wanted = self._wanted
-        every = 1 if self.by_head else wanted.every
-        return replace(wanted, attention=self.observes, every=every)
+        every = {"one": sys.maxsize, "quarter": wanted.every, "all": 1}[self.observed]
+        return replace(wanted, attention=self.observes, every=1 if self.by_head else every)
 
     @property
     def _wanted(self) -> Observation:

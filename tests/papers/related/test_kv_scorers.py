@@ -297,6 +297,23 @@ def test_logits_of_the_window_are_those_of_the_model(name: str) -> None:
         assert torch.allclose(attention_of(every(found.logits(layer))), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("observed", ["one", "quarter", "all"])
+def test_layers_observed_are_a_setting(observed: Any) -> None:
+    policy = dataclasses.replace(watching(6, observes=True), observed=observed)
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    count = lab.runner.layer_count
+    layers = {"one": [count - 1], "quarter": [*range(3, count, 4)] or [count - 1]}
+    tree = lab.plant(200)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+
+    found, tokens = shown(lab, [block])
+
+    assert list(found.layers) == layers.get(observed, [*range(count)])
+    of_layers = [own_attention("llama", block, layer) for layer in found.layers]
+    received = torch.stack(of_layers).mean((0, 1)).sum(0).double().numpy()
+    assert tokens.mass == pytest.approx(received[: len(tokens.mass)], rel=1e-3)
+
+
 def test_each_token_of_a_tree_counts_the_last_queries_below_it() -> None:
     """The reference keeps every query with the attention it gave."""
     window = 7
