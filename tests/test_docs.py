@@ -30,7 +30,7 @@ PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "papers").glob("*.md")])
 LINKING = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 CODE = ("arbor", "kernels", "controllers", "verifiers", "scripts", "examples")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MOST_PAGES, MOST_WORDS, MOST_WORDS_OF_A_PAGE = 24, 27_000, 2_200
+MOST_PAGES, MOST_WORDS, MOST_WORDS_OF_A_PAGE = 24, 28_500, 2_200
 
 # pages whose commands or Python evaluate many problems
 SLOW_COMMANDS = {
