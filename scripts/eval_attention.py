@@ -7,7 +7,8 @@ threshold again, more than one step after it last did (MRI > 1). The memory hier
 2605.09490) finds that the top 20 % of reasoning tokens hold 56.5 % of the cumulative attention, and
 the bottom half less than 10 %.
 
-Greedy chains of the test split at full retention; attention is the mean over all heads of one layer in four (`observed`).
+Greedy chains of the test split at full retention; attention is the mean over all heads of one layer
+in four (`observed`).
 Shares are means over problems of the share in one problem, with bootstrap 95 % intervals;
 percentiles are over all tokens that recur.
 """

@@ -286,7 +286,7 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
 def made_up_window() -> Any:
     from arbor.papers.lazyeviction.calibrate import Recurrence
 
-    return Recurrence(25, 80, 8, 900, 0.98, {50: 9, 80: 25}, 0.5)
+    return Recurrence(1e-3, 25, 80, 8, 900, 0.98, {1e-3: 0.96}, {50: 9, 80: 25}, 0.5)
 
 
 def made_up_queries() -> Any:

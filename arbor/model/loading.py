@@ -485,7 +485,7 @@ def _by_transformers(
     dtype: torch.dtype,
     device: torch.device | None,
     auto: str,
-    ranks: int,
+    ranks: int = 1,
 ) -> tuple[Any, Iterable[str]]:
     """A model as transformers loads it, and names of the weights that it did not find.
 

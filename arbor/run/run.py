@@ -298,6 +298,7 @@ class Run:
                 pool=self.pool,
                 aggregate=setup.aggregate,
                 by_policy=by_policy,
+                agreed=None if setup.checkpoint.ranks is None else setup.checkpoint.ranks.stops,
                 opened=self._open_verifiers(emit, verifiers),
                 most=self.plan.most_held,
                 part=self._part,

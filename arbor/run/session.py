@@ -101,6 +101,7 @@ class Session:
             any.
         opened: this search in the models of verifiers that have their own.
         compares: the prompt is compared with earlier ones where the engine shares similar ones.
+        agreed: whether all processes that hold the model together stop; None: this one is alone.
         opening: how the tree is opened, see `Engine.open`.
     """
 
@@ -122,9 +123,11 @@ class Session:
         questions: PlannedQuestions | None = None,
         opened: Mapping[Verifier, VerifierSearch] | None = None,
         compares: bool = True,
+        agreed: Callable[[bool], bool] | None = None,
         **opening: Any,
     ) -> None:
         self.engine = engine
+        self._agreed = agreed
         self.task = checked_task(task)
         self.problem = problem
         self.controller = controller
@@ -329,9 +332,8 @@ class Session:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self.stop("timeout", "timeout")
         over = self._stopped is not None
-        ranks = self.engine.runner.ranks
-        if ranks is not None:
-            over = ranks.stops(over)
+        if self._agreed is not None:
+            over = self._agreed(over)
             if over:
                 self.stop("interrupted")
         return over
