@@ -289,6 +289,12 @@ def made_up_window() -> Any:
     return Recurrence(1e-3, 25, 80, 8, 900, 0.98, {1e-3: 0.96}, {50: 9, 80: 25}, 0.5)
 
 
+def made_up_thoughts() -> Any:
+    from arbor.papers.related.calibrate_thoughts import ThoughtTypes
+
+    return ThoughtTypes((0.5, 0.8), (2,), (1, 1, 3), (2, 1, 3), 0.3, 8, 40, (0.2, 0.9))
+
+
 def made_up_queries() -> Any:
     """Of the built-in model's sizes."""
     from arbor.papers.related.query_means import LayerMeans, QueryMeans
@@ -324,5 +330,6 @@ MADE_UP = {
     "msve arbor.papers.arborkv.calibrate.collect": made_up_losses,
     "exit arbor.papers.rksc.calibration.collect_verifications": made_up_verifications,
     "window arbor.papers.lazyeviction.calibrate.calibrate_window": made_up_window,
+    "thoughts arbor.papers.related.calibrate_thoughts.calibrate_thoughts": made_up_thoughts,
     "queries arbor.papers.related.calibrate_queries.collect_queries": made_up_queries,
 }

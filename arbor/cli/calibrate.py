@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from arbor.cli.command import F, Group, option_group
+from arbor.cli.command import F, Group, option, option_group
 from arbor.cli.evaluation.eval import complete_dataset, task_of
 from arbor.cli.evaluation.eval_dataset import is_task, name_of, read_samples
 from arbor.cli.evaluation.eval_options import ColumnOptions, DatasetOptions
@@ -19,6 +19,7 @@ from arbor.cli.record_options import options_of, read_options
 from arbor.errors import UsageError
 from arbor.feature import features
 from arbor.model.checkpoint import ModelSource
+from arbor.support.cache_dir import fitted_file
 from arbor.support.setting import setting, settings_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,25 @@ def fitted_to(task: str) -> Callable[[F], F]:
     return option_group(
         click.argument("dataset", required=False, shell_complete=complete_dataset),
         options_of(Fitted, task=task),
+    )
+
+
+def file_option(purpose: str, default: str | None = None, name: str = "") -> Callable[[F], F]:
+    """``--out``: the file that a calibration writes.
+
+    Args:
+        purpose: of the file.
+        default: the file; None: `Fitted.file`, named after `name`.
+    """
+    where = f"; default: {name}.json, or for a Hub model or GGUF file the cache" if name else ""
+    return option(
+        "--out",
+        type=click.Path(path_type=Path, dir_okay=False),
+        default=default,
+        metavar="FILE",
+        heading="Output",
+        common=True,
+        help=f"File {purpose}{where}.",
     )
 
 
@@ -110,6 +130,30 @@ class Fitted(ColumnOptions, ModelSource):
             hint = f"Give a file: {command} problems.jsonl --task {solver.task.name}"
             raise UsageError(error.code, error.message, hint) from error
 
+    def file(self, name: str) -> Path:
+        """The file for what was calibrated, without ``--out``: in this folder for a model in a
+        directory, else in the cache.
+
+        Raises:
+            UsageError: its folder cannot be created.
+        """
+        from arbor.model.loading import locate_model
+
+        place = locate_model(self.model, self.revision).place
+        path = fitted_file(name, place, self.revision)
+        if Path(place).is_dir():
+            return Path(path.name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                "output-unwritable",
+                f"{path.parent} cannot be created: {error.strerror}.",
+                "Name another folder with ARBOR_CACHE, or a file with --out.",
+                path=str(path),
+            ) from error
+        return path
+
     @property
     def named(self) -> str:
         """The problems in words."""
@@ -144,23 +188,3 @@ def calibrate() -> None:
       arbor calibrate thoughts --task chains
       arbor calibrate window gsm8k.jsonl --task gsm8k
     """
-
-
-def default_file(name: str, model: str, cached: Path) -> Path:
-    """The file for what was calibrated, without ``--out``.
-
-    Raises:
-        UsageError: its folder cannot be created.
-    """
-    if Path(model).is_dir():
-        return Path(name)
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            "output-unwritable",
-            f"{cached.parent} cannot be created: {error.strerror}.",
-            "Name another folder with ARBOR_CACHE, or a file with --out.",
-            path=str(cached),
-        ) from error
-    return cached

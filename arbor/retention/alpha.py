@@ -11,10 +11,9 @@ from typing import Any
 from arbor.errors import UsageError
 from arbor.retention.policy import Policy
 from arbor.support.atomic_write import write_atomically
-from arbor.support.cache_dir import model_file
+from arbor.support.cache_dir import fitted_file
 
 DEFAULT_ALPHA = 1e-4  # of RaaS, and of LazyEviction for most of its models
-ALPHA_FILE = "alpha.json"  # in a model's directory
 _FORMAT = "arbor.alpha/1"
 
 
@@ -40,11 +39,6 @@ def with_alpha(policy: Policy, place: str, revision: str | None) -> Policy:
     return replace(policy, protect=replace(policy.protect, threshold=alpha))
 
 
-def cached_file(place: str, revision: str | None) -> Path:
-    """The file for a model without a directory of its own, which may not exist."""
-    return model_file("alpha", place, revision)
-
-
 def save_alpha(path: Path, alpha: float, provenance: Mapping[str, Any]) -> None:
     """Write a small JSON file that `with_alpha` reads.
 
@@ -61,7 +55,7 @@ def save_alpha(path: Path, alpha: float, provenance: Mapping[str, Any]) -> None:
 
 
 def _fitted(place: str, revision: str | None) -> float | None:
-    path = Path(place) / ALPHA_FILE if Path(place).is_dir() else cached_file(place, revision)
+    path = fitted_file("alpha", place, revision)
     if not path.is_file():
         return None
     try:

@@ -52,13 +52,16 @@ def fetch_costs_file(identity: str) -> Path:
     return cache_dir() / "fetch_costs" / f"{identity}.json"
 
 
-def model_file(folder: str, model: str, revision: str | None) -> Path:
-    """The file for a Hub model in a folder of the cache, which may not exist.
+def fitted_file(name: str, place: str, revision: str | None) -> Path:
+    """The JSON file of what was fitted to a model, which may not exist.
 
     Args:
-        folder: its name.
-        model: its id.
+        name: of what was fitted.
+        place: the model's directory, which holds the file, or its id on the Hub or its GGUF file:
+            then the cache does.
         revision: branch, tag or commit; None = its main branch.
     """
-    name = f"{quote(revision or 'main', safe='')}.json"
-    return cache_dir() / folder / quote(model, safe="") / name
+    folder = Path(place)
+    if folder.is_dir():
+        return folder / f"{name}.json"
+    return cache_dir() / name / quote(place, safe="") / f"{quote(revision or 'main', safe='')}.json"

@@ -69,9 +69,9 @@ def most_work(shape: AttentionShape, rows: int, levels: int, requests: int) -> t
 def tree_work(layout: CascadeLayout, shape: AttentionShape) -> TreeWork:
     """The items of a layout, on the CPU.
 
-    An item has no more keys than make `PROGRAMS` equal programs of all, so that whoever takes the
-    next longest one, as a GPU does, ends with the others. Rows of one block of keys that do not fit
-    a tile are neighbours: the second reads keys from the cache.
+    All keys, cut into `PROGRAMS` equal items, give the most keys of an item; the longest items come
+    first. So a GPU's multiprocessors, which take one after another, end together. Rows of one block
+    of keys that do not fit a tile are neighbours: the second reads keys from the cache.
 
     Example:
         Two rows share two keys, and each has one of its own:

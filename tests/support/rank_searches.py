@@ -3,8 +3,8 @@
     python rank_searches.py RANKS OUT DIE_AT CASES
 
 CASES is a JSON list of settings of `Solver`, one search each; a trace of each goes to OUT/NUMBER.
-Rank 1 dies before forward DIE_AT, or stands still where that is negative; 0: never. A case may
-give each rank a seed of its own, as `seeds`.
+Rank 1 dies before forward DIE_AT, or stands still where that is negative; 0: never. Its own logits
+are noisy, as if it rounded very differently. A case may give each rank a seed, as `seeds`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from arbor import Solver
 from arbor.errors import ArborError
@@ -40,8 +42,10 @@ def search(cases: Sequence[Mapping[str, Any]], out: Path, ranks: int, die_at: in
             given["seed"] = seeds[int(os.environ["RANK"])]
         with Solver(device="cpu", tp=ranks, **given) as solver:
             runner = solver.engine.runner
-            if die_at and runner.ranks is not None and runner.ranks.number == 1:
-                _fail(runner, die_at)
+            if runner.ranks is not None and runner.ranks.number == 1:
+                _add_noise(runner)
+                if die_at:
+                    _fail(runner, die_at)
             solver.solve(PROBLEM, trace=trace_of(out, number), max_tokens=600)
 
 
@@ -71,6 +75,17 @@ def start(
         )
         for rank in range(ranks)
     ]
+
+
+def _add_noise(runner: Any) -> None:
+    forward = runner._forward
+
+    def noisy(*args: Any) -> Any:
+        result = forward(*args)
+        result.logits.add_(torch.randn_like(result.logits))
+        return result
+
+    runner._forward = noisy
 
 
 def _fail(runner: Any, at: int) -> None:

@@ -58,6 +58,10 @@ TENSOR_TYPES: Mapping[int, tuple[str, int, int]] = {
 PLAIN = ("F32", "F16", "F64", "BF16", "I8", "I16", "I32", "I64")  # one number a block
 
 
+# Layers of a header without tensors: a model is made of them before any is missed.
+MOST_LAYERS = 1000
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
     """Where a tensor lies in the file.
@@ -274,7 +278,7 @@ class GGUFHeader:
             says = f"'{kind}.attention.head_count' is {heads}, no multiple of its {groups} KV heads"
             raise _damaged(self.path, says, OTHER_CONVERSION)
         blocks, width = (self.get(f"{kind}.{size}") for size in ("block_count", "embedding_length"))
-        if isinstance(blocks, int) and blocks > max(len(self.tensors), 1000):  # of no known model
+        if isinstance(blocks, int) and blocks > max(len(self.tensors), MOST_LAYERS):
             says = f"'{kind}.block_count' is {blocks:,}, and it has {len(self.tensors):,} tensors"
             raise _damaged(self.path, says, OTHER_CONVERSION)
         for each in self.tensors:

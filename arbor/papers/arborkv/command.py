@@ -8,13 +8,12 @@ from typing import Any
 
 import click
 
-from arbor.cli.calibrate import Fitted, default_file, fitted_to
+from arbor.cli.calibrate import Fitted, file_option, fitted_to
 from arbor.cli.command import Command, WholeNumber, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
 from arbor.papers.arborkv.msve import MSVE
-from arbor.support.cache_dir import model_file
 
 
 @click.command(cls=Command)
@@ -27,14 +26,7 @@ from arbor.support.cache_dir import model_file
     heading="Search",
     help="Confidence from the K likeliest tokens, the others as one; 0: from all tokens.",
 )
-@option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    heading="Output",
-    common=True,
-    help="File for the setting msve; default: msve.json, or for a Hub model or GGUF file the cache.",
-)
+@file_option("for the setting msve", name="msve")
 @output_options
 @click.pass_obj
 def msve(
@@ -54,15 +46,11 @@ def msve(
     """
     refuse_unwritable("--out", out)
 
-    from arbor.model.loading import locate_model
     from arbor.papers.arborkv.calibrate import calibrate as fitted
     from arbor.papers.arborkv.calibrate import collect
 
     given = Fitted.of(values)
-    source = locate_model(given.model, given.revision)
-    out = out or default_file(
-        "msve.json", source.place, model_file("msve", source.place, given.revision)
-    )
+    out = out or given.file("msve")
     with given.solver(
         controller="chain",
         policy="arborkv",

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from arbor.errors import UsageError
 from arbor.retention.base import Floats, normalised
 from arbor.support.atomic_write import write_atomically
-from arbor.support.cache_dir import model_file
+from arbor.support.cache_dir import fitted_file
 
 _FORMAT = "arbor.msve/1"
 _LEAST_SPREAD = 0.05  # of a signal in [0, 1]; one that varies less carries almost nothing
@@ -99,11 +99,7 @@ class MSVE:
             place: the directory, or the id on the Hub; empty for a ready model.
             revision: on the Hub.
         """
-        path = (
-            Path(place) / "msve.json"
-            if Path(place).is_dir()
-            else model_file("msve", place, revision)
-        )
+        path = fitted_file("msve", place, revision)
         return cls.load(path) if place and path.is_file() else cls()
 
     def save(self, path: Path, **provenance: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from arbor.cli.calibrate import Fitted, default_file, fitted_to
+from arbor.cli.calibrate import Fitted, file_option, fitted_to
 from arbor.cli.command import Command, Number, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
@@ -33,14 +33,7 @@ from arbor.cli.output_paths import refuse_unwritable
     heading="Search",
     help="Percentile of the intervals that the window is.",
 )
-@option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    heading="Output",
-    common=True,
-    help="File for alpha; default: alpha.json, or for a Hub model or GGUF file the cache.",
-)
+@file_option("for alpha", name="alpha")
 @output_options
 @click.pass_obj
 def window(
@@ -65,13 +58,11 @@ def window(
     """
     refuse_unwritable("--out", out)
 
-    from arbor.model.loading import locate_model
     from arbor.papers.lazyeviction.calibrate import ALPHAS, RECURRING, calibrate_window
-    from arbor.retention.alpha import ALPHA_FILE, cached_file, save_alpha
+    from arbor.retention.alpha import save_alpha
 
     given = Fitted.of(values)
-    source = locate_model(given.model, given.revision)
-    out = out or default_file(ALPHA_FILE, source.place, cached_file(source.place, given.revision))
+    out = out or given.file("alpha")
     alphas = ALPHAS if threshold is None else (threshold,)
     with given.solver(
         controller="chain",

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from arbor.cli.calibrate import Fitted, fitted_to
+from arbor.cli.calibrate import Fitted, file_option, fitted_to
 from arbor.cli.command import Command, WholeNumber, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
@@ -25,15 +25,7 @@ from arbor.cli.output_paths import refuse_unwritable
     heading="Search",
     help="Seed of all random streams.",
 )
-@option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default="queries.npz",
-    metavar="FILE",
-    heading="Output",
-    common=True,
-    help="File for the setting queries of triattention.",
-)
+@file_option("for the setting queries of triattention", default="queries.npz")
 @output_options
 @click.pass_obj
 def queries(

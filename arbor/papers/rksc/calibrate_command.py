@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from arbor import components
-from arbor.cli.calibrate import Fitted, default_file, fitted_to
+from arbor.cli.calibrate import Fitted, file_option, fitted_to
 from arbor.cli.command import Command, Number, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
-from arbor.papers.rksc.exit_thresholds import FILE, Chosen, Measure, save_thresholds
-from arbor.support.cache_dir import model_file
+from arbor.papers.rksc.exit_thresholds import Chosen, Measure, save_thresholds
 
 if TYPE_CHECKING:
     from arbor.papers.rksc.calibration import Choice
@@ -61,14 +60,7 @@ if TYPE_CHECKING:
     show_default=False,
     help="Final norm before the unembedding; default: yes, the paper: no.",
 )
-@option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    heading="Output",
-    common=True,
-    help="File to add the task to; default: exit.json, or for a Hub model or GGUF file the cache.",
-)
+@file_option("to add the task to", name="exit")
 @output_options
 @click.pass_obj
 def calibrate_exit(
@@ -94,13 +86,11 @@ def calibrate_exit(
     """
     refuse_unwritable("--out", out)
 
-    from arbor.model.loading import locate_model
     from arbor.papers.rksc.calibration import Recorder, collect_verifications
     from arbor.papers.rksc.calibration import calibrate_exit as chosen_thresholds
 
     given = Fitted.of(values)
-    source = locate_model(given.model, given.revision)
-    out = out or default_file(FILE, source.place, model_file("exit", source.place, given.revision))
+    out = out or given.file("exit")
     chosen = cast(Measure, measure)
     with given.solver(
         controller=controller,

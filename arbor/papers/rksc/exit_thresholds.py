@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from arbor.errors import UsageError, check_settings
 from arbor.support.atomic_write import write_atomically
-from arbor.support.cache_dir import model_file
+from arbor.support.cache_dir import fitted_file
 
 Measure = Literal["entropy", "margin"]
 
@@ -88,7 +88,6 @@ class LayerExit:
         )
 
 
-FILE = "exit.json"  # its name in a model directory
 Method = Literal["risk", "paper"]
 
 _FORMAT = "arbor.exit/1"
@@ -172,8 +171,7 @@ def calibrated_thresholds(
         task: its name.
         method: that chose the thresholds.
     """
-    folder = Path(model)
-    path = folder / FILE if folder.is_dir() else model_file("exit", model, revision)
+    path = fitted_file("exit", model, revision)
     return load_thresholds(path, task, method) if path.is_file() else None
 
 

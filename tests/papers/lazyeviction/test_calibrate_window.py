@@ -16,7 +16,7 @@ from arbor import Solver
 from arbor.components import build
 from arbor.errors import UsageError
 from arbor.papers.lazyeviction.calibrate import Recurrence, calibrate_window
-from arbor.retention.alpha import ALPHA_FILE, save_alpha, with_alpha
+from arbor.retention.alpha import save_alpha, with_alpha
 from arbor.retention.token_statistics import TokenStatistics
 from arbor.tasks.base import Problem
 from arbor.tasks.splits import dataset_split_of
@@ -130,7 +130,7 @@ def test_alpha_is_the_smallest_at_which_most_tokens_recur_and_else_the_best() ->
 def test_policies_that_ask_when_tokens_were_read_take_alpha_from_the_models_file(
     tmp_path: Path, policy: str, alpha: float
 ) -> None:
-    save_alpha(tmp_path / ALPHA_FILE, 0.002, {"task": "chains"})
+    save_alpha(tmp_path / "alpha.json", 0.002, {"task": "chains"})
     ready = build("policy", policy)
 
     assert with_alpha(ready, str(tmp_path), None).protect.threshold == alpha
@@ -139,7 +139,7 @@ def test_policies_that_ask_when_tokens_were_read_take_alpha_from_the_models_file
 
 @pytest.mark.parametrize("text", ["{}", '{"schema": "arbor.alpha/1", "alpha": 7}', "no JSON"])
 def test_a_damaged_file_of_alpha_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / ALPHA_FILE).write_text(text, encoding="utf-8")
+    (tmp_path / "alpha.json").write_text(text, encoding="utf-8")
 
     with pytest.raises(UsageError, match="alpha-unreadable"):
         with_alpha(build("policy", "lazyeviction"), str(tmp_path), None)
