@@ -116,6 +116,20 @@ def test_every_link_leads_somewhere() -> None:
     assert [link for page in LINKING for link in dead_links(page)] == []
 
 
+def test_the_options_of_scripts_that_pages_name_exist() -> None:
+    named = {
+        (script, option)
+        for page in LINKING
+        for script, rest in re.findall(
+            r"python (scripts/\w+\.py)((?:[^`\n]|\\\n)*)", page.read_text("utf-8")
+        )
+        for option in re.findall(r"(?<!\S)--[a-z-]+", rest)
+    }
+
+    assert len(named) > 10
+    assert [each for each in sorted(named) if each[1] not in (ROOT / each[0]).read_text()] == []
+
+
 def test_every_page_that_a_message_names_exists() -> None:
     named = {
         (name, str(path.relative_to(ROOT)))

@@ -115,9 +115,13 @@ def percent(share: float) -> float:
 
 
 def lossless_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
-    """Time, recomputed and fetched tokens of each budget, against full retention."""
+    """Time, recomputed and fetched tokens of each budget, against full retention; and whether trees
+    are those of the same settings with room for everything."""
+    roomy = {(arm.search, arm.name): arm for arm in arms if arm.part == 1}
     for arm in arms:
-        pairs = measured.pairs(arm, Arm(arm.question, arm.search, "full"))
+        full = Arm(arm.question, arm.search, "full")
+        alike = measured.pairs(arm, roomy.get((arm.search, arm.name), full))
+        pairs = measured.pairs(arm, full)
         if not pairs:
             continue
         ratios = [measured.seconds(a) / max(measured.seconds(b), 1e-9) for a, b in pairs]
@@ -139,8 +143,8 @@ def lossless_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
             "recomputed_low": round(again_low, 4),
             "recomputed_high": round(again_high, 4),
             "fetched_per_generated": round(fetched, 4),
-            "same_tree": sum(a["tree"] == b["tree"] for a, b in pairs),
-            "same_answer": sum(a["answer"] == b["answer"] for a, b in pairs),
+            "same_tree": sum(a["tree"] == b["tree"] for a, b in alike),
+            "same_answer": sum(a["answer"] == b["answer"] for a, b in alike),
             "over_budget": sum(a["over"] for a, _ in pairs),
             "at_smallest_budget": sum(a["smallest"] for a, _ in pairs),
             "errors": len(measured.of(arm)) - len(pairs),
