@@ -16,6 +16,8 @@ import torch
 from arbor import Solver, StopSearch
 from arbor.controllers.tot import ToT
 from arbor.events import Event, Selected
+from arbor.model import weights
+from arbor.model.fuse.parts import fuse
 from arbor.model.model_info import SMALL_MODEL, ModelInfo
 from arbor.model.threads import thread_count
 
@@ -136,3 +138,19 @@ def test_torch_has_its_own_number_however_a_search_ends(
 
 
 # Several at once
+
+
+def test_parts_are_compared_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other programs run, torch waits longer for a second thread than its part takes."""
+    seen: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return fuse(*args)
+
+    monkeypatch.setattr(weights, "fuse", counted)
+    with Solver(threads=2, **SMALL) as solver:
+        solver.load()
+
+    assert seen == [1]
+    assert torch.get_num_threads() == OUTSIDE

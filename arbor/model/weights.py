@@ -53,6 +53,7 @@ from arbor.model.placement import (
 )
 from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
+from arbor.model.threads import torch_threads
 from arbor.support.garbage import give_memory_back
 from arbor.support.stages import show
 
@@ -251,12 +252,13 @@ def load_weights(
     if ops is None:
         unfuse(model)  # a ready model that ran elsewhere
     else:
-        fuse(model, ops)
-        rotary = rotary_ops(runner.device)
-        if rotary is not None:
-            fuse_attention(model, rotary)
-            if reason := runner.fuse_layers():
-                logger.debug("layers run one by one: %s", reason)
+        with torch_threads(1):  # few numbers at a time, for which others would only be waited
+            fuse(model, ops)
+            rotary = rotary_ops(runner.device)
+            if rotary is not None:
+                fuse_attention(model, rotary)
+                if reason := runner.fuse_layers():
+                    logger.debug("layers run one by one: %s", reason)
     if rounding is not None and own is not None:
         rounding = replace(rounding, logit_error=logit_error(runner, own))
     elif own is not None:
