@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
+from arbor.kernels.linear import blocks
 from arbor.kernels.linear.blocks import (
     KINDS,
     BlockEmbedding,
@@ -19,7 +23,7 @@ from arbor.kernels.linear.blocks import (
     encode_q8_0,
     multiply,
 )
-from arbor.kernels.native import native_library, without_native
+from arbor.kernels.native import FILE, SETS, native_library, open_library, without_native
 
 DTYPES = (torch.float32, torch.bfloat16)
 HALVES = {  # where a block has its float16 numbers
@@ -99,6 +103,47 @@ def test_rows_wider_than_a_cache_have_the_bits_of_any_batch(kind: str, dtype: to
     assert bool((error <= bound * (x.double().abs() @ exact.double().abs().T)).all())
     for rows in range(1, 17):
         assert torch.equal(multiply(x[:rows], weight, None), found[:rows])
+
+
+def test_numbers_of_any_size_meet_codes() -> None:
+    for kind in (kind for kind in KINDS if kind not in ("F32", "F16", "BF16")):
+        weight = random_blocks(kind, 19, 512)
+        exact = defined(weight).double()
+        random = torch.Generator().manual_seed(2)
+        x = torch.randn(6, 512, generator=random) * 10 ** (
+            torch.rand(6, 512, generator=random) * 8 - 4
+        )
+        x[1, 300], x[2, 5], x[3], x[4] = torch.inf, torch.nan, 0, 1e-38
+        x = x.bfloat16()
+        found = multiply(x, weight, None).double()
+
+        greatest = x.double().abs().unflatten(1, (-1, 16)).amax(-1, keepdim=True)
+        weights = exact.abs().unflatten(1, (-1, 16)).sum(-1)
+        wanted = x.double() @ exact.T
+        bound = 2**-8 * wanted.abs() + 2**-14 * greatest.squeeze(-1) @ weights.T + 1e-30
+        for row in (0, 4, 5):
+            assert bool(((found - wanted).abs() <= bound)[row].all()), kind
+        assert not bool(found[1:3].isfinite().any()), kind
+        assert bool((found[3] == 0).all()), kind
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_instruction_set_multiplies_alike(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Path(shutil.copy(FILE, tmp_path)) if FILE.exists() else FILE  # one set for each file
+    library, reason = open_library(own, name)
+    if library is None:
+        pytest.skip(reason)
+    assert library.name == name
+    for module in (blocks, sys.modules[__name__]):
+        monkeypatch.setattr(module, "native_library", lambda: library)
+    for kind in KINDS:
+        test_weights_and_products_are_those_of_the_format(kind)
+        for dtype in DTYPES:
+            if kind in ("Q4_K", "Q6_K", "Q5_0"):
+                test_rows_wider_than_a_cache_have_the_bits_of_any_batch(kind, dtype)
+    test_numbers_of_any_size_meet_codes()
 
 
 def test_without_the_kernels_torch_multiplies_by_the_same_weights() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -442,18 +443,28 @@ def test_a_real_model_is_described_as_transformers_reads_it(
 
 
 @pytest.mark.parametrize(
-    ("flags", "quantized", "dtype"),
+    ("flags", "kernels", "quantized", "dtype"),
     [
-        ("flags : sse avx512_bf16", True, "bfloat16"),
-        ("flags : sse amx_bf16 amx_tile", True, "bfloat16"),
-        ("flags : sse avx512f", True, "float32"),
-        ("flags : sse avx512_bf16", False, "float32"),
-        ("", True, "float32"),
+        ("flags : sse avx512_bf16", "avx512_bf16", True, "bfloat16"),
+        ("flags : sse amx_bf16 amx_tile", "", True, "bfloat16"),
+        ("flags : sse avx512_bf16", "avx512_bf16", False, "float32"),
+        ("flags : sse avx512f", "avx512", True, "bfloat16"),
+        ("flags : sse avx512f", "avx512_vnni", False, "float32"),
+        ("flags : sse avx512f", "", True, "float32"),
+        ("flags : sse avx2", "avx2", True, "float32"),
+        ("", "", True, "float32"),
     ],
 )
-def test_quantized_weights_become_bfloat16_where_it_is_multiplied_natively(
-    flags: str, quantized: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_quantized_weights_meet_is_bfloat16_where_it_is_multiplied_fast(
+    flags: str,
+    kernels: str,
+    quantized: bool,
+    dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    library = SimpleNamespace(name=kernels) if kernels else None
+    monkeypatch.setattr(bfloat16, "native_library", lambda: library)
     monkeypatch.setattr(bfloat16, "CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(bfloat16, "_cpu_multiplies_bfloat16", cpu_check.__wrapped__)
     (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")

@@ -1,4 +1,4 @@
-"""The dtype of weights in blocks of a GGUF file: bfloat16 where it is multiplied natively."""
+"""The dtype that meets weights in blocks of a GGUF file: bfloat16 where it is multiplied fast."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import functools
 import sys
 from pathlib import Path
 
+from arbor.kernels.native import native_library
 from arbor.model.gguf.header import GGUFHeader
 
 NATIVE_FLAGS = {"avx512_bf16", "amx_bf16"}  # as Linux names them
+# kernels that multiply bfloat16 by codes as whole numbers (kernels/csrc/block_pairs.h)
+CODE_KERNELS = {"avx512", "avx512_vnni"}
 CPU_INFO = Path("/proc/cpuinfo")
 GPU_FILES = ("nvidia0", "dxg")  # of Linux, and of Linux under Windows
 
@@ -16,16 +19,19 @@ GPU_FILES = ("nvidia0", "dxg")  # of Linux, and of Linux under Windows
 def auto_dtype(header: GGUFHeader, device: str) -> str:
     """The dtype that ``auto`` is for a GGUF file; ``auto`` where its config decides, as float32.
 
-    Weights in blocks of a few bits lose nothing that they had by becoming bfloat16 instead of
-    float32, and take half the memory. They do where the device multiplies bfloat16 natively.
+    What weights in blocks of a few bits meet loses nothing that they had by being bfloat16 instead
+    of float32, and KV takes half the memory. So it is where the device multiplies bfloat16
+    natively, or arbor's kernels multiply it by codes.
 
     Args:
         header: of the file.
         device: by name, or ``auto``.
     """
     stored_so = any(each.type_name == "BF16" for each in header.tensors)
-    wanted = header.quantized or stored_so
-    return "bfloat16" if wanted and multiplies_bfloat16(device) else "auto"
+    if (header.quantized or stored_so) and multiplies_bfloat16(device):
+        return "bfloat16"
+    kernels = native_library() if header.quantized and not is_gpu(device) else None
+    return "bfloat16" if kernels is not None and kernels.name in CODE_KERNELS else "auto"
 
 
 def multiplies_bfloat16(device: str) -> bool:

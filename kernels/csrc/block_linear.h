@@ -1,11 +1,10 @@
 // Linear layers over weights in blocks (blocks.h), which stay in their file's layout.
 //
 // The weights of some outputs are decoded into a cache and met there by all rows; for few rows they
-// stay in registers. Where the CPU multiplies pairs of bfloat16 and x is bfloat16, codes are whole
-// numbers in bfloat16, which holds them exactly (block_pairs.h), elsewhere in float32
-// (block_singles.h); products are summed by groups, then scaled in float32. Formats without codes,
-// and other CPUs than x86: weights and x in one dtype. No weight is rounded but those of formats with
-// 16 or 32 bits.
+// stay in registers. With AVX-512 and x in bfloat16, codes are whole numbers that are multiplied as
+// pairs (block_pairs.h), elsewhere in float32 (block_singles.h); products are summed by groups, then
+// scaled in float32. Formats without codes, and other CPUs than x86: weights and x in one dtype. No
+// weight is rounded but those of formats with 16 or 32 bits.
 // Each result is summed over its inputs in lanes, and these in one order: a row's bits do not depend
 // on the other rows or on the number of threads.
 #pragma once
@@ -213,26 +212,30 @@ void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* sc
 #else
 
 #if defined(__AVX512BF16__)
-template <class F>
+template <class F, class Number>
 using Lanes = std::conditional_t<PLAIN<F>, PlainLanes<F, WidePairs>, CodeLanes<F>>;
+#elif defined(__AVX512F__)
+template <class F, class Number>
+using Lanes = std::conditional_t<PLAIN<F>, PlainLanes<F, WideSingles>,
+                                 std::conditional_t<std::is_same_v<Number, bf16>, CodeLanes<F>, SingleLanes<F>>>;
 #elif defined(__x86_64__)
-template <class F>
+template <class F, class Number>
 using Lanes = std::conditional_t<PLAIN<F>, PlainLanes<F, WideSingles>, SingleLanes<F>>;
 #else
-template <class F>
+template <class F, class Number>
 using Lanes = PlainLanes<F, WideSingles>;
 #endif
 
 void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
     if (job.number == arbor::FLOAT32) return arbor::avx512_kernels.linear(job, part, parts, scratch);
 #endif
     with_format(job.packed_number, [&](auto format) {
         using F = decltype(format);
-#if !defined(__AVX512BF16__)
-        if (job.number == arbor::FLOAT32) return block_groups<Lanes<F>, float>(job, part, parts, scratch);
+#if !defined(__AVX512BF16__) && !defined(__AVX512VNNI__)
+        if (job.number == arbor::FLOAT32) return block_groups<Lanes<F, float>, float>(job, part, parts, scratch);
 #endif
-        block_groups<Lanes<F>, bf16>(job, part, parts, scratch);
+        block_groups<Lanes<F, bf16>, bf16>(job, part, parts, scratch);
     });
 }
 

@@ -1,16 +1,21 @@
-// Codes of blocks as pairs of bfloat16, for CPUs that multiply these (AVX-512 BF16).
+// Codes of blocks as pairs, for x in bfloat16 and CPUs with AVX-512.
 //
 // A block's 256 weights are 16 groups of 16, each with one scale. Eight products of 32 numbers sum
 // them so that a lane holds the sum of one group alone; the sixteen sums are then scaled together,
-// and offsets are met by the sums of x over groups. Whole numbers up to 256 are exact in
-// bfloat16, and so is every weight.
+// and offsets are met by the sums of x over groups. Every weight is exact.
+//
+// Where the CPU multiplies pairs of bfloat16 (AVX-512 BF16), codes and x are such numbers: whole ones
+// up to 256 are exact. Elsewhere both are whole numbers of 16 bits, x in units of each group's own:
+// exact but for numbers below 1/128 of the largest of their group, which are rounded to 2^-15 of it.
 #pragma once
 
 #include "blocks.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 
 namespace {
+
+#if defined(__AVX512BF16__)
 
 struct WidePairs {
     using X = bf16;
@@ -30,22 +35,90 @@ constexpr bf16 bfloat16_of(int whole) {
     return static_cast<bf16>((whole < 0 ? 0x8000 : 0) | (127 + exponent) << 7 | fraction);
 }
 
+// Pairs of bfloat16: codes, numbers of x and their products' sums.
+struct CodePairs {
+    static constexpr bool WHOLE = false;
+    using Number = bf16;
+    using Sums = __m512;
+    static constexpr Number number(int code) { return bfloat16_of(code); }
+    static float as_float(Number number) { return to_float(number); }
+    // 16 numbers of a group; the unit that they are in.
+    static float read(const bf16* from, Number* to) {
+        std::memcpy(to, from, 16 * sizeof(Number));
+        return 1.0f;
+    }
+    static Sums none() { return _mm512_setzero_ps(); }
+    static Sums add(Sums sums, __m512i x, __m512i codes) {
+        return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(codes));
+    }
+    // Sums of groups, scaled and added to a total.
+    static __m512 scaled(Sums sums, __m512 scale, const char*, __m512 total) {
+        return _mm512_fmadd_ps(sums, scale, total);
+    }
+};
+
+#else
+
+// Pairs of whole numbers; x has a unit for each group.
+struct CodePairs {
+    static constexpr bool WHOLE = true;
+    using Number = int16_t;
+    using Sums = __m512i;
+    static constexpr Number number(int code) { return static_cast<int16_t>(code); }
+    static float as_float(Number number) { return number; }
+    static Sums none() { return _mm512_setzero_si512(); }
+    static Sums add(Sums sums, __m512i x, __m512i codes) {
+#if defined(__AVX512VNNI__)
+        return _mm512_dpwssd_epi32(sums, x, codes);
+#else
+        return _mm512_add_epi32(sums, _mm512_madd_epi16(x, codes));
+#endif
+    }
+    // The unit is a power of two, or NaN if a number is not finite.
+    static float read(const bf16* from, Number* to) {
+        __m512 numbers = load(from).v, sizes = _mm512_abs_ps(numbers);
+        __mmask16 finite = _mm512_cmp_ps_mask(sizes, _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
+        float greatest = _mm512_mask_reduce_max_ps(finite, sizes);
+        int32_t bits;
+        std::memcpy(&bits, &greatest, 4);
+        int exponent = finite && bits >> 23 > 30 ? bits >> 23 : 30;  // smaller ones than 2^-111 are zeros
+        __m512 times = _mm512_set1_ps(power(254 + 14 - exponent));
+        __m512i whole = _mm512_maskz_cvtps_epi32(finite, _mm512_mul_ps(numbers, times));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtsepi32_epi16(whole));
+        return finite == 0xffff ? power(exponent - 14) : NAN;
+    }
+
+    static float power(int exponent) {  // 2^(exponent - 127)
+        int32_t bits = exponent << 23;
+        float found;
+        std::memcpy(&found, &bits, 4);
+        return found;
+    }
+
+    static __m512 scaled(Sums sums, __m512 scale, const char* x, __m512 total) {
+        __m512 unit = _mm512_loadu_ps(x + 576);
+        return _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums), scale), unit, total);
+    }
+};
+
+#endif
+
 template <class F>
 constexpr bool NIBBLES = F::NUMBERS == RUN && F::LEVELS <= 32;  // in halves of a run
 
 // What up to 64 codes stand for.
 template <class F>
 struct Levels {
-    alignas(64) bf16 values[64];
+    alignas(64) CodePairs::Number values[64];
     constexpr Levels() : values() {
         for (int i = 0; i < 64; i++) {
-            if constexpr (std::is_same_v<F, IQ4_NL>) values[i] = bfloat16_of(F::VALUES[i % 16]);
-            else values[i] = bfloat16_of(i % F::LEVELS + F::FIRST);
+            if constexpr (std::is_same_v<F, IQ4_NL>) values[i] = CodePairs::number(F::VALUES[i % 16]);
+            else values[i] = CodePairs::number(i % F::LEVELS + F::FIRST);
         }
     }
 };
 
-// 32 codes, each the low byte of a word, as bfloat16; the high bytes are left out.
+// 32 codes, each the low byte of a word, as `CodePairs` has them; the high bytes are left out.
 template <class F>
 inline __m512i levels_of(__m512i words) {
     static constexpr Levels<F> LEVELS{};
@@ -207,7 +280,8 @@ inline __m512 six_factors(const uint8_t* block) {
 template <class F>
 struct CodeLanes {
     static constexpr int ROWS = 6;
-    static constexpr int X_BYTES = 512 + 64;             // of a block: numbers, sums of groups
+    // of a block: numbers, sums of groups and their units
+    static constexpr int X_BYTES = 512 + (CodePairs::WHOLE ? 128 : 64);
     static constexpr int WEIGHT_BYTES = 512 + 2 * 64;    // numbers, scales, offsets
     static constexpr int BYTES = BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
 
@@ -223,21 +297,23 @@ struct CodeLanes {
             int here = inputs - first < BLOCK_WEIGHTS ? inputs - first : BLOCK_WEIGHTS;
             std::memcpy(block, x + first, here * sizeof(bf16));
             std::memset(block + here, 0, (BLOCK_WEIGHTS - here) * sizeof(bf16));
-            bf16* numbers = reinterpret_cast<bf16*>(to);
+            CodePairs::Number* numbers = reinterpret_cast<CodePairs::Number*>(to);
             float* sums = reinterpret_cast<float*>(to + 512);
             for (int lane = 0; lane < 16; lane++) {
-                const bf16* group = block + 16 * group_of<F>(lane);
-                float sum = 0.0f;
+                const bf16* given = block + 16 * group_of<F>(lane);
+                CodePairs::Number group[16];
+                float unit = CodePairs::read(given, group), sum = 0.0f;
+                if (CodePairs::WHOLE) sums[16 + lane] = unit;
                 for (int j = 0; j < 16; j += 4) {
-                    bf16* pair = numbers + j / 4 * 64 + 2 * lane;
+                    CodePairs::Number* pair = numbers + j / 4 * 64 + 2 * lane;
                     pair[0] = group[j];
                     pair[1] = group[j + 2];
                     pair[32] = group[j + 1];
                     pair[33] = group[j + 3];
-                    sum += (to_float(group[j]) + to_float(group[j + 1])) +
-                           (to_float(group[j + 2]) + to_float(group[j + 3]));
+                    sum += (CodePairs::as_float(group[j]) + CodePairs::as_float(group[j + 1])) +
+                           (CodePairs::as_float(group[j + 2]) + CodePairs::as_float(group[j + 3]));
                 }
-                sums[lane] = sum;
+                sums[lane] = sum * unit;
             }
         }
     }
@@ -276,7 +352,17 @@ struct CodeLanes {
     static Factors visited(const __m512i* lanes, Factors found, Visit visit) {
         WRITTEN_OUT
         for (int j = 0; j < 4; j++) {
-            if constexpr (F::LEVELS == 256) {  // signed bytes
+            if constexpr (CodePairs::WHOLE && !std::is_same_v<F, IQ4_NL>) {
+                __m512i even = _mm512_slli_epi16(lanes[j], 8), odd = lanes[j];
+                const __m512i first = _mm512_set1_epi16(F::LEVELS == 256 ? 0 : F::FIRST);
+                if constexpr (F::LEVELS == 256) {  // signed bytes
+                    even = _mm512_srai_epi16(even, 8), odd = _mm512_srai_epi16(odd, 8);
+                } else {
+                    even = _mm512_and_si512(lanes[j], _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(odd, 8);
+                }
+                visit(2 * j, F::FIRST ? _mm512_add_epi16(even, first) : even);
+                visit(2 * j + 1, F::FIRST ? _mm512_add_epi16(odd, first) : odd);
+            } else if constexpr (F::LEVELS == 256) {  // signed bytes
                 auto bfloat16s = [&](int left) {
                     __m512i whole = _mm512_srai_epi32(_mm512_slli_epi32(lanes[j], left), 24);
                     return _mm512_castps_si512(_mm512_cvtepi32_ps(whole));
@@ -334,22 +420,20 @@ struct CodeLanes {
             total[r] = begins ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * sums_row);
         }
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, x += X_BYTES) {
-            __m512 acc[R];
+            CodePairs::Sums acc[R];
             WRITTEN_OUT
-            for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
+            for (int r = 0; r < R; r++) acc[r] = CodePairs::none();
             auto add = [&](int step, __m512i numbers) {
                 WRITTEN_OUT
                 for (int r = 0; r < R; r++) {
-                    __m512i factor = _mm512_loadu_si512(x + r * x_row + step * 64);
-                    acc[r] = _mm512_dpbf16_ps(acc[r], reinterpret_cast<__m512bh>(factor),
-                                              reinterpret_cast<__m512bh>(numbers));
+                    acc[r] = CodePairs::add(acc[r], _mm512_loadu_si512(x + r * x_row + step * 64), numbers);
                 }
             };
             fetch(row + ahead, BYTES);
             auto [scale, offset] = decoded(row, inputs - at, add);
             WRITTEN_OUT
             for (int r = 0; r < R; r++) {
-                total[r] = _mm512_fmadd_ps(acc[r], scale, total[r]);
+                total[r] = CodePairs::scaled(acc[r], scale, x + r * x_row, total[r]);
                 if (F::OFFSETS) {
                     __m512 sum = _mm512_loadu_ps(x + r * x_row + 512);
                     total[r] = _mm512_fnmadd_ps(offset, sum, total[r]);
@@ -374,21 +458,17 @@ struct CodeLanes {
         for (int r = 0; r < R; r++) x_at[r] = x + r * x_row;
         for (int p = 0; p < 4; p++) weight_at[p] = weights + p * weight_row;
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS) {
-            __m512 acc[R][4];
+            CodePairs::Sums acc[R][4];
             for (int r = 0; r < R; r++) {
-                for (int p = 0; p < 4; p++) acc[r][p] = _mm512_setzero_ps();
+                for (int p = 0; p < 4; p++) acc[r][p] = CodePairs::none();
             }
             WRITTEN_OUT
             for (int step = 0; step < 8; step++) {
-                __m512bh weight[4];
-                for (int p = 0; p < 4; p++) {
-                    weight[p] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(weight_at[p] + step * 64));
-                }
+                __m512i weight[4];
+                for (int p = 0; p < 4; p++) weight[p] = _mm512_loadu_si512(weight_at[p] + step * 64);
                 for (int r = 0; r < R; r++) {
-                    __m512bh factor = reinterpret_cast<__m512bh>(_mm512_loadu_si512(x_at[r] + step * 64));
-                    for (int p = 0; p < 4; p++) {
-                        acc[r][p] = _mm512_dpbf16_ps(acc[r][p], factor, weight[p]);
-                    }
+                    __m512i factor = _mm512_loadu_si512(x_at[r] + step * 64);
+                    for (int p = 0; p < 4; p++) acc[r][p] = CodePairs::add(acc[r][p], factor, weight[p]);
                 }
             }
             for (int p = 0; p < 4; p++) {
@@ -396,7 +476,7 @@ struct CodeLanes {
                 if (F::OFFSETS) offset = _mm512_loadu_ps(weight_at[p] + 576);
                 for (int r = 0; r < R; r++) {
                     float* sum = sums + r * sums_row + p * 16;
-                    __m512 found = _mm512_fmadd_ps(acc[r][p], scale, _mm512_loadu_ps(sum));
+                    __m512 found = CodePairs::scaled(acc[r][p], scale, x_at[r], _mm512_loadu_ps(sum));
                     if (F::OFFSETS) found = _mm512_fnmadd_ps(offset, _mm512_loadu_ps(x_at[r] + 512), found);
                     _mm512_storeu_ps(sum, found);
                 }

@@ -1,4 +1,4 @@
-// Codes of blocks in float32, for x86 CPUs that do not multiply pairs of bfloat16, and for x in float32.
+// Codes of blocks in float32, for x in float32, and in bfloat16 on x86 CPUs without AVX-512.
 //
 // Codes come in parts of four vectors: a lane's 32 bits hold four of them, the b-th vector the b-th
 // byte of each lane. A part's products are summed and then scaled, each lane by the scale of its

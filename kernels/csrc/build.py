@@ -28,6 +28,7 @@ FLAGS = {
         "library": [],
         "avx2": AVX2,
         "avx512": AVX512,
+        "avx512_vnni": [*AVX512, "-mavx512vnni"],
         "avx512_bf16": [*AVX512, "-mavx512bf16"],
         "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     },

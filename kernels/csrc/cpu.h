@@ -19,7 +19,8 @@ using arbor::Kernels;
 #if defined(__x86_64__)
 
 const Kernels* const FROM_BEST[] = {&arbor::amx_kernels, &arbor::avx512_bf16_kernels,
-                                    &arbor::avx512_kernels, &arbor::avx2_kernels};
+                                    &arbor::avx512_vnni_kernels, &arbor::avx512_kernels,
+                                    &arbor::avx2_kernels};
 
 inline void pause_briefly() { __builtin_ia32_pause(); }
 
@@ -42,6 +43,7 @@ bool runs_here(const Kernels& kernels) {
         return false;
     }
     if (&kernels == &arbor::avx512_kernels) return true;
+    if (&kernels == &arbor::avx512_vnni_kernels) return __builtin_cpu_supports("avx512vnni");
     if (!__builtin_cpu_supports("avx512bf16")) return false;
     if (&kernels == &arbor::avx512_bf16_kernels) return true;
     // __builtin_cpu_supports("amx-bf16") is newer than GCC 12
