@@ -94,6 +94,19 @@ def test_weights_have_the_bits_of_transformers_conversion(
     assert ours < (1e-4 if dtype == torch.float32 else 1.2 * theirs)
 
 
+def test_smollm3_is_read_though_transformers_does_not_convert_it(tmp_path: Path) -> None:
+    """Every fourth of its layers has no rotary embedding."""
+    model, path = llama("SmolLM3", layers=5), tmp_path / "m.gguf"
+    write_gguf(model, path)
+
+    with Solver(path, dtype="float32", controller="chain", max_expansions=1) as solver:
+        found = load_model(solver.checkpoint.source, torch.float32, CPU)
+        solver.solve("4 5 6 10")
+
+    assert found.config.no_rope_layers == [1, 1, 1, 0, 1]
+    assert torch.allclose(logits(found), logits(model), atol=1e-5)
+
+
 @pytest.mark.parametrize("architecture", IN_BLOCKS)
 def test_a_search_runs_over_the_blocks(architecture: str, tmp_path: Path) -> None:
     """Its logits are compared with the model's own when it is loaded."""

@@ -14,15 +14,16 @@ HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 64, 2
 NAMED = 260  # id of the first token that a test names
 
 
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama(kind: str = "Llama", layers: int = LAYERS) -> Any:
+    """A small random model of a class that has the weights of Llama."""
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=640,
         hidden_size=WIDTH,
         intermediate_size=128,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         max_position_embeddings=256,
@@ -31,7 +32,7 @@ def llama() -> Any:
         eos_token_id=2,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config).eval()
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
 
 EMPTY = struct.pack("<4sIQQ", b"GGUF", 3, 0, 0)  # a header without settings and tensors
@@ -52,7 +53,7 @@ def write_gguf(
     """The model as llama.cpp writes it: heads of q and k are interleaved.
 
     Args:
-        model: a Llama model.
+        model: of Llama, or another with its weights.
         path: of the file.
         quantized: whether matrices are Q8_0, in blocks of 32.
         without: a tensor to leave out, as the file calls it.
@@ -65,8 +66,8 @@ def write_gguf(
     import gguf
     import numpy as np
 
-    writer = gguf.GGUFWriter(path, "llama")
     config = model.config
+    writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -74,7 +75,7 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     alphabet = gguf_alphabet()
@@ -138,6 +139,7 @@ def write_gguf(
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
+    "smollm3": ("SmolLM3", {"pad_token_id": 0}),
     "qwen2": ("Qwen2", {}),
     "qwen2moe": ("Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "qwen3": ("Qwen3", {"head_dim": 128}),

@@ -25,6 +25,8 @@ READER = "transformers.integrations.gguf"
 # modules of transformers that took the function of `READER` when they were imported
 TAKERS = (READER, f"{READER}.reader", f"{READER}.utils", "transformers.quantizers.quantizer_gguf")
 LINK = "model.gguf"
+# architectures that transformers converts as another, once it is told so
+ALIKE = {"smollm3": "llama"}
 # transformers' config takes of the vocabulary its length alone; its tokenizer reads the arrays anew
 VOCABULARY, TOKENS = "tokenizer.ggml.", "tokenizer.ggml.tokens"
 
@@ -62,7 +64,9 @@ def header_given(
         _replace(restored, gguf, "GGUFReader", reader)
         # transformers asks for the same names once a module, 10 ms each
         _replace(restored, gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
-        _replace(restored, importlib.import_module(CONVERSION), "tqdm", counted)
+        conversion = importlib.import_module(CONVERSION)
+        _replace(restored, conversion, "tqdm", counted)
+        _name_alike(restored, conversion)
         tokenizers = _module(f"{READER}.gguf_tokenizer_mapping")
         _replace(restored, tokenizers, "generate_merges", derived_merges)
         own = _module(f"{READER}.reader")
@@ -70,6 +74,17 @@ def header_given(
         for each in TAKERS if read_metadata else ():
             _replace(restored, _module(each), "read_gguf_metadata", metadata)
         yield _alone(restored, header.path)
+
+
+def _name_alike(restored: ExitStack, conversion: Any) -> None:
+    """transformers knows the architectures of `ALIKE` too, until the stack is closed."""
+    settings = conversion.GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    for table in (settings, conversion.TENSOR_PROCESSORS):
+        for name, other in ALIKE.items():
+            if name not in table:
+                table[name] = table[other]
+                restored.callback(table.pop, name)
+    _replace(restored, conversion, "GGUF_SUPPORTED_ARCHITECTURES", list(settings))
 
 
 def _alone(restored: ExitStack, path: Path) -> tuple[str, str]:

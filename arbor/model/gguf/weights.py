@@ -35,8 +35,9 @@ from arbor.model.gguf.header import OTHER_CONVERSION, GGUFHeader, TensorPlace
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3")
-INTERLEAVED = ("llama",)  # heads of q and k have the two halves of a rotation in turn
+QWEN = ("qwen2", "qwen2moe", "qwen3", "qwen3moe")
+ARCHITECTURES = ("llama", "smollm3", *QWEN, "gemma2", "gemma3", "phi3")
+INTERLEAVED = ("llama", "smollm3")  # heads of q and k have the two halves of a rotation in turn
 OFFSET = ("gemma2", "gemma3")  # norms are written with 1 added
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EXPERT_DIMENSIONS = 3  # of the tensors of all experts of a layer
