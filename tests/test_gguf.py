@@ -451,7 +451,8 @@ def test_a_real_model_is_described_as_transformers_reads_it(
         ("flags : sse avx512f", "avx512", True, "bfloat16"),
         ("flags : sse avx512f", "avx512_vnni", False, "float32"),
         ("flags : sse avx512f", "", True, "float32"),
-        ("flags : sse avx2", "avx2", True, "float32"),
+        ("flags : sse avx2", "avx2", True, "bfloat16"),
+        ("", "neon", True, "float32"),
         ("", "", True, "float32"),
     ],
 )

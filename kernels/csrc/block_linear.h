@@ -1,16 +1,17 @@
 // Linear layers over weights in blocks (blocks.h), which stay in their file's layout.
 //
 // The weights of some outputs are decoded into a cache and met there by all rows; for few rows they
-// stay in registers. With AVX-512 and x in bfloat16, codes are whole numbers that are multiplied as
-// pairs (block_pairs.h), elsewhere in float32 (block_singles.h); products are summed by groups, then
-// scaled in float32. Formats without codes, and other CPUs than x86: weights and x in one dtype. No
-// weight is rounded but those of formats with 16 or 32 bits.
+// stay in registers. On x86, codes meet x in bfloat16 as pairs of whole numbers (block_pairs.h with
+// AVX-512, block_words.h with AVX2), x in float32 in that dtype (block_singles.h); products are summed
+// by groups, then scaled in float32. Formats without codes, and other CPUs: weights and x in one
+// dtype. No weight is rounded but those of formats with 16 or 32 bits.
 // Each result is summed over its inputs in lanes, and these in one order: a row's bits do not depend
 // on the other rows or on the number of threads.
 #pragma once
 
 #include "block_pairs.h"
 #include "block_singles.h"
+#include "block_words.h"
 #include "blocks.h"
 #include "linear.h"
 
@@ -214,13 +215,18 @@ void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* sc
 #if defined(__AVX512BF16__)
 template <class F, class Number>
 using Lanes = std::conditional_t<PLAIN<F>, PlainLanes<F, WidePairs>, CodeLanes<F>>;
-#elif defined(__AVX512F__)
-template <class F, class Number>
-using Lanes = std::conditional_t<PLAIN<F>, PlainLanes<F, WideSingles>,
-                                 std::conditional_t<std::is_same_v<Number, bf16>, CodeLanes<F>, SingleLanes<F>>>;
 #elif defined(__x86_64__)
+#if defined(__AVX512F__)
+template <class F>
+using WholeLanes = CodeLanes<F>;
+#else
+template <class F>
+using WholeLanes = WordLanes<F>;
+#endif
 template <class F, class Number>
-using Lanes = std::conditional_t<PLAIN<F>, PlainLanes<F, WideSingles>, SingleLanes<F>>;
+using CodedLanes = std::conditional_t<std::is_same_v<Number, bf16>, WholeLanes<F>, SingleLanes<F>>;
+template <class F, class Number>
+using Lanes = std::conditional_t<PLAIN<F>, PlainLanes<F, WideSingles>, CodedLanes<F, Number>>;
 #else
 template <class F, class Number>
 using Lanes = PlainLanes<F, WideSingles>;

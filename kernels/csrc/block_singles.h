@@ -1,4 +1,4 @@
-// Codes of blocks in float32, for x in float32, and in bfloat16 on x86 CPUs without AVX-512.
+// Codes of blocks in float32, for x in float32 on x86.
 //
 // Codes come in parts of four vectors: a lane's 32 bits hold four of them, the b-th vector the b-th
 // byte of each lane. A part's products are summed and then scaled, each lane by the scale of its
@@ -117,13 +117,21 @@ struct SingleLanes {
         }
     }
 
+    // The numbers of 16 bits at the same place of eight blocks of 32.
+    static __m256 eight_halves(const uint8_t* from) {
+        auto at = [&](int run) {
+            int16_t bits;
+            std::memcpy(&bits, from + run * F::BYTES, 2);
+            return bits;
+        };
+        return _mm256_cvtph_ps(_mm_set_epi16(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0)));
+    }
+
     static void prepare(const uint8_t* block, Scales& to) {
-        if constexpr (F::NUMBERS == RUN) {
-            for (int run = 0; run < 8; run++) {
-                Scales one;
-                F::prepare(block + run * F::BYTES, one);
-                to.scale[run] = one.scale[0];
-                if (F::OFFSETS) to.offset[run] = one.offset[0];
+        if constexpr (F::NUMBERS == RUN) {  // as `Small::prepare`, all runs at once
+            _mm256_store_ps(to.scale, eight_halves(block));
+            if (F::OFFSETS) {
+                _mm256_store_ps(to.offset, _mm256_sub_ps(_mm256_setzero_ps(), eight_halves(block + 2)));
             }
         } else {
             F::prepare(block, to);

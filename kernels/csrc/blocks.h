@@ -61,6 +61,13 @@ inline Codes sixteens(const uint8_t* bits) {
     uint32_t mask;
     std::memcpy(&mask, bits, 4);
     return reinterpret_cast<Codes>(_mm256_maskz_set1_epi8(mask, 16));
+#elif defined(__x86_64__)
+    int32_t mask;
+    std::memcpy(&mask, bits, 4);
+    const __m256i byte = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+    __m256i mine = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(mask), byte), bit);
+    return reinterpret_cast<Codes>(_mm256_and_si256(_mm256_cmpeq_epi8(mine, bit), _mm256_set1_epi8(16)));
 #else
     uint64_t spread[4];
     for (int i = 0; i < 4; i++) {  // a byte for each bit
