@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -166,7 +167,7 @@ def test_batches_of_every_size_in_any_order_and_pools_in_turn() -> None:
     [
         {"leave": lambda layer, state, rows: state[:, 0] > 0},
         {"stop_after": 1, "hidden": (0, 1)},
-        {"mass": {0: None, 2: torch.tensor([0])}},
+        {"mass": {0: None}, "queries": {1: torch.tensor([0])}},
         {"queries": {1: torch.tensor([0, 3])}},
     ],
     ids=lambda settings: next(iter(settings)),
@@ -187,6 +188,36 @@ def test_forwards_that_look_into_layers_run_them_one_by_one(settings: dict[str, 
         assert after.mass is not None and torch.equal(after.mass, before.mass)
     assert all(torch.equal(after.hidden[layer], each) for layer, each in before.hidden.items())
     assert all(torch.equal(after.queries[layer], each) for layer, each in before.queries.items())
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen2_sliding"])
+def test_the_call_observes_layers(name: str, by_head: bool) -> None:
+    runner = prepared(name, torch.bfloat16)
+    plan, pool = batch(runner)
+    again = torch.arange(plan.rows) % 3 == 0
+    masses: dict[int, Tensor | None] = {0: None, runner.layer_count - 1: torch.tensor([0])}
+    runs = [replace(plan, again=again), plan, plan]
+    asked = [masses, {1: None}, {}]
+
+    def observed() -> list[ForwardResult]:
+        return [
+            runner.forward(each, pool, mass=mass, by_head=by_head)
+            for each, mass in zip(runs, asked, strict=True)
+        ]
+
+    before = observed()
+    assert runner.fuse_layers() == ""
+    with calls() as made:
+        after = observed()
+
+    assert made == [plan.rows] * 3
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one.logits, other.logits)
+        assert (one.mass is None) == (other.mass is None)
+        assert one.mass is None or other.mass is None or torch.equal(one.mass, other.mass)
+    masses_found = [each.mass for each in after]
+    assert masses_found[2] is None and float(masses_found[0].sum()) > 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])

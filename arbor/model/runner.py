@@ -320,7 +320,7 @@ class ModelRunner:
         if (
             self._whole is not None
             and last == self.layer_count - 1
-            and not (hidden or leave or asked)
+            and not (hidden or leave or (asked and asked.queries))
             and plan.rows <= MOST_ROWS
             and pool.reader is None
             and cells is None
@@ -329,7 +329,7 @@ class ModelRunner:
         ):
             with self._whole.reading(attend):
                 logits = self._logits(ids, positions, logit_rows)
-            return ForwardResult(logits=logits.float())
+            return ForwardResult(logits=logits.float(), mass=attend.mass)
         tap = None
         if hidden or leave is not None:
             tap = Tap(self._layers, plan.rows, hidden, leave, last, attend.keep_rows)
@@ -493,6 +493,29 @@ class _Attention:
                 layout = select_rows(layout, self._alive, shape.window)
             plan = self._plans[shape] = self._backend.plan(layout, shape)
         return plan
+
+    @property
+    def observed(self) -> Sequence[int]:
+        """See `ReadsPool`."""
+        return sorted(self._mass_heads)
+
+    @property
+    def counted(self) -> Tensor | None:
+        """See `ReadsPool`."""
+        again = self._repeated
+        return None if again is None else (~again).float()
+
+    def received(self, shape: AttentionShape) -> Tensor:
+        """See `ReadsPool`."""
+        assert isinstance(self._backend, NativeCascade), "the layers run as one call of it"
+        return self._backend.received(self.plan(shape))
+
+    def observe(self, layer: int, shape: AttentionShape, received: Tensor) -> None:
+        """See `ReadsPool`."""
+        assert isinstance(self._backend, NativeCascade), "the layers run as one call of it"
+        heads, slots = self._mass_heads[layer], len(self._pool.k[layer])
+        plan = self.plan(shape)
+        self._add(self._backend.by_slot(plan, received, slots, heads, self._by_head))
 
     @property
     def _repeated(self) -> Tensor | None:

@@ -138,12 +138,12 @@ class NativeCascade:
             seen = lse if counted is None else lse.masked_fill(~counted[:, None], torch.inf)
             mass = self._torch.mass(fallback, q, k_pool, seen, heads, by_head=by_head)
             return out, lse, mass
-        received = self._received(plan)
+        received = self.received(plan)
         weights = None if counted is None else counted.to(torch.float32)
         job.mass = received.data_ptr()
         job.counted = None if weights is None else weights.data_ptr()
         out, lse = self._run(plan, job, q, v_pool, sinks)
-        return out, lse, self._by_slot(plan, received, k_pool.shape[0], heads, by_head)
+        return out, lse, self.by_slot(plan, received, k_pool.shape[0], heads, by_head)
 
     def mass(
         self,
@@ -160,12 +160,12 @@ class NativeCascade:
         job = self._filled(plan, q, k_pool)
         if job is None:
             return self._torch.mass(self._fallback(plan), q, k_pool, lse, heads, by_head=by_head)
-        received = self._received(plan)
+        received = self.received(plan)
         lse = lse.contiguous()
         job.v, job.out, job.sinks = None, None, None
         job.lse, job.mass = lse.data_ptr(), received.data_ptr()
         self._attention(ctypes.addressof(job), torch.get_num_threads())
-        return self._by_slot(plan, received, k_pool.shape[0], heads, by_head)
+        return self.by_slot(plan, received, k_pool.shape[0], heads, by_head)
 
     def _run(
         self, plan: NativePlan, job: AttentionJob, q: Tensor, v_pool: Tensor, sinks: Tensor | None
@@ -180,13 +180,13 @@ class NativeCascade:
         self._attention(ctypes.addressof(job), torch.get_num_threads())
         return out, lse
 
-    def _received(self, plan: NativePlan) -> Tensor:
+    def received(self, plan: NativePlan) -> Tensor:
         """Zeros [H_kv, keys of all levels], what the kernels add mass to."""
         if plan.slots is None:
             plan.slots = torch.cat([level.kv_indices for level in plan.layout.levels]).long()
         return torch.zeros(plan.shape.num_kv_heads, len(plan.slots))
 
-    def _by_slot(
+    def by_slot(
         self,
         plan: NativePlan,
         received: Tensor,
@@ -194,8 +194,16 @@ class NativeCascade:
         heads: Tensor | None,
         by_head: bool,
     ) -> Tensor:
+        """What the slots of a pool received, as `AttentionBackend.mass` returns it.
+
+        Args:
+            plan: of the layers.
+            received: `received`, after the kernels added to it.
+            slots: of the pool.
+            heads, by_head: see `AttentionBackend.mass`.
+        """
         chosen = received if heads is None else received[heads]
-        assert plan.slots is not None, "made by _received"
+        assert plan.slots is not None, "made by `received`"
         if by_head:
             return torch.zeros(len(chosen), slots).index_add_(1, plan.slots, chosen)
         return torch.zeros(slots).index_add_(0, plan.slots, chosen.sum(0))

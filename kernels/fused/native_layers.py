@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -86,13 +87,16 @@ class NativeLayers:
         library: with the kernels.
         layers: of the decoder, of one dtype.
         dtype: float32 or bfloat16.
+
+    Attributes:
+        shapes: of the layers' attention.
     """
 
     def __init__(self, library: Library, layers: Sequence[LayerParts], dtype: torch.dtype) -> None:
         self._library = library
         self._layers = tuple(layers)
         self._number = layers[0].projections[0].number
-        self._shapes = [each.shape for each in layers]
+        self.shapes = [each.shape for each in layers]
         self._linears: list[LinearJob] = []
         self._norms: list[NormJob] = []
         self._head_norms: list[HeadNormJob] = []
@@ -102,6 +106,7 @@ class NativeLayers:
         self._attentions: list[AttentionJob] = []
         self._jobs: list[Any] = []
         self._rows = 0
+        self._observed: tuple[int, ...] = ()
         self._pools: tuple[int, int, int] | None = None
         self._tables: list[tuple[int, torch.dtype]] = []  # numbers of a row of each, and their kind
         self._width = layers[0].projections[0].inputs
@@ -120,7 +125,7 @@ class NativeLayers:
             name: torch.empty(MOST_ROWS * size, dtype=dtype) for name, size in sizes.items()
         }
         self._at = {name: each.data_ptr() for name, each in self._buffers.items()}
-        self._lse = torch.empty(MOST_ROWS * max(s.num_qo_heads for s in self._shapes))
+        self._lse = torch.empty(MOST_ROWS * max(s.num_qo_heads for s in self.shapes))
         self._hidden = self._buffers["hidden"].view(MOST_ROWS, self._width)
         for each in layers:
             self._add_layer(each)
@@ -135,6 +140,8 @@ class NativeLayers:
         slots: Tensor,
         pools: tuple[Sequence[Tensor], Sequence[Tensor]],
         plan_of: Callable[[AttentionShape], NativePlan],
+        received: Mapping[int, Tensor] = MappingProxyType({}),
+        counted: Tensor | None = None,
     ) -> Tensor:
         """What the last layer returns; K and V of all layers are in their slots.
 
@@ -145,6 +152,9 @@ class NativeLayers:
             slots: int64 [T], where K and V of a row are written.
             pools: K and V of each layer, [slots, H_kv, D], in the dtype of the layers.
             plan_of: the plan of a layer's attention, one for each shape.
+            received: of layers that are observed, what their attention mass is added to,
+                `NativeCascade.received`.
+            counted: float32 [T], what a row counts for there; None: 1.
 
         Returns:
             [T, d], a new tensor.
@@ -174,13 +184,19 @@ class NativeLayers:
             job.cos, job.sin, job.cos_row, job.sin_row = places[index if several else 0]
             job.slots = at_slots
         plans: dict[AttentionShape, NativePlan] = {}
-        for shape, attention in zip(self._shapes, self._attentions, strict=True):
+        for shape, attention in zip(self.shapes, self._attentions, strict=True):
             plan = plans.get(shape)
             if plan is None:
                 plan = plans[shape] = plan_of(shape)
             given = plan.job
             assert given is not None, "of a shape that the kernels compute"
             attention.levels, attention.level_count = given.levels, given.level_count
+        for layer in self._observed:
+            self._attentions[layer].mass = self._attentions[layer].counted = None
+        for layer, mass in received.items():
+            self._attentions[layer].mass = mass.data_ptr()
+            self._attentions[layer].counted = None if counted is None else counted.data_ptr()
+        self._observed = tuple(received)
         state = self._hidden[:count]
         state.copy_(hidden)
         calls = len(self._jobs)

@@ -54,13 +54,29 @@ class ReadsPool(Protocol):
 
     write: int64 [T], where a row's K and V go.
     pools: K and V of each layer.
+    observed: layers whose attention mass is summed, in their order.
+    counted: float32 [T], what a row counts for there; None: 1.
     """
 
     write: Tensor
     pools: tuple[Sequence[Tensor], Sequence[Tensor]]
 
+    @property
+    def observed(self) -> Sequence[int]: ...
+
+    @property
+    def counted(self) -> Tensor | None: ...
+
     def plan(self, shape: AttentionShape) -> Any:
         """The backend's plan of the forward for layers of this shape."""
+        ...
+
+    def received(self, shape: AttentionShape) -> Tensor:
+        """What the attention mass of a layer of this shape is added to."""
+        ...
+
+    def observe(self, layer: int, shape: AttentionShape, received: Tensor) -> None:
+        """Takes the attention mass of an observed layer."""
         ...
 
 
@@ -128,7 +144,11 @@ class WholeDecoder(InPlaceOfLayers):
         reads: ReadsPool = self.__dict__["reads"]
         tables = [*self.__dict__["tables"], _tables_of(kwargs)]
         native: NativeLayers = self.__dict__["native"]
-        state = native.run(hidden_states[0], tables, reads.write, reads.pools, reads.plan)
+        received = {layer: reads.received(native.shapes[layer]) for layer in reads.observed}
+        given = reads.write, reads.pools, reads.plan, received, reads.counted
+        state = native.run(hidden_states[0], tables, *given)
+        for layer, mass in received.items():
+            reads.observe(layer, native.shapes[layer], mass)
         return self.returned(state[None])
 
 
