@@ -71,6 +71,19 @@ class Foresight(Protocol):
 
 
 @runtime_checkable
+class Scores(Protocol):
+    """An optional addition to `Search`, for searches that do not choose by the value alone."""
+
+    def scores(self) -> Mapping[int, float]:
+        """Ids of blocks with the figure by which the search chooses what grows next, finite.
+
+        Of a block that is left out its value is this figure. Retention policies may weigh blocks by
+        these.
+        """
+        ...
+
+
+@runtime_checkable
 class ReadsValues(Protocol):
     """An optional addition to `Search`, for searches that do not go by the value of every block."""
 

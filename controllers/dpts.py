@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, NodeState, ThoughtTree, paths_of
 
 from .base import Expansion
 from .search import Rounds, blocks_that_grow, check_settings, check_shares, give_up, repeats
@@ -146,6 +146,12 @@ class DPTSSearch(Rounds[DPTS]):
         above = 1 if parent is None else self._visits.get(parent.id, 1)
         bonus = math.sqrt(1 + above) * node.value / (1 + visits)
         return self._gain.get(node.id, 0.0) / visits + self._settings.exploration * bonus
+
+    def scores(self) -> dict[int, float]:
+        """S of the leaves that grow or may, and of the blocks that lead to them."""
+        growing = [self._tree[leaf] for leaf in self._growing]
+        leaves = (*self._candidates.values(), *self._kept, *growing)
+        return {node.id: self.score(node) for node in paths_of(leaves) if node.parent is not None}
 
     # What grows
 

@@ -182,6 +182,17 @@ class MCTSSearch(Rounds[MCTS]):
             self._prospects = self._foresee()
         return self._prospects
 
+    def scores(self) -> dict[int, float]:
+        """What selection maximises, of each grown child; an infinite one is as high as the highest
+        of the others."""
+        found = {
+            child.id: self._score(self._tree[parent], child)
+            for parent, children in self._children.items()
+            for child in children
+        }
+        highest = max(filter(math.isfinite, found.values()), default=1.0)
+        return {child: min(score, highest) for child, score in found.items()}
+
     # Simulations
 
     def _refill(self) -> None:

@@ -2,14 +2,16 @@
 
     python scripts/bench_compressed.py --prompt 8192 --part 0.25 --rounds 7 \
         --csv docs/experiments/compressed_speed.csv
+    python scripts/bench_compressed.py --model m.gguf --prompt 1024 --part 0.5 \
+        --policies streaming h2o,observed=one h2o h2o,observed=all
 
-Every contestant reads the same prompt of a random Llama and decodes the same number of tokens after
-it, greedily, on one path; lossy mode, nothing comes back, 4 sinks and the last 32 tokens protected.
-A policy with `/32` behind its name acts every 32 tokens instead of at every one, with `/heads` each
-KV head keeps tokens of its own, with `/adaptive` or `/pyramid` different numbers. Prefill is not in
-the ratios; it is reported, since policies act while a prompt is read too. One thread, thread CPU
-time, contestants in turn within each round; a ratio is full retention's time over the contestant's,
-median of the rounds with its bootstrap 95 % interval.
+Every contestant reads the same prompt of a random Llama, or of `--model`, and decodes the same
+number of tokens after it, greedily, on one path; lossy mode, nothing comes back, 4 sinks and the
+last 32 tokens protected. A policy with `/32` behind its name acts every 32 tokens instead of at
+every one, with `/heads` each KV head keeps tokens of its own, with `/adaptive` or `/pyramid`
+different numbers. Prefill is not in the ratios; it is reported, since policies act while a prompt
+is read too. One thread, thread CPU time, contestants in turn within each round; a ratio is full
+retention's time over the contestant's, median of the rounds with its bootstrap 95 % interval.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,8 +28,10 @@ from experiment_table import ExperimentTable, add_options
 from random_llama import NoText, fixed_length, fused_runner, prefix, random_llama
 from rounds import RATIO, ratio_columns
 
+from arbor.components import build
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
+from arbor.model.checkpoint import Checkpoint, ModelSettings
 from arbor.model.sampling_params import Sampling
 from arbor.registry import resolve
 from arbor.retention.policy import Policy, Protect, Trigger
@@ -40,10 +45,10 @@ SPARE = 32
 
 
 def policy_of(name: str) -> Policy:
-    """A policy as it is named here, with the protection that all have."""
+    """A policy as it is named here, also with settings, with the protection that all have."""
     base, *rest = name.split("/")
     policy: Policy = replace(
-        resolve("policy", base),
+        build("policy", base),
         protect=Protect(sinks=4, recent=32),
         trigger=Trigger(spare=SPARE if str(SPARE) in rest else 0),
     )
@@ -57,10 +62,13 @@ class Decoder:
 
     def __init__(self, name: str, given: argparse.Namespace) -> None:
         self.name = name
-        model = random_llama(given.size, getattr(torch, given.dtype))
+        if given.model:
+            runner = Checkpoint(ModelSettings(model=given.model, dtype=given.dtype)).load().runner
+        else:
+            runner = fused_runner(random_llama(given.size, getattr(torch, given.dtype)))
         whole = name == "full"
         self.engine = Engine(
-            fused_runner(model),
+            runner,
             NoText(),
             policy=resolve("policy", "full") if whole else policy_of(name),
             mode="lossless" if whole else "lossy",
@@ -68,7 +76,7 @@ class Decoder:
         )
         most = given.prompt + (given.rounds + 1) * given.tokens
         self.slots = most if whole else math.ceil(given.part * most)
-        self.tree = ThoughtTree(prefix(given.prompt, model.config.vocab_size))
+        self.tree = ThoughtTree(prefix(given.prompt, runner.config.vocab_size))
         self.engine.open(self.tree, self.slots)
         self.growth = Growth(0, Sampling(temperature=0), fixed_length(given.tokens))
         began = time.thread_time()
@@ -89,6 +97,7 @@ class Decoder:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="100m", choices=["5m", "100m"])
+    parser.add_argument("--model", help="a directory or a GGUF file; default: a random Llama")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--prompt", type=int, default=8192, help="tokens")
     parser.add_argument(
@@ -112,7 +121,7 @@ def main() -> None:
         ratios = np.divide(seconds["full"], seconds[each.name])
         memory = each.engine.memory
         row = {
-            "model": f"{given.size} Llama",
+            "model": Path(given.model).name if given.model else f"{given.size} Llama",
             "dtype": given.dtype,
             "prompt": given.prompt,
             "policy": each.name,

@@ -125,9 +125,6 @@ for _name in HEADED:
     VARIANTS[f"{_name}-heads"] = (fair(_name, granularity="head"), None)
     # one set for all heads, from all layers, as `granularity=head` observes them
     VARIANTS[f"{_name}-layers"] = (fair(_name, observed="all"), None)
-for _name in ("h2o", "streaming", "tova"):
-    # the running paths are the sequence, as ArborKV 5.2 applies these: idle tokens leave first
-    VARIANTS[f"{_name}-path"] = (fair(_name, spares_paths=True), None)
 for _name, _heads in itertools.product(("h2o", "snapkv", "tova"), ("adaptive", "pyramid")):
     VARIANTS[f"{_name}-{_heads}"] = (fair(_name, granularity="head", heads=_heads), None)
 RESAMPLES = 2000
@@ -480,19 +477,21 @@ def recall_of(task: Chains, problem: Problem) -> int:
 
 
 def policy_name(text: str) -> str:
-    """A policy's name, also with settings (``triattention,queries=FILE``), or that of a variant."""
-    if text not in VARIANTS and split_spec(text)[0] not in names("policy"):
+    """The name of a policy or a variant, also with settings (``triattention,queries=FILE``)."""
+    if split_spec(text)[0] not in (*VARIANTS, *names("policy")):
         known = ", ".join((*names("policy"), *VARIANTS))
         raise argparse.ArgumentTypeError(f"{text} is not one of {known}")
     return text
 
 
 def variant(name: str) -> tuple[Policy, MSVE | None]:
-    """A policy by its name or that of a variant, and its block values; None: those of the model."""
-    if name in VARIANTS:
-        return VARIANTS[name]
-    policy: Policy = build("policy", name, protect=PROTECT)
-    return policy, None
+    """A policy by its name or that of a variant, and its block values; None: those of the model.
+
+    Settings may follow the name.
+    """
+    base, settings = split_spec(name)
+    policy, msve = VARIANTS.get(base) or (build("policy", base, protect=PROTECT), None)
+    return build("policy", policy, **settings), msve
 
 
 def paired(got: np.ndarray, other: np.ndarray) -> dict[str, float]:

@@ -598,7 +598,11 @@ def overview() -> Figure:
     full = newest(read("lossy_trees"), wanted, "solved_percent")
     assert full is not None, "lossy_trees.csv has no row of full retention"
     success_by_part(
-        trees, "lossy_trees", {"controller": BEAM}, {name: name for name in named}, full
+        trees,
+        "lossy_trees",
+        {"controller": BEAM, "n": ("60", "500")},
+        {each: each for each in named},
+        full,
     )
     parts = [1.0]
     for row in read("budget_answers"):

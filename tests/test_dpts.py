@@ -119,6 +119,18 @@ def test_rounds_on_a_tree_computed_by_hand() -> None:
     assert done.best == [(0, 1, 1, 0), (0, 1, 1, 1), (1, 0, 0), (1, 0, 1, 1), (1, 0, 1, 0)]
 
 
+def test_scores_are_those_of_leaves_that_grow_or_may_and_of_the_blocks_above_them() -> None:
+    def watch(search: DPTSSearch, asked: list[Expansion]) -> None:
+        leaves = [*search._candidates, *search._growing, *(node.id for node in search._kept)]
+        known = {node.id for leaf in leaves for node in search._tree[leaf].path[1:]}
+        assert search.scores() == {each: search.score(search._tree[each]) for each in known}
+        seen.append(len(known))
+
+    seen: list[int] = []
+    overlapped(DPTS(**TWO, max_visited=9), BY_HAND, 9, watch=watch)
+    assert max(seen) > 3
+
+
 # Faults of the released code ----------------------------------------------------------------------
 
 

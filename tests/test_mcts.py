@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.fakes import Key, Script, Thought, hashed, run, scripted
 
+from arbor.controllers.base import Scores
 from arbor.controllers.mcts import MCTS
 from arbor.tree import NodeState
 
@@ -40,6 +41,21 @@ def test_uct_on_a_tree_computed_by_hand() -> None:
     assert done.best == [(0, 0), (0, 1, 0)]
     assert done.state(0, 1, 1) is PRUNED
     assert done.state(1, 1) is CLOSED
+
+
+def test_scores_are_what_selection_maximises_and_finite() -> None:
+    """After simulation 2: 1 has two visits of the root's two, the others one or none."""
+    search = run(MCTS(width=2, simulations=2, leaves=1), scripted(SMALL), max_depth=3).search
+    first = run(
+        MCTS(width=2, simulations=2, leaves=1, first_play=math.inf), scripted(SMALL), max_depth=3
+    ).search
+
+    assert isinstance(search, Scores) and isinstance(first, Scores)
+    above = math.sqrt(math.log(2))
+    wanted = {1: 0.5 + above, 2: 0.4 + above / math.sqrt(2), 3: 0.2 + above, 4: 0.1 + above}
+    assert search.scores() == pytest.approx(wanted)
+    found = first.scores()
+    assert all(map(math.isfinite, found.values())) and found[4] == max(found.values())
 
 
 def test_a_rollout_follows_the_best_child_and_is_backed_up_as_the_source_says() -> None:

@@ -474,6 +474,23 @@ def test_the_tokens_a_policy_sees_carry_the_same_key_whatever_the_order() -> Non
     assert keys((0, 1)) == keys((1, 0))
 
 
+@pytest.mark.skipif("arborkv" not in POLICIES, reason="without the paper")
+@pytest.mark.parametrize(("value", "shown"), [("verifier", [0.4, 0.4]), ("controller", [0.4, 0.9])])
+def test_the_figures_by_which_a_search_chooses_are_shown_to_a_policy_that_asks(
+    value: str, shown: list[float]
+) -> None:
+    allocator = dataclasses.replace(POLICIES["arborkv"].allocator, value=value)
+    lab = Lab(build("llama"), policy=dataclasses.replace(POLICIES["arborkv"], allocator=allocator))
+    tree = ThoughtTree(PROMPT)
+    lab.open(tree, 200, scores=lambda: {2: 0.9})
+    lab.extend(tree.root)
+    for child in lab.sprout([(tree.root, 2)], GREEDY):
+        child.value, child.valued = 0.4, True
+        lab.state.changed([child])
+
+    assert lab.residency.view.offered([tree.root]).value.tolist() == shown
+
+
 @pytest.mark.parametrize("policy", ["random", "h2o"])
 def test_a_policy_is_shown_nothing_of_a_tree_that_was_closed(policy: str) -> None:
     def opened(lab: Lab, prompt: Sequence[int]) -> ThoughtTree:

@@ -102,6 +102,18 @@ def test_what_blocks_are_expected_to_be_worth_is_what_a_walk_up_the_tree_finds(s
         assert found == (best if valued is None else valued.value)
 
 
+def test_figures_of_the_search_stand_for_values_and_are_scaled_if_they_have_to_be() -> None:
+    tree = ThoughtTree([1, 2])
+    for value in (0.2, 0.4, 0.6):
+        child = tree.fork(tree.root)
+        child.value, child.valued = value, True
+    table = table_of(tree)
+
+    assert table.expected({}).tolist() == table.expected().tolist() == [0.6, 0.2, 0.4, 0.6]
+    assert table.expected({1: 0.9}).tolist() == [0.9, 0.9, 0.4, 0.6]
+    assert table.expected({1: 2.4}) == pytest.approx([1.0, 1.0, 0.0, 0.1])
+
+
 def test_a_table_that_forgot_a_tree_is_one_that_never_knew_it() -> None:
     forest, table, other = Forest(), BlockTable(2), BlockTable(2)
     stays, goes = random_tree(5, 9), random_tree(6, 9, deep=True)

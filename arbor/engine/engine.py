@@ -176,7 +176,7 @@ class Engine:
         self.scores = scores or ValueScores()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
         if policy.by_head:
-            assert mode == "lossy" and not lower.staging, "checked by `check_granularity`"
+            assert mode == "lossy" and not lower.staging, "checked by `check_lossy`"
             check_layers(runner, policy)
         self.levels = levels
         self.lower = lower
@@ -209,6 +209,7 @@ class Engine:
         emit: Listener = ignore,
         detail: Detail = "events",
         outlook: Callable[[], Mapping[int, float]] = dict,
+        scores: Callable[[], Mapping[int, float]] = dict,
         interrupted: Callable[[], bool] = bool,
         reads: FutureReads | None = None,
         most: int | None = None,
@@ -229,6 +230,7 @@ class Engine:
             emit: listener for everything that happens to the tree, until `finish`.
             detail: how finely decoding is reported to it.
             outlook: probability that a later operation reads the path to a block, by node id.
+            scores: by which figures the search chooses, by node id; of the others by their values.
             interrupted: asked after every decode step whether to give up the blocks in progress.
             reads: future reads of a recorded run of the same search, for the clairvoyant policy.
             most: tokens that full retention of the search holds at most, the longest planned
@@ -245,7 +247,7 @@ class Engine:
             self._opened = self._parts_for(slots if pool is None else pool, part)
         memory = self._opened.state.memory
         memory.adopt(tree)
-        run = RunHooks(emit, detail, outlook, interrupted)
+        run = RunHooks(emit, detail, outlook, scores, interrupted)
         state = self._opened.state
         self._latest = OpenTree(
             tree, memory, slots, run, reads, most, least=least, shares=state.shares_siblings

@@ -28,12 +28,14 @@ class RunHooks:
         emit: listener for everything that happens.
         detail: how finely decoding is reported.
         outlook: probability that a later operation reads the path to a block, by node id.
+        scores: by which figures the search chooses, by node id; of the others by their values.
         interrupted: asked after every decode step whether to give up the blocks in progress.
     """
 
     emit: Listener = ignore
     detail: Detail = "events"
     outlook: Callable[[], Mapping[int, float]] = dict
+    scores: Callable[[], Mapping[int, float]] = dict
     interrupted: Callable[[], bool] = bool
 
 

@@ -109,7 +109,7 @@ class PolicyView:
                 "depth": lambda _: table.depth[ids],
                 "distance": lambda _: table.distances(running)[ids],
                 "active": lambda _: active[ids],
-                "value": lambda _: table.expected()[ids],
+                "value": lambda _: table.expected(self._scored())[ids],
                 "confidence": lambda _: table.confidence[ids],
                 "attention": lambda _: self._attention(ids),
                 "score": score,
@@ -125,6 +125,10 @@ class PolicyView:
             floor=self._floor(ids, resident, see, leaves, where, whole, protect),
             see=see,
         )
+
+    def on_each_path(self, ids: NDArray[np.int64], leaves: Sequence[Node]) -> NDArray[np.bool_]:
+        """Which of these blocks lie on the path to each leaf, bool [leaves, M]."""
+        return np.array([self._table.on_paths([leaf.row])[ids] for leaf in leaves])
 
     # Columns of blocks
 
@@ -195,6 +199,16 @@ class PolicyView:
         for place, tree in enumerate(self._state.trees):
             places[tree.number] = place
         return places[self._state.forest.numbers[ids]]
+
+    def _scored(self) -> dict[int, float]:
+        """The figures by which searches choose, by row, for policies that go by these."""
+        if not self._policy.reads_search_scores:
+            return {}
+        return {
+            opened.tree[node_id].row: score
+            for opened in self._state.trees.values()
+            for node_id, score in opened.run.scores().items()
+        }
 
     def _scheduled(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         waits = [

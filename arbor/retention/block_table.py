@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -225,17 +225,24 @@ class BlockTable:
             np.minimum.at(wait, levels.parent[begin:end], wait[begin:end])
         return wait[levels.place]
 
-    def expected(self) -> Floats:
+    def expected(self, scores: Mapping[int, float] | None = None) -> Floats:
         """The value of each block to the search, float64 [N], in [0, 1].
+
+        Args:
+            scores: what stands for the values of some blocks, by row.
 
         An unvalued block has the value of its nearest valued ancestor; without one (the prompt, and
         its children) that of the best block, or 1. Values that do not all lie in [0, 1] are scaled
         from the smallest to the largest of the tree, of any offer (the paper leaves this open).
         """
         levels = self._levels
-        known = self.value[~np.isnan(self.value)]
+        value = self.value
+        if scores:
+            value = value.copy()
+            value[list(scores)] = list(scores.values())
+        known = value[~np.isnan(value)]
         worth = np.empty(self._size)
-        worth[levels.place] = self.value
+        worth[levels.place] = value
         unknown = np.isnan(worth)
         best = float(known.max()) if len(known) else 1.0
         worth[unknown] = best

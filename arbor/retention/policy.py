@@ -137,6 +137,8 @@ class Policy:
         among: how the room is divided among searches that share a budget, see `PerTree` (in lossy
             mode each has its own, `ForestState.own_budgets`); ``together``: the allocator sees the
             blocks of all of them at once, and a capacity of its own is one of all of them.
+            ``path``: in lossy mode running paths lose tokens last, as with ``spares_paths``, and
+            each ranks its tokens by themselves (`PerPath`).
         trigger: when it acts although room has not run out.
         granularity: which KV heads keep the same tokens. ``token``: all of a model's; ``head``:
             each KV head of each layer keeps tokens of its own; lossy mode only, and of models
@@ -183,7 +185,7 @@ class Policy:
         )
         if self.observed != "quarter":
             self._check_observed()
-        if self.idle == "newest" and (not self.spares_paths or self.destroys or self.capped):
+        if self.idle == "newest" and (not self.loses_paths_last or self.destroys or self.capped):
             raise UsageError(
                 "idle",
                 "idle=newest: idle blocks lose their tokens before running paths do, and only when "
@@ -195,6 +197,17 @@ class Policy:
                 "granularity",
                 f"heads={self.heads}: all heads keep the same tokens with granularity=token.",
                 "Take granularity=head, or heads=equal.",
+            )
+        if self.among == "path" and (
+            self.by_head or not getattr(self.allocator, "by_score", False)
+        ):
+            what = (
+                f"the allocator {type(self.allocator).__name__} does not rank tokens of all blocks"
+            )
+            raise UsageError(
+                "among",
+                f"among=path: {'granularity=head' if self.by_head else what}.",
+                "Take spares_paths=true, or a policy that does, such as h2o or streaming.",
             )
         if self.by_head:
             self._check_heads()
@@ -272,6 +285,11 @@ class Policy:
         return self.registered_as or type(self.allocator).__name__
 
     @property
+    def loses_paths_last(self) -> bool:
+        """Whether running paths lose tokens only when nothing else is left to evict."""
+        return self.spares_paths or self.among == "path"
+
+    @property
     def by_head(self) -> bool:
         """Whether each KV head keeps tokens of its own."""
         return self.granularity == "head"
@@ -291,15 +309,18 @@ class Policy:
     @property
     def shared_allocator(self) -> Allocator:
         """The allocator, for the blocks of all searches of an engine."""
-        if self.among == "together":
-            return self.allocator
-        return divided(self.allocator, self.among)
+        return divided(self.allocator, self.among) if self._divides else self.allocator
 
     @property
     def for_idle(self) -> tuple[Allocator, Scorer]:
         """What decides on blocks off the running paths with ``idle=newest``."""
         even = Uniform()
-        return even if self.among == "together" else divided(even, self.among), Recency()
+        return divided(even, self.among) if self._divides else even, Recency()
+
+    @property
+    def _divides(self) -> bool:
+        """Whether the room is divided among searches before it is among their blocks."""
+        return self.among not in ("together", "path")
 
     @property
     def capped(self) -> CappedAllocator | None:
@@ -346,6 +367,11 @@ class Policy:
     def reads_values(self) -> bool:
         """Whether its allocator goes by the values of blocks."""
         return bool(getattr(self.allocator, "reads_values", False))
+
+    @property
+    def reads_search_scores(self) -> bool:
+        """Whether the figures by which a search chooses stand for the values of its blocks."""
+        return getattr(self.allocator, "value", "verifier") == "controller"
 
     @property
     def needs_recording(self) -> bool:

@@ -13,7 +13,15 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from arbor.controllers.base import Controller, Expansion, Foresight, Generate, Proposer, Search
+from arbor.controllers.base import (
+    Controller,
+    Expansion,
+    Foresight,
+    Generate,
+    Proposer,
+    Scores,
+    Search,
+)
 from arbor.errors import ArborError, UsageError
 from arbor.registry import name_of
 from arbor.support.texts import clipped, one_line
@@ -343,6 +351,23 @@ class _CheckedSearch:
         )
         return list(found)
 
+    def scores(self) -> Mapping[int, float]:
+        """See `Scores.scores`; none of a search without it."""
+        if not isinstance(self._search, Scores):
+            return {}
+        return self._by_block("scores", "finite numbers by ids of blocks", is_finite)
+
+    def _by_block(
+        self, member: str, wanted: str, is_right: Callable[[Any], bool]
+    ) -> Mapping[int, float]:
+        """What a member answers: finite numbers by the ids of blocks."""
+        found = self._answers.of(member, lambda: dict(getattr(self._search, member)()))
+        for node, number in found.items():
+            known = isinstance(node, numbers.Integral) and 0 <= int(node) < len(self._tree)
+            if not known or not is_finite(number) or not is_right(number):
+                raise self._answers.wrong(member, {node: number}, wanted)
+        return cast(Mapping[int, float], found)
+
     def _can_grow(self, each: object) -> bool:
         return (
             isinstance(each, Expansion)
@@ -365,13 +390,8 @@ class _CheckedSearch:
 class _CheckedForesight(_CheckedSearch):
     def prospects(self) -> Mapping[int, float]:
         """See `Foresight.prospects`."""
-        found = self._answers.of("prospects", lambda: dict(self._search.prospects()))
-        for node, likely in found.items():
-            known = isinstance(node, numbers.Integral) and 0 <= int(node) < len(self._tree)
-            if not known or not is_finite(likely) or not 0 <= likely <= 1:
-                wanted = "probabilities of ids of blocks"
-                raise self._answers.wrong("prospects", {node: likely}, wanted)
-        return cast(Mapping[int, float], found)
+        wanted = "probabilities of ids of blocks"
+        return self._by_block("prospects", wanted, lambda likely: 0 <= likely <= 1)
 
 
 # Verifiers

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from arbor.aggregate.base import Aggregate, AnswerVotes
 from arbor.aggregate.best import Best
-from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Search
+from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Scores, Search
 from arbor.engine.engine import Engine
 from arbor.engine.hooks import OtherPrompt
 from arbor.engine.operation import Growing, Growth
@@ -198,6 +198,7 @@ class Session:
             tree,
             emit=self.emit,
             outlook=lambda: self._outlook(tree),
+            scores=self._scores,
             interrupted=self._over,
             **self._opening,
         )
@@ -540,6 +541,10 @@ class Session:
                 waiting = [n for e in self._overlapping if e.end is None for n in e.children]
             likely |= {n.id: 1.0 for n in waiting if self._is_candidate(n)}
         return likely
+
+    def _scores(self) -> dict[int, float]:
+        """The figures by which the controller chooses, where these are not the values of blocks."""
+        return dict(self._search.scores()) if isinstance(self._search, Scores) else {}
 
     def _is_candidate(self, node: Node) -> bool:
         """Whether a block of the round is still to be verified: not a question, nor given up, nor

@@ -57,11 +57,12 @@ TOGETHER = ("paths", "hierarchy", "bits", "trees")  # no times: several problems
 LOSSLESS_PARTS = (0.5, 0.25, 0.0)  # 0: one path, the least budget in which the search can run
 LOSSY_PARTS = (0.75, 0.5, 0.25)
 REPLAYED = ("reentry", "lru", "arborkv", "belady")
-# Whose KV a policy that ranks tokens looks at, and how that is set.
-REACHES: Mapping[str, str] = {
-    "": "",  # all paths of the tree
+# The baselines of ArborKV's tables 1 and 4, and with what they look at running paths, not the tree.
+TREE_RANKED: Mapping[str, str] = {
+    "h2o": "among=path",
+    "streaming": "among=path",
+    "thinkv-each": "spares_paths=true",  # it goes by the age of thoughts, alike on each path
 }
-TREE_RANKED = ("h2o", "streaming", "thinkv-each")  # the baselines of ArborKV's tables 1 and 4
 TREE_POLICIES = ("ends", "uniform", "lru", "arborkv")
 PATH_POLICIES = (
     *("ends", "lru", "streaming", "h2o", "tova", "snapkv", "rkv", "keydiff", "pyramidkv"),
@@ -140,12 +141,8 @@ def paths() -> list[Arm]:
 
 def trees() -> list[Arm]:
     """What lost KV costs in a tree whose paths fit."""
-    ranked = [
-        (f"{each}, {reach}" if reach else each, each + setting)
-        for each in TREE_RANKED
-        for reach, setting in REACHES.items()
-    ]
-    policies = [*((each, each) for each in TREE_POLICIES), *ranked]
+    by_path = [(f"{each}, by path", f"{each},{how}") for each, how in TREE_RANKED.items()]
+    policies = [*((each, each) for each in (*TREE_POLICIES, *TREE_RANKED)), *by_path]
     arms = []
     for part in LOSSY_PARTS:
         arms += [Arm("trees", "tot-bfs", name, part, GONE, policy) for name, policy in policies]

@@ -158,6 +158,7 @@ class BadSearch:
             "terminal": lambda: [Expansion(self.tree.nodes[-1], 2)],
             "far": lambda: {10**9: 0.5},
             "more than one": lambda: {0: 1.5},
+            "not finite": lambda: {0: float("inf")},
         }
         return (wrong | JUNK)[own.junk]()
 
@@ -179,10 +180,14 @@ class BadSearch:
     def prospects(self) -> Any:
         return self._answer("prospects", self.inner.prospects)
 
+    def scores(self) -> Any:
+        return self._answer("scores", dict)
+
 
 def solve_with_controller(member: str, junk: str) -> None:
-    controller = BadController(member, junk)
-    with Solver(budget=BUDGET, controller=controller, verifier=Exact(), debug=True) as solver:
+    settings = {"policy": "arborkv,value=controller" if member == "scores" else "reentry"}
+    settings |= {"controller": BadController(member, junk), "verifier": Exact()}
+    with Solver(budget=BUDGET, debug=True, **settings) as solver:
         solver.solve(PUZZLE)
 
 
@@ -191,6 +196,7 @@ WRONG = [
     *[("ask", each) for each in ("huge width", "width as text", "terminal", "none", "exception")],
     *[("best", each) for each in ("none", "list", "exception")],
     *[("prospects", each) for each in ("far", "more than one", "none", "exception")],
+    *[("scores", each) for each in ("far", "not finite", "none", "exception")],
     *[("max_blocks", each) for each in ("none", "negative", "nan", "exception")],
     ("tell", "exception"),
     ("start", "exception"),
@@ -301,7 +307,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         for member in MEMBERS:
             if (member, junk) not in ALLOWED:
                 yield f"task {member} {junk}", lambda m=member, j=junk: solve_with_task(m, j)
-        for member in ("ask", "best", "prospects", "start", "max_blocks"):
+        for member in ("ask", "best", "prospects", "scores", "start", "max_blocks"):
             yield f"{member} {junk}", lambda m=member, j=junk: solve_with_controller(m, j)
         yield f"verify {junk}", lambda j=junk: solve_with_verifier(j)
         yield f"counts {junk}", lambda j=junk: solve_with_policy(j)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import numpy as np
 
+from arbor.components import ONLY_IF_SET
 from arbor.errors import check_settings
 from arbor.retention.allocators.waterfill import rounded, waterfill
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
@@ -23,6 +24,8 @@ class BlockWeights:
         gamma: weight of the score, > 0.
         lambda_depth: decay per edge from the root; any sign.
         lambda_distance: decay per edge from the nearest running leaf, >= 0.
+        value: v of the score. ``verifier``: the value of a block; ``controller``: the figure by
+            which the search chooses (ArborKV section 4), where that is another (`mcts`, `dpts`).
     """
 
     reads_values: ClassVar[bool] = True  # `Blocks.score`
@@ -30,6 +33,7 @@ class BlockWeights:
     gamma: float = 2.0
     lambda_depth: float = 0.0
     lambda_distance: float = 0.5
+    value: Literal["verifier", "controller"] = field(default="verifier", metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
         check_settings(
@@ -37,6 +41,7 @@ class BlockWeights:
             gamma=(0 < self.gamma < math.inf, "above 0"),
             lambda_depth=(math.isfinite(self.lambda_depth), "finite"),
             lambda_distance=(0 <= self.lambda_distance < math.inf, "0 or above"),
+            value=(self.value in ("verifier", "controller"), "verifier or controller"),
         )
 
     def log_weights(self, blocks: Blocks) -> Floats:
