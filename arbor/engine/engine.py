@@ -176,7 +176,7 @@ class Engine:
         self.scores = scores or ValueScores()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
         if policy.by_head:
-            assert mode == "lossy" and not lower.staging, "checked by `check_lossy`"
+            assert mode == "lossy" and not lower.staging, "checked by `check_granularity`"
             check_layers(runner, policy)
         self.levels = levels
         self.lower = lower

@@ -222,7 +222,7 @@ class Lossy(Rules):
 
     def __init__(self, state: ForestState, policy: Policy, rehydrate: Rehydrate) -> None:
         super().__init__(state, policy, rehydrate)
-        self.paths_lose = "last" if policy.loses_paths_last else "equally"
+        self.paths_lose = "last" if policy.spares_paths else "equally"
         self._recent = max(1, policy.protect.recent)
         self._protected = policy.protect.sinks + policy.protect.recent
 

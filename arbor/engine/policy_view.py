@@ -126,10 +126,6 @@ class PolicyView:
             see=see,
         )
 
-    def on_each_path(self, ids: NDArray[np.int64], leaves: Sequence[Node]) -> NDArray[np.bool_]:
-        """Which of these blocks lie on the path to each leaf, bool [leaves, M]."""
-        return np.array([self._table.on_paths([leaf.row])[ids] for leaf in leaves])
-
     # Columns of blocks
 
     def _floor(

@@ -23,7 +23,6 @@ from arbor.heads.sets import HeadSets
 from arbor.heads.table import HeadMoves
 from arbor.retention.base import NEVER, Blocks, BlockScores, PackingAllocator
 from arbor.retention.ordering import order
-from arbor.retention.per_path import PerPath
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import Selection, checked_scores, select
 from arbor.retention.token_kv import ShowsKV
@@ -285,7 +284,6 @@ class Residency:
             lambda protect: offer(protect=protect),
             leaves,
             idle=idle,
-            on_paths=() if off_paths is None else leaves,
             slots=account.slots,
         )
         if off_paths is not None and len(off_paths):
@@ -356,7 +354,6 @@ class Residency:
             offer(),
             room,
             lambda protect: offer(protect=protect),
-            on_paths=leaves,
             slots=self._account(leaves).slots,
         )
         whose = self._alone(leaves)
@@ -371,7 +368,6 @@ class Residency:
         leaves: Sequence[Node] | None = None,
         *,
         idle: bool = False,
-        on_paths: Sequence[Node] = (),
         slots: int | None = None,
     ) -> tuple[Blocks, NDArray[np.int64], Selection]:
         """How many tokens each block keeps, and which: what the policy answers, checked.
@@ -399,8 +395,6 @@ class Residency:
             blocks = eased(next(less))
         allocator, scored = self._policy.shared_allocator, self._policy.scorer
         newest = idle and self._policy.idle == "newest"
-        if self._policy.among == "path" and on_paths:
-            scored = PerPath(scored, self.view.on_each_path(blocks.ids, on_paths))
         if newest:
             allocator, scored = self._policy.for_idle
         try:

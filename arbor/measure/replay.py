@@ -45,7 +45,7 @@ from arbor.run.limits import SessionLimits
 from arbor.run.listeners import Broadcast
 from arbor.run.questions import QuestionTurn, question_turn
 from arbor.run.session import BY_ITSELF, Session
-from arbor.run.settings import check_lossy, resolve_component
+from arbor.run.settings import check_granularity, resolve_component
 from arbor.tasks.base import Problem, Task
 from arbor.trace.fold import Replay
 from arbor.trace.read import Trace
@@ -216,7 +216,7 @@ def replay(
     largest = max((token for block in record.blocks.values() for token in block.ids), default=0)
     runner: Any = _NoModel(max(len(tokenizer), largest + 1))
     chosen: Policy = resolve_component("policy", policy, Policy)
-    check_lossy(chosen, "lossless")
+    check_granularity(chosen, "lossless")
     if isinstance(chosen.scorer, CalibratedScorer):
         chosen = dataclasses.replace(chosen, scorer=chosen.scorer.without_file())
     engine = Engine(

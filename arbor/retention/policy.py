@@ -137,8 +137,6 @@ class Policy:
         among: how the room is divided among searches that share a budget, see `PerTree` (in lossy
             mode each has its own, `ForestState.own_budgets`); ``together``: the allocator sees the
             blocks of all of them at once, and a capacity of its own is one of all of them.
-            ``path``: in lossy mode running paths lose tokens last, as with ``spares_paths``, and
-            each ranks its tokens by themselves (`PerPath`).
         trigger: when it acts although room has not run out.
         granularity: which KV heads keep the same tokens. ``token``: all of a model's; ``head``:
             each KV head of each layer keeps tokens of its own; lossy mode only, and of models
@@ -185,7 +183,7 @@ class Policy:
         )
         if self.observed != "quarter":
             self._check_observed()
-        if self.idle == "newest" and (not self.loses_paths_last or self.destroys or self.capped):
+        if self.idle == "newest" and (not self.spares_paths or self.destroys or self.capped):
             raise UsageError(
                 "idle",
                 "idle=newest: idle blocks lose their tokens before running paths do, and only when "
@@ -197,17 +195,6 @@ class Policy:
                 "granularity",
                 f"heads={self.heads}: all heads keep the same tokens with granularity=token.",
                 "Take granularity=head, or heads=equal.",
-            )
-        if self.among == "path" and (
-            self.by_head or not getattr(self.allocator, "by_score", False)
-        ):
-            what = (
-                f"the allocator {type(self.allocator).__name__} does not rank tokens of all blocks"
-            )
-            raise UsageError(
-                "among",
-                f"among=path: {'granularity=head' if self.by_head else what}.",
-                "Take spares_paths=true, or a policy that does, such as h2o or streaming.",
             )
         if self.by_head:
             self._check_heads()
@@ -285,11 +272,6 @@ class Policy:
         return self.registered_as or type(self.allocator).__name__
 
     @property
-    def loses_paths_last(self) -> bool:
-        """Whether running paths lose tokens only when nothing else is left to evict."""
-        return self.spares_paths or self.among == "path"
-
-    @property
     def by_head(self) -> bool:
         """Whether each KV head keeps tokens of its own."""
         return self.granularity == "head"
@@ -309,18 +291,15 @@ class Policy:
     @property
     def shared_allocator(self) -> Allocator:
         """The allocator, for the blocks of all searches of an engine."""
-        return divided(self.allocator, self.among) if self._divides else self.allocator
+        if self.among == "together":
+            return self.allocator
+        return divided(self.allocator, self.among)
 
     @property
     def for_idle(self) -> tuple[Allocator, Scorer]:
         """What decides on blocks off the running paths with ``idle=newest``."""
         even = Uniform()
-        return divided(even, self.among) if self._divides else even, Recency()
-
-    @property
-    def _divides(self) -> bool:
-        """Whether the room is divided among searches before it is among their blocks."""
-        return self.among not in ("together", "path")
+        return even if self.among == "together" else divided(even, self.among), Recency()
 
     @property
     def capped(self) -> CappedAllocator | None:

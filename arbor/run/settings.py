@@ -286,7 +286,7 @@ class Settings(
             self.policy.scorer.check_file()
         self.check_tiers()
         policy = self.policy
-        check_lossy(policy, self.mode, staged=self.staged)
+        check_granularity(policy, self.mode, staged=self.staged)
         if policy.destroys and (self.mode != "lossy" or self.rehydrate != "off"):
             raise UsageError(
                 "mode",
@@ -327,19 +327,13 @@ class Settings(
         }
 
 
-def check_lossy(policy: Policy, mode: str, *, staged: bool = False) -> None:
-    """Refuses running paths that rank tokens where these lose none, and KV heads with tokens of
-    their own where tokens have to come back one by one, or are read in host memory (`staged`).
+def check_granularity(policy: Policy, mode: str, *, staged: bool = False) -> None:
+    """Refuses KV heads with tokens of their own where tokens have to come back one by one, or are
+    read in host memory (`staged`).
 
     Raises:
         UsageError: these settings contradict each other.
     """
-    if policy.among == "path" and mode != "lossy":
-        raise UsageError(
-            "among",
-            "among=path: running paths lose no tokens in lossless mode.",
-            "Take mode=lossy, or among=together.",
-        )
     if policy.by_head and mode != "lossy":
         raise UsageError(
             "granularity",

@@ -21,8 +21,8 @@ from arbor.retention.base import (
 from arbor.retention.ordering import filled, order
 from arbor.retention.selection import checked_counts, checked_leaving
 
-# how the room of an engine is divided among the searches in it, or that of a search among its paths
-Among = Literal["together", "fair", "first-come", "shortest-first", "path"]
+# how the room of an engine is divided among the searches in it
+Among = Literal["together", "fair", "first-come", "shortest-first"]
 
 
 @dataclass(frozen=True)
