@@ -26,6 +26,8 @@ from arbor.events import Event
 from arbor.kernels.linear.blocks import BlockEmbedding, BlockLinear
 from arbor.kernels.linear.layers import PackedLinear
 from arbor.kernels.native import native_library
+from arbor.model.gguf.conversion import header_given
+from arbor.model.gguf.header import read_gguf_header
 from arbor.model.kv_identity import kv_identity
 from arbor.run.rollout import Rollout
 
@@ -461,9 +463,11 @@ def test_blocks_become_dense_where_they_are_updated(
 
 
 def _decoded(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    with header_given(read_gguf_header(path)) as (folder, file):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=torch.float32
+        )
+    return model.eval()
 
 
 @pytest.mark.slow
