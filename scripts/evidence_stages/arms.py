@@ -63,7 +63,7 @@ TREE_RANKED = ("h2o", "streaming", "thinkv-each")
 BY_PATH = "spares_paths=true"
 TREE_POLICIES = ("ends", "uniform", "lru", "arborkv")
 PATH_POLICIES = (
-    *("ends", "lru", "streaming", "h2o", "tova", "snapkv", "rkv", "keydiff", "pyramidkv"),
+    *("ends", "streaming", "h2o", "tova", "snapkv", "rkv", "keydiff", "pyramidkv"),
     *("thinkv-each", "raas", "lazyeviction-each", "ams-each", "hierarchy"),
 )
 DESTROYED = (0.03, 0.1, 0.5)  # parts of the thoughts' tokens
