@@ -14,7 +14,7 @@ from support.real_models import model_file
 from torch import Tensor, nn
 
 from arbor import Solver
-from arbor.errors import ArborError
+from arbor.errors import ArborError, ModelError
 from arbor.kernels.linear.blocks import KINDS, BlockEmbedding, BlockLinear
 from arbor.kernels.linear.experts import BlockExperts
 from arbor.kernels.linear.layers import weight_bytes
@@ -105,6 +105,19 @@ def test_smollm3_is_read_though_transformers_does_not_convert_it(tmp_path: Path)
 
     assert found.config.no_rope_layers == [1, 1, 1, 0, 1]
     assert torch.allclose(logits(found), logits(model), atol=1e-5)
+
+
+def test_settings_of_layers_that_no_memory_holds_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(llama(), path, settings={"llama.feed_forward_length": 2**31 - 1})
+    wide = tmp_path / "wide.gguf"
+    write_gguf(llama(), wide, settings={"llama.embedding_length": 2**30})
+
+    for each in (path, wide):
+        with pytest.raises(ModelError) as caught:
+            load_model(locate_model(each), torch.float32, CPU)
+        assert caught.value.code == "model-incomplete"
+        assert "settings" in caught.value.message
 
 
 @pytest.mark.parametrize("architecture", IN_BLOCKS)

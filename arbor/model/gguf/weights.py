@@ -67,7 +67,10 @@ def read_model(
     """
     if header.get("general.architecture") not in ARCHITECTURES:
         return None
-    model = _without_weights(config, dtype)
+    try:
+        model = _without_weights(config, dtype)
+    except (RuntimeError, OverflowError) as error:  # a layer is allocated before it is let go
+        raise _refused(header, f"its settings name no layers that can be made: {error}") from error
     places = _places(header, model)
     _check(header, model, places)
     blocks = not dense and device.type == "cpu" and _computes(dtype)
