@@ -57,28 +57,36 @@ PRUNED = (
     "tvm_ffi/3rdparty",
 )
 HEADERS = ("data/cutlass", "data/cccl", "data/spdlog", "data/csrc", "data/include")
-SOURCES = ("batch_prefill", "cascade", "flashinfer_cascade")  # of data/csrc: read by name
+SOURCES = (
+    "batch_prefill",
+    "batch_decode",
+    "cascade",
+    "flashinfer_cascade",
+)  # of data/csrc: read by name
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One module: `cascade`, or fa2 prefill in bfloat16.
+    """One module: `cascade`, or fa2 prefill or decoding in bfloat16.
 
     Attributes:
         head_dim: of keys and values; 0 = the cascade module.
         window: with a sliding window.
         softcap: with soft-capped logits.
+        decode: decoding on CUDA cores, which stage 8 of the check measures.
     """
 
     head_dim: int = 0
     window: bool = False
     softcap: bool = False
+    decode: bool = False
 
 
 KERNELS = {
     "cascade": Kernel(),
     "d128": Kernel(128),
     "d128-window": Kernel(128, window=True),
+    "d128-decode": Kernel(128, decode=True),
     "d64": Kernel(64),
     "d256-softcap": Kernel(256, softcap=True),
     "d256-window-softcap": Kernel(256, window=True, softcap=True),
@@ -297,19 +305,17 @@ def stage(name: str, kernels: Sequence[str]) -> int:
 def specification(kernel: Kernel) -> Any:
     """FlashInfer's description of a module, as its wrappers ask for it."""
     import torch
-    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+    from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
     from flashinfer.jit.cascade import gen_cascade_module
 
     if not kernel.head_dim:
         return gen_cascade_module()
     dtype, dim = torch.bfloat16, kernel.head_dim
-    return gen_batch_prefill_module(
-        *("fa2", dtype, dtype, dtype, torch.int32, dim, dim),
-        0,  # no position encoding
-        kernel.window,
-        kernel.softcap,
-        False,  # float32 products
-    )
+    kinds = (dtype, dtype, dtype, torch.int32, dim, dim)
+    variant = (0, kernel.window, kernel.softcap)  # no position encoding
+    if kernel.decode:
+        return gen_batch_decode_module(*kinds, *variant)
+    return gen_batch_prefill_module("fa2", *kinds, *variant, False)  # float32 products
 
 
 def check_wrapper() -> None:
