@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_pieces import LIST, PiecesError, cut, keep
+from gpu_pieces import LIST, PiecesError, cut, keep, transfers
 
 # Whatever `import flashinfer` needs besides torch and what comes with torch and transformers.
 WHEELS = (
@@ -99,7 +99,7 @@ def main() -> int:
         return stage(arguments.stage, arguments.kernels)
     if arguments.cut or arguments.keep:
         try:
-            return pieces_to_send(arguments) if arguments.cut else kept_piece(arguments)
+            return pieces_to_send(arguments) if arguments.cut else kept_pieces(arguments)
         except PiecesError as error:
             print(f"gpu_bundle: {error}", file=sys.stderr)
             return 1
@@ -151,7 +151,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--limit-mib", type=int, default=64, help="of a transfer, the working tree included"
     )
-    parser.add_argument("--keep", type=Path, metavar="PIECE", help="there: check, keep and join")
+    parser.add_argument(
+        "--keep", nargs="+", type=Path, metavar="PIECE", help="there: check, keep and join"
+    )
     parser.add_argument(
         "--into", type=Path, default=Path("weights"), metavar="DIR", help="folder of --keep"
     )
@@ -171,19 +173,23 @@ def parse() -> argparse.Namespace:
 def pieces_to_send(arguments: argparse.Namespace) -> int:
     """Cut files, and print what to send and to run for each transfer."""
     tree = tree_bytes(Path(__file__).parents[1])
-    pieces = cut(arguments.cut, arguments.out, arguments.limit_mib * 2**20 - tree - MARGIN)
-    for piece in pieces:
-        path = arguments.out / piece.name
-        print(f"send {arguments.out / LIST} {path}")
-        print(f"  run python scripts/gpu_bundle.py --keep {path} --into {arguments.into}")
-    print(f"{len(pieces)} transfers with a tree of {tree / 2**20:.1f} MiB", file=sys.stderr)
+    size = arguments.limit_mib * 2**20 - tree - MARGIN
+    pieces = cut(arguments.cut, arguments.out, size)
+    together = transfers(pieces, arguments.out, size)
+    for some in together:
+        paths = " ".join(str(arguments.out / piece.name) for piece in some)
+        print(f"send {arguments.out / LIST} {paths}")
+        print(f"  run python scripts/gpu_bundle.py --keep {paths} --into {arguments.into}")
+    print(f"{len(together)} transfers with a tree of {tree / 2**20:.1f} MiB", file=sys.stderr)
     return 0
 
 
-def kept_piece(arguments: argparse.Namespace) -> int:
-    """Keep a piece, and say which are still to come."""
-    missing = keep(arguments.keep, arguments.into)
-    print(f"still to come: {' '.join(each.name for each in missing)}" if missing else "complete")
+def kept_pieces(arguments: argparse.Namespace) -> int:
+    """Keep pieces, and say of each file which are still to come."""
+    for piece in arguments.keep:
+        missing = keep(piece, arguments.into)
+        left = " ".join(each.name for each in missing)
+        print(f"{piece.name}: still to come: {left}" if missing else f"{piece.name}: complete")
     return 0
 
 

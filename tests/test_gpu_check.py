@@ -7,6 +7,7 @@ import argparse
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from support import flashinfer_standin as standin
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import bench_concurrency  # noqa: E402
 import gpu_check  # noqa: E402
 from gpu_stages import (  # noqa: E402
     agreement,
@@ -233,6 +235,14 @@ def test_the_last_level_by_the_decode_kernel_is_a_row_where_there_is_one(
     assert row(replace(base, out=1.1 * base.out))["ok"] is False
     monkeypatch.delattr(package, "BatchDecodeWithPagedKVCacheWrapper")
     assert row(base)["status"] == rows.NOT_AVAILABLE
+
+
+def test_problems_together_are_timed_by_the_wall_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert bench_concurrency.clock() == ("cpu_s", time.thread_time)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert bench_concurrency.clock() == ("wall_s", time.perf_counter)
 
 
 # Floors: milliseconds on an H200 for 1, B, 16, 64 and 256 leaves
