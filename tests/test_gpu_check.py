@@ -82,6 +82,17 @@ def test_attention_that_misses_any_one_key_fails(case: attention.Case) -> None:
     assert tried > 10
 
 
+def test_8_bit_kv_is_checked_against_the_numbers_that_it_holds() -> None:
+    case = next(case for case in attention.cases(small=True) if case.shape.group == 4)
+    problem = attention.problem_of(case, 6, CPU)
+    rounded = attention.stored(problem)
+
+    assert rounded.k.dtype == torch.int8
+    assert attention.errors(TorchCascade(), rounded, problem.layout)["ok"]
+    of_others = replace(rounded, out=problem.out, lse=problem.lse)
+    assert not attention.errors(TorchCascade(), of_others, problem.layout)["ok"]
+
+
 def test_attention_that_reads_an_unused_slot_fails() -> None:
     problem = attention.problem_of(attention.cases(small=True)[0], 5, CPU)
     used = {int(slot) for level in problem.layout.levels for slot in level.kv_indices}
