@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_pieces import LIST, PiecesError, cut, keep
+from gpu_pieces import LIST, PiecesError, cut, keep, transfers
 
 # Whatever `import flashinfer` needs besides torch and what comes with torch and transformers.
 WHEELS = (
@@ -57,28 +57,36 @@ PRUNED = (
     "tvm_ffi/3rdparty",
 )
 HEADERS = ("data/cutlass", "data/cccl", "data/spdlog", "data/csrc", "data/include")
-SOURCES = ("batch_prefill", "cascade", "flashinfer_cascade")  # of data/csrc: read by name
+SOURCES = (
+    "batch_prefill",
+    "batch_decode",
+    "cascade",
+    "flashinfer_cascade",
+)  # of data/csrc: read by name
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One module: `cascade`, or fa2 prefill in bfloat16.
+    """One module: `cascade`, or fa2 prefill or decoding in bfloat16.
 
     Attributes:
         head_dim: of keys and values; 0 = the cascade module.
         window: with a sliding window.
         softcap: with soft-capped logits.
+        decode: decoding on CUDA cores, which stage 8 of the check measures.
     """
 
     head_dim: int = 0
     window: bool = False
     softcap: bool = False
+    decode: bool = False
 
 
 KERNELS = {
     "cascade": Kernel(),
     "d128": Kernel(128),
     "d128-window": Kernel(128, window=True),
+    "d128-decode": Kernel(128, decode=True),
     "d64": Kernel(64),
     "d256-softcap": Kernel(256, softcap=True),
     "d256-window-softcap": Kernel(256, window=True, softcap=True),
@@ -91,7 +99,7 @@ def main() -> int:
         return stage(arguments.stage, arguments.kernels)
     if arguments.cut or arguments.keep:
         try:
-            return pieces_to_send(arguments) if arguments.cut else kept_piece(arguments)
+            return pieces_to_send(arguments) if arguments.cut else kept_pieces(arguments)
         except PiecesError as error:
             print(f"gpu_bundle: {error}", file=sys.stderr)
             return 1
@@ -143,7 +151,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--limit-mib", type=int, default=64, help="of a transfer, the working tree included"
     )
-    parser.add_argument("--keep", type=Path, metavar="PIECE", help="there: check, keep and join")
+    parser.add_argument(
+        "--keep", nargs="+", type=Path, metavar="PIECE", help="there: check, keep and join"
+    )
     parser.add_argument(
         "--into", type=Path, default=Path("weights"), metavar="DIR", help="folder of --keep"
     )
@@ -163,19 +173,23 @@ def parse() -> argparse.Namespace:
 def pieces_to_send(arguments: argparse.Namespace) -> int:
     """Cut files, and print what to send and to run for each transfer."""
     tree = tree_bytes(Path(__file__).parents[1])
-    pieces = cut(arguments.cut, arguments.out, arguments.limit_mib * 2**20 - tree - MARGIN)
-    for piece in pieces:
-        path = arguments.out / piece.name
-        print(f"send {arguments.out / LIST} {path}")
-        print(f"  run python scripts/gpu_bundle.py --keep {path} --into {arguments.into}")
-    print(f"{len(pieces)} transfers with a tree of {tree / 2**20:.1f} MiB", file=sys.stderr)
+    size = arguments.limit_mib * 2**20 - tree - MARGIN
+    pieces = cut(arguments.cut, arguments.out, size)
+    together = transfers(pieces, arguments.out, size)
+    for some in together:
+        paths = " ".join(str(arguments.out / piece.name) for piece in some)
+        print(f"send {arguments.out / LIST} {paths}")
+        print(f"  run python scripts/gpu_bundle.py --keep {paths} --into {arguments.into}")
+    print(f"{len(together)} transfers with a tree of {tree / 2**20:.1f} MiB", file=sys.stderr)
     return 0
 
 
-def kept_piece(arguments: argparse.Namespace) -> int:
-    """Keep a piece, and say which are still to come."""
-    missing = keep(arguments.keep, arguments.into)
-    print(f"still to come: {' '.join(each.name for each in missing)}" if missing else "complete")
+def kept_pieces(arguments: argparse.Namespace) -> int:
+    """Keep pieces, and say of each file which are still to come."""
+    for piece in arguments.keep:
+        missing = keep(piece, arguments.into)
+        left = " ".join(each.name for each in missing)
+        print(f"{piece.name}: still to come: {left}" if missing else f"{piece.name}: complete")
     return 0
 
 
@@ -297,19 +311,17 @@ def stage(name: str, kernels: Sequence[str]) -> int:
 def specification(kernel: Kernel) -> Any:
     """FlashInfer's description of a module, as its wrappers ask for it."""
     import torch
-    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+    from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
     from flashinfer.jit.cascade import gen_cascade_module
 
     if not kernel.head_dim:
         return gen_cascade_module()
     dtype, dim = torch.bfloat16, kernel.head_dim
-    return gen_batch_prefill_module(
-        *("fa2", dtype, dtype, dtype, torch.int32, dim, dim),
-        0,  # no position encoding
-        kernel.window,
-        kernel.softcap,
-        False,  # float32 products
-    )
+    kinds = (dtype, dtype, dtype, torch.int32, dim, dim)
+    variant = (0, kernel.window, kernel.softcap)  # no position encoding
+    if kernel.decode:
+        return gen_batch_decode_module(*kinds, *variant)
+    return gen_batch_prefill_module("fa2", *kinds, *variant, False)  # float32 products
 
 
 def check_wrapper() -> None:

@@ -48,7 +48,7 @@ PARTS = (
     Part(1, "environment", "all", 30),
     Part(2, "attention", "flashinfer", 45, cuda_only=True),
     Part(2, "attention", "torch", 35),
-    Part(2, "attention", "rowwise", 20),
+    Part(2, "attention", "rowwise", 40),
     Part(4, "agreement", "all", 45),
     Part(3, "peaks", "all", 20, cuda_only=True),
     Part(8, "trees", "all", 45),

@@ -70,6 +70,20 @@ def cut(files: Sequence[Path], out: Path, size: int) -> list[Piece]:
     return pieces
 
 
+def transfers(pieces: Sequence[Piece], out: Path, size: int) -> list[list[Piece]]:
+    """Pieces that go together, in order: as many as come to `size` bytes."""
+    found: list[list[Piece]] = []
+    used = size
+    for piece in pieces:
+        own = (out / piece.name).stat().st_size
+        if used + own > size:
+            found.append([])
+            used = 0
+        found[-1].append(piece)
+        used += own
+    return found
+
+
 def keep(path: Path, into: Path) -> list[Piece]:
     """Check a piece, keep it in a folder, and join its file once all of its pieces are there.
 

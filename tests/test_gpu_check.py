@@ -7,16 +7,20 @@ import argparse
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import flashinfer_standin as standin
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import bench_concurrency  # noqa: E402
 import gpu_check  # noqa: E402
 from gpu_stages import (  # noqa: E402
     agreement,
@@ -76,6 +80,17 @@ def test_attention_that_misses_any_one_key_fails(case: attention.Case) -> None:
 
             assert not attention.errors(backend, problem, layout)["ok"], (index, place)
     assert tried > 10
+
+
+def test_8_bit_kv_is_checked_against_the_numbers_that_it_holds() -> None:
+    case = next(case for case in attention.cases(small=True) if case.shape.group == 4)
+    problem = attention.problem_of(case, 6, CPU)
+    rounded = attention.stored(problem)
+
+    assert rounded.k.dtype == torch.int8
+    assert attention.errors(TorchCascade(), rounded, problem.layout)["ok"]
+    of_others = replace(rounded, out=problem.out, lse=problem.lse)
+    assert not attention.errors(TorchCascade(), of_others, problem.layout)["ok"]
 
 
 def test_attention_that_reads_an_unused_slot_fails() -> None:
@@ -203,6 +218,42 @@ def test_trees_are_timed_compared_and_reported(
     monkeypatch.setattr(RowwiseAttention, "run", lambda *given: (1.1 * wrong(*given)[0], None))
     trees.run(job)
     assert not any(row["ok"] for row in rows.read(job.out)[len(found) : -1])
+
+
+def test_the_last_level_by_the_decode_kernel_is_a_row_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, _ = standin.install(monkeypatch)
+    job = rows.Job("trees", "all", "cpu", tmp_path / "rows.jsonl", 60, 1)
+    layout = trees.layout_of("1,2,6/8,16,3")
+    shape = trees.AttentionShape(8, 2, 64, 64, 0.125)
+    torch.manual_seed(0)
+    q, *kv = (torch.randn(size).bfloat16() for size in ((6, 8, 64), (58, 2, 64), (58, 2, 64)))
+    base = trees.timed(trees.backend_of("rowwise", CPU), layout, shape, (q, *kv))
+    plans: list[Any] = []
+    plan = standin.DecodeWrapper.plan
+    monkeypatch.setattr(
+        standin.DecodeWrapper, "plan", lambda *given, **named: plans.append(plan(*given, **named))
+    )
+
+    def row(wanted: trees.Timed) -> dict[str, Any]:
+        backend = trees.DecodeLast(CPU)
+        trees.by_decoding(job, "tree", backend, layout, shape, (q, *kv), wanted)
+        return rows.read(job.out)[-1]
+
+    assert row(base)["ok"] is True and plans
+    assert "decode kernel, us" in report.trees(rows.read(job.out))
+    assert row(replace(base, out=1.1 * base.out))["ok"] is False
+    monkeypatch.delattr(package, "BatchDecodeWithPagedKVCacheWrapper")
+    assert row(base)["status"] == rows.NOT_AVAILABLE
+
+
+def test_problems_together_are_timed_by_the_wall_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert bench_concurrency.clock() == ("cpu_s", time.thread_time)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert bench_concurrency.clock() == ("wall_s", time.perf_counter)
 
 
 # Floors: milliseconds on an H200 for 1, B, 16, 64 and 256 leaves

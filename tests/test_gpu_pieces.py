@@ -11,7 +11,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.append(str(SCRIPTS))
 
-from gpu_pieces import LIST, PiecesError, cut, keep  # noqa: E402
+from gpu_pieces import LIST, PiecesError, cut, keep, transfers  # noqa: E402
 
 
 @pytest.fixture
@@ -31,6 +31,16 @@ def test_pieces_of_any_order_make_the_file(weights: Path, tmp_path: Path) -> Non
     assert (into / "weights.gguf").read_bytes() == weights.read_bytes()
     assert [path.name for path in into.iterdir()] == ["weights.gguf"]
     assert keep(out / pieces[0].name, into) == []  # once more: it is there
+
+
+def test_pieces_that_fit_one_transfer_go_together(weights: Path, tmp_path: Path) -> None:
+    data = tmp_path / "problems.jsonl"
+    data.write_text("{}\n")
+    out = tmp_path / "pieces"
+    together = transfers(cut([weights, data], out, 3000), out, 3000)
+    parts = [f"weights.gguf.part{number:02}" for number in range(4)]
+    names = [[each.name for each in some] for some in together]
+    assert names == [*([part] for part in parts[:3]), [parts[3], "problems.jsonl.part00"]]
 
 
 def test_a_small_file_is_one_piece(tmp_path: Path) -> None:
@@ -68,13 +78,17 @@ def test_the_command_cuts_keeps_and_names_what_is_wrong(weights: Path, tmp_path:
         command = [sys.executable, str(SCRIPTS / "gpu_bundle.py"), *words]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
-    done = run("--cut", str(weights), "--out", "pieces", "--limit-mib", "64")
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("{}\n")
+    done = run("--cut", str(weights), str(problems), "--out", "pieces", "--limit-mib", "64")
     assert done.returncode == 0, done.stderr
-    (part,) = sorted(Path(tmp_path / "pieces").glob("*.part*"))
-    assert f"--keep pieces/{part.name}" in done.stdout
     assert (tmp_path / "pieces" / LIST).is_file()
-    done = run("--keep", f"pieces/{part.name}", "--into", "there")
+    _, command = done.stdout.splitlines()  # both fit one transfer
+    words = command.split()[3:-2]
+    assert words == ["--keep", "pieces/weights.gguf.part00", "pieces/problems.jsonl.part00"]
+    done = run(*words, "--into", "there")
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "weights.gguf.part00: complete\nproblems.jsonl.part00: complete\n"
     assert (tmp_path / "there" / "weights.gguf").read_bytes() == weights.read_bytes()
     done = run("--cut", "nothing.gguf", "--out", "pieces")
     assert done.returncode == 1

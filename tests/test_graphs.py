@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 import torch
 from support import flashinfer_standin as standin
+from support import tree_standin
 from support.flashinfer_standin import MULTIPROCESSORS, demand
 from support.graph_tape import Broken, Tape, nothing
 from support.models import config_of, copy_of, random_model
-from support.trees import relative_error
+from support.trees import Lab, relative_error
 from torch import Tensor
 
+from arbor.kernels import int8
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.attention.fixed import ROWS, Bucket, pad_last, pad_shared
 from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade, launch_of
 from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.attention.triton_tree import TritonTree
+from arbor.kernels.int8 import encode
 from arbor.memory.pool import KVPool
 from arbor.model import graphs
 from arbor.model.graphs import DecodeGraphs, Recording
@@ -184,6 +188,50 @@ def test_replayed_steps_give_what_the_model_gives(
     met = len(graphs_of(runner).buckets)
     assert tape.recorded == met >= 4
     assert tape.replays == 18, "every step was replayed, the first of a bucket too"
+
+
+def test_steps_over_8_bit_kv_are_replayed(monkeypatch: pytest.MonkeyPatch, tape: Tape) -> None:
+    tree_standin.install(monkeypatch)
+    monkeypatch.setattr(int8, "native_library", lambda: None)  # a GPU writes by tensor operations
+    model = MODELS["llama"]().to(torch.bfloat16)
+    runner = ModelRunner(model, TritonTree(), tape, kv_dtype=torch.int8)
+    pool = KVPool(runner.layer_kv, SLOTS, torch.int8, CPU)
+    for part in (*pool.k, *pool.v):
+        part.copy_(encode(torch.randn(*part.shape[:2], 64)))
+    tree = Tree(5, 3)
+
+    for _ in range(3):
+        plan = tree.step()
+        twin = twin_of(pool)
+        want = eager(runner, plan, twin)
+
+        got = runner.forward(plan, pool).logits
+
+        assert relative_error(got, want) < 0.03
+        assert torch.equal(pool.k[0][plan.write], twin.k[0][plan.write])
+
+    assert tape.recorded == 1 and tape.replays == 3
+
+
+def test_a_budget_of_fewer_slots_than_a_wide_step_has_rows_gives_the_same_tree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs are made for the steps that fit, and a capture takes the slots of its step alone."""
+    tree_standin.install(monkeypatch)
+    model = random_model(config_of("llama"))
+
+    def sprouted(slots: int) -> tuple[Lab, list[list[int]], int]:
+        lab = Lab(copy_of(model), TritonTree(), recorder=Tape(), debug=True)
+        tree = lab.plant(slots)
+        lab.sprout([(tree.root, 24)])
+        widest = max(bucket.rows for bucket in graphs_of(lab.runner).buckets)
+        return lab, [node.tokens for node in tree], widest
+
+    _, wanted, widest = sprouted(4096)
+    lab, found, narrow = sprouted(20)
+
+    assert found == wanted
+    assert widest == 24 and narrow <= 2 and lab.memory.peak <= 20
 
 
 def test_a_bucket_is_captured_after_some_steps(

@@ -138,7 +138,16 @@ def test_a_small_budget_gives_the_tree_of_a_full_one(
 @pytest.mark.parametrize(
     ("settings", "message", "hint"),
     [
-        ({"kv_dtype": "int8", "device": "cuda"}, "runs on a CPU only", "--device cpu"),
+        (
+            {"kv_dtype": "int8", "device": "cuda"},
+            "on a GPU --backend triton alone reads 8-bit KV, not auto",
+            "--backend triton",
+        ),
+        (
+            {"kv_dtype": "int8", "device": "cpu", "backend": "triton"},
+            "--backend triton does not read 8-bit KV",
+            "--backend auto",
+        ),
         (
             {"kv_dtype": "int8", "backend": "flashinfer"},
             "--backend flashinfer does not read 8-bit KV",

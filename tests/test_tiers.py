@@ -18,9 +18,10 @@ from support.slow_cases import every
 from arbor import Solver
 from arbor.controllers.tot import ToT
 from arbor.events import Discarded, Event, Evicted, Rehydrated
-from arbor.memory import KVMemory
+from arbor.memory import KVMemory, stores
+from arbor.memory.host_copies import HostCopies, HostCopy
 from arbor.memory.pool import KVPool, LayerKV
-from arbor.memory.stores import DiskStore, HostStore, LowerRoom, Store
+from arbor.memory.stores import MOST_COPIES, DiskStore, HostStore, LowerRoom, Store
 from arbor.trace.fold import Replay
 from arbor.tree import Node, ThoughtTree, Tier
 
@@ -71,6 +72,79 @@ def test_what_is_read_is_what_was_written_bit_for_bit(kind: str, dtype: torch.dt
     for part, was in zip((*pool.k, *pool.v), before, strict=True):
         assert bits(part) == bits(was)
     store.close()
+
+
+class LateCopies(HostCopies):
+    """Copies of a device that delivers when it is waited for, or has delivered `on_time`.
+
+    Attributes:
+        waits: copies that the host waited for before they had ended.
+    """
+
+    def __init__(self) -> None:
+        self.on_time: set[int] = set()
+        self.waits: list[int] = []
+        self._begun = 0
+
+    def down(self, rows: torch.Tensor) -> HostCopy:
+        number, self._begun = self._begun, self._begun + 1
+        target, sent = torch.full_like(rows, torch.nan), rows.clone()
+
+        class Ended:
+            def query(_) -> bool:
+                return number in self.on_time
+
+            def synchronize(_) -> None:
+                if number not in self.on_time:
+                    self.waits.append(number)
+                target.copy_(sent)
+
+        return HostCopy(target, Ended())
+
+
+def test_what_leaves_a_device_is_waited_for_only_where_it_is_read() -> None:
+    pool = pool_of(20)
+    before = pool.gather(np.arange(20, dtype=np.int32))
+    copies = LateCopies()
+    store = HostStore(12, pool.numbers, pool.dtype, copies)
+    for record in range(3):
+        slots = np.array([record, 10 + record], np.int32)
+        assert store.write(np.array([record, 5], np.int32), pool.gather(slots)).all()
+        pool.poison(slots)  # whoever has the slots next need not wait
+    assert copies.waits == []
+
+    rows, intact = store.read(np.array([2, 5, 0], np.int32), CPU)
+
+    assert copies.waits == [0, 1, 2] and intact.all()
+    assert torch.equal(rows, before[[2, 12, 0]]), "of two writes the later one stays"
+
+
+def test_a_device_that_keeps_up_is_never_waited_for_and_few_copies_are_under_way() -> None:
+    pool = pool_of(20)
+    copies = LateCopies()
+    store = HostStore(20, pool.numbers, pool.dtype, copies)
+    for record in range(2 * MOST_COPIES):
+        mine = np.array([record], np.int32)
+        store.write(mine, pool.gather(mine))
+    assert copies.waits == list(range(MOST_COPIES)), "the oldest are waited for"
+
+    copies.on_time = set(range(MOST_COPIES, 2 * MOST_COPIES))
+    everything = np.arange(2 * MOST_COPIES, dtype=np.int32)
+    assert torch.equal(store.read(everything, CPU)[0], pool.gather(everything))
+    assert copies.waits == list(range(MOST_COPIES))
+
+
+def test_searches_are_the_same_where_copies_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    def searched() -> tuple[Any, int]:
+        with Solver(controller=SMALL, budget="90tok", host="1MiB", fetch="always") as solver:
+            solution = solver.solve(PUZZLE)
+            return solution.candidates, solution.metrics.tokens_fetched
+
+    wanted, fetched = searched()
+    monkeypatch.setattr(
+        stores, "HostStore", lambda *given: HostStore(*given[:3], copies=LateCopies())
+    )
+    assert searched() == (wanted, fetched) and fetched > 0
 
 
 def test_a_full_disk_keeps_what_was_written_before(

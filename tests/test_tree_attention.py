@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from support.tree_standin import keys_read
+from test_graphs import Tree
 from test_invariant_triton import run_check
 from torch import Tensor
 
 from arbor import Solver
 from arbor.errors import UsageError
+from arbor.kernels.attention import tree_work as work_module
+from arbor.kernels.attention import triton_tree
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.attention.fixed import Bucket, bucket_of
-from arbor.kernels.attention.tree_work import PROGRAMS, STEP_KEYS, most_work, tree_work, wide_tile
-from arbor.kernels.attention.triton_tree import TritonTree
+from arbor.kernels.attention.rowwise import RowwiseAttention
+from arbor.kernels.attention.tree_work import (
+    PROGRAMS,
+    STEP_KEYS,
+    most_work,
+    tree_work,
+    wide_tile,
+)
+from arbor.kernels.attention.triton_tree import FixedTree, TritonTree
 
 LLAMA = AttentionShape(32, 8, 128, 128, scaling=128**-0.5)
+TRASH = 300  # the slot of no token
 
 
 @pytest.mark.slow
 def test_it_agrees_with_the_reference_as_planned_and_in_a_buckets_buffers() -> None:
     run_check("tree", interpreted=True)
+
+
+@pytest.mark.slow
+def test_it_reads_8_bit_kv() -> None:
+    run_check("tree_int8", interpreted=True)
 
 
 @pytest.mark.slow
@@ -77,7 +97,7 @@ def test_every_row_meets_every_key_once_and_no_program_has_more_than_its_share(
 
 def test_parts_of_a_row_lie_side_by_side() -> None:
     work = tree_work(layout_of(6, 300, 5), LLAMA)
-    for first_row, end_row, *_, place in work.items.tolist():
+    for first_row, end_row, *_, place, _ in work.items.tolist():
         for number in range(end_row - first_row):
             row = first_row + number
             assert work.ends[row] <= work.places[place + number] < work.ends[row + 1]
@@ -108,3 +128,91 @@ def test_a_model_in_float64_is_refused_with_the_dtype_that_works() -> None:
     with pytest.raises(UsageError, match="no kernels for float64") as error:
         checkpoint.backend_name(checkpoint.read().info)
     assert "--dtype float32" in error.value.hint
+
+
+# Trees that grow
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each layout whose items were planned; a row's list has room for three keys."""
+    found: list[int] = []
+
+    def counted(layout: CascadeLayout, *others: Any) -> Any:
+        found.append(layout.rows)
+        return tree_work(layout, *others)
+
+    monkeypatch.setattr(triton_tree, "tree_work", counted)
+    for module in (triton_tree, work_module):
+        monkeypatch.setattr(module, "ROOM", 3)
+    return found
+
+
+def fixed_for(shape: AttentionShape, bucket: Bucket) -> FixedTree:
+    found = TritonTree().fixed(shape, bucket, slots=TRASH)
+    assert found is not None
+    return found
+
+
+def load(fixed: FixedTree, layout: CascadeLayout) -> None:
+    lists = fixed.prepare(layout, TRASH)
+    assert lists is not None
+    fixed.plan(lists)
+    right = RowwiseAttention().plan(layout, fixed._shape).keys
+    found = keys_read(fixed._buffers, fixed._bucket.rows)
+    assert [sorted(each) for each in found[: layout.rows]] == [sorted(k.tolist()) for k in right]
+    assert found[layout.rows :] == [[TRASH]] * (fixed._bucket.rows - layout.rows)
+
+
+def test_items_are_planned_once_for_a_tree_whose_rows_are_given_tokens(planned: list[int]) -> None:
+    tree = Tree(5, seed=1)
+    fixed = fixed_for(LLAMA, Bucket(8, 4, 8))
+
+    for _ in range(12):
+        load(fixed, tree.step().layout(None))
+
+    assert planned == [8] * 3, "at first, and after every three tokens more"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: tree.step(),  # a step that these buffers were not told of
+        lambda tree: setattr(tree, "shared", None),
+        lambda tree: (tree.contexts.pop(), tree.tails.pop(), setattr(tree, "shared", None)),
+        lambda tree: tree.tails[1].__setitem__(0, tree.free.pop()),  # a token that has moved
+    ],
+)
+def test_items_are_planned_anew_for_any_other_change(
+    planned: list[int], change: Callable[[Tree], Any]
+) -> None:
+    tree = Tree(5, seed=1)
+    fixed = fixed_for(LLAMA, Bucket(8, 4, 8))
+    load(fixed, tree.step().layout(None))
+
+    change(tree)
+    load(fixed, tree.step().layout(None))
+    load(fixed, tree.step().layout(None))
+
+    assert len(planned) == 2
+
+
+def test_a_window_is_planned_at_every_step(planned: list[int]) -> None:
+    tree = Tree(5, seed=1)
+    fixed = fixed_for(AttentionShape(6, 2, 32, 32, scaling=0.3, window=4), Bucket(8, 1, 0))
+
+    for _ in range(5):
+        load(fixed, tree.step().layout(4))
+
+    assert len(planned) == 5
+
+
+def test_a_plan_that_was_not_carried_out_is_made_again(planned: list[int]) -> None:
+    tree = Tree(5, seed=1)
+    fixed = fixed_for(LLAMA, Bucket(8, 4, 8))
+    load(fixed, tree.step().layout(None))
+
+    assert fixed.prepare(tree.step().layout(None), TRASH) is not None  # and no `plan`
+    load(fixed, tree.step().layout(None))
+
+    assert len(planned) == 2

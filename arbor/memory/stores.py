@@ -8,6 +8,7 @@ import os
 import tempfile
 import weakref
 import zlib
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.errors import UsageError
+from arbor.memory.host_copies import HostCopies, HostCopy
 from arbor.memory.out_of_memory import is_out_of_memory
 from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import KVPool
@@ -26,6 +28,8 @@ from arbor.support.texts import human_bytes
 from arbor.tree import Tier
 
 logger = logging.getLogger(__name__)
+
+MOST_COPIES = 4  # whose rows are still on the device
 
 
 class Store(Protocol):
@@ -81,12 +85,14 @@ class HostStore:
     """KV in host memory.
 
     A record is contiguous, so that a transfer is one gather on the device, one copy, and one
-    scatter into the records. The copy is synchronous, from and to memory that is not page-locked.
+    scatter into the records. With `copies` the device goes on meanwhile: what leaves it reaches the
+    records when these are next needed, or `MOST_COPIES` writes later.
 
     Args:
         records: how many it can hold.
         numbers: numbers per token, `KVPool.numbers`.
         dtype: of the pool.
+        copies: from a device that does not wait for them; None: the pool is in host memory too.
 
     Raises:
         UsageError: the machine has less memory than that.
@@ -96,8 +102,12 @@ class HostStore:
     keeps = False
     group = 1
 
-    def __init__(self, records: int, numbers: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, records: int, numbers: int, dtype: torch.dtype, copies: HostCopies | None = None
+    ) -> None:
         self.records = records
+        self._copies = copies
+        self._due: deque[tuple[Tensor, HostCopy]] = deque()
         try:
             with torch.inference_mode(False):
                 self._rows = torch.empty(records, numbers, dtype=dtype)
@@ -111,18 +121,30 @@ class HostStore:
 
     def write(self, records: Records, rows: Tensor) -> NDArray[np.bool_]:
         """See `Store`; always succeeds."""
-        self._rows[_index(records)] = rows.to("cpu")
+        if self._copies is None:
+            self._rows[_index(records)] = rows.to("cpu")
+        else:
+            self._settle(MOST_COPIES - 1)
+            self._due.append((_index(records), self._copies.down(rows)))
         return np.ones(len(records), np.bool_)
 
     def read(self, records: Records, device: torch.device) -> tuple[Tensor, NDArray[np.bool_]]:
         """See `Store`; always intact."""
-        rows = self._rows.index_select(0, _index(records))
-        return rows.to(device), np.ones(len(records), np.bool_)
+        rows, _ = self.part(_index(records), slice(None), device)
+        return rows, np.ones(len(records), np.bool_)
 
     def part(self, index: Tensor, columns: slice, device: torch.device) -> tuple[Tensor, int]:
         """See `ReadInPlace`."""
+        self._settle(0)
         rows = self._rows[:, columns].index_select(0, index)
-        return rows.to(device), rows.nbytes
+        there = rows if self._copies is None else self._copies.up(rows, device)
+        return there, rows.nbytes
+
+    def _settle(self, most: int) -> None:
+        """Put what has come into its records; wait where more than so many copies are under way."""
+        while self._due and (len(self._due) > most or self._due[0][1].done()):
+            index, copy = self._due.popleft()
+            self._rows[index] = copy.rows()
 
     def rounded(self, records: Records) -> NDArray[np.bool_]:
         """See `Store`; none."""
@@ -130,6 +152,7 @@ class HostStore:
 
     def close(self) -> None:
         """See `Store`."""
+        self._settle(0)
         self._rows = self._rows[:0]
 
 
@@ -255,7 +278,8 @@ class LowerRoom:
         """
         stores: list[Store] = []
         if self.host and (self.host_bits is None or self.staging):
-            stores.append(HostStore(self.host, pool.numbers, pool.dtype))
+            copies = HostCopies(pool.device) if pool.device.type == "cuda" else None
+            stores.append(HostStore(self.host, pool.numbers, pool.dtype, copies))
         if self.host and self.host_bits is not None:
             keys = sum(part[0].numel() for part in pool.k)
             stores.append(PackedStore(self.host, keys, pool.numbers, pool.dtype, self.host_bits))

@@ -104,8 +104,8 @@ class ModelSettings(ModelSource):
         dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is a GPU; a ready
             model keeps its own.
         kv_dtype: ``int8`` keeps K and V in 8 bits, rounded once when a token is written: lossy, and
-            up to nearly four times the tokens in the same bytes (CPU only; docs/cpu.md).
-            ``auto`` is the model's dtype.
+            up to nearly four times the tokens in the same bytes (docs/cpu.md); on a GPU with the
+            backend ``triton`` alone. ``auto`` is the model's dtype.
         weights: ``int8`` keeps the weights of linear layers in 8 bits with a scale for each 32,
             rounded once when the model is loaded: lossy (CPU only; docs/cpu.md). ``auto``
             keeps them as they are.
@@ -143,7 +143,7 @@ class ModelSettings(ModelSource):
     )
     kv_dtype: Literal["auto", "int8"] = setting(
         "auto",
-        "Data type of the KV; int8: 8 bits with scales, lossy, CPU only; auto: the model's.",
+        "Data type of the KV; int8: 8 bits with scales, lossy, on a GPU with --backend triton.",
         shown="set",
     )
     weights: Literal["auto", "int8"] = setting(

@@ -209,6 +209,7 @@ class DecodeGraphs:
         recorder: captures steps.
         staging: copies a step's integers.
         run_model: runs the model.
+        dtype: that it computes in.
 
     Attributes:
         recorder: as given; other steps of the same thread may share it.
@@ -221,8 +222,10 @@ class DecodeGraphs:
         recorder: Recorder,
         staging: Staging,
         run_model: RunModel,
+        dtype: torch.dtype,
     ) -> None:
         self._backend = backend
+        self._dtype = dtype
         self._shapes = {shape: shapes.index(shape) for shape in shapes}  # and a layer of each
         self.recorder = recorder
         self._staging = staging
@@ -321,7 +324,7 @@ class DecodeGraphs:
         except Exception as error:  # models, compilers and CUDA fail in many ways
             self._end(error)
             return eager()
-        reason = _difference(got, padded, wanted, pool.dtype)
+        reason = _difference(got, padded, wanted, self._dtype)
         if reason:
             return self._refuse(bucket, reason, eager())  # its K/V replace those of the graph
         self._steps[bucket] = step
@@ -348,7 +351,7 @@ class DecodeGraphs:
         generator = torch.Generator(pool.device).manual_seed(0)
         for shape, layer in self._shapes.items():
             size = (bucket.rows, shape.num_qo_heads, shape.head_dim_qk)
-            q = torch.randn(size, generator=generator, device=pool.device).to(pool.dtype)
+            q = torch.randn(size, generator=generator, device=pool.device).to(self._dtype)
             kv = pool.k[layer], pool.v[layer]
             plain = self._backend.plan(plan.layout(shape.window), shape)
             wanted, _ = self._backend.run(plain, q[: plan.rows], *kv)

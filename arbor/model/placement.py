@@ -19,7 +19,7 @@ FLASHINFER = "flashinfer"  # both the backend and its package
 INVARIANT = "invariant"
 TRITON = "triton"
 NATIVE = "native"
-INT8_BACKENDS = ("native", "torch", "rowwise")  # those that read 8-bit KV
+INT8_BACKENDS = ("native", "torch", "rowwise")  # those that read 8-bit KV on a CPU
 
 
 def resolve_device(device: str) -> torch.device:
@@ -155,11 +155,13 @@ def check_int8(backend: str, device: str) -> None:
     Raises:
         UsageError: names the value that works.
     """
+    if device != "cpu" and backend == TRITON:
+        return
     if device.startswith("cuda"):
         raise UsageError(
             "kv-dtype",
-            f"kv_dtype={INT8} runs on a CPU only, and the device is {device}.",
-            "Use --device cpu, or leave kv_dtype out.",
+            f"kv_dtype={INT8}: on a GPU --backend {TRITON} alone reads 8-bit KV, not {backend}.",
+            f"Use --backend {TRITON}, or leave kv_dtype out.",
         )
     if backend not in ("auto", *INT8_BACKENDS):
         raise UsageError(

@@ -168,7 +168,7 @@ class ModelRunner:
         if recorder is not None and isinstance(backend, FixedBackend):
             staging = Staging(self.device)  # a buffer of its own: both may be in use
             shapes = [spec.shape for spec in self.specs]
-            self.graphs = DecodeGraphs(backend, shapes, recorder, staging, self._run)
+            self.graphs = DecodeGraphs(backend, shapes, recorder, staging, self._run, self.dtype)
 
     @property
     def weight_bytes(self) -> int:

@@ -101,8 +101,8 @@ class AttentionBackend(Protocol):
     The pool's tensors are ``k_pool [slots, H_kv, D_k]`` and ``v_pool [slots, H_kv, D_v]``, possibly
     strided, contiguous in the last dimension. Slots that no list names may hold anything, NaN
     included. Queries and pools have one dtype: float32, float64, float16 or bfloat16. The pools of
-    8-bit KV are int8 instead, and as wide as `arbor.kernels.int8` says; rowwise, torch and native
-    read them.
+    8-bit KV are int8 instead, and as wide as `arbor.kernels.int8` says; rowwise, torch, native and
+    triton read them.
     """
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> Any:

@@ -2,14 +2,14 @@
 
 FlashInfer's cascade launches a kernel, and often a merge, for every level; here one launch takes
 all levels, each item in the tile that suits it. FastTree (MLSys 2025) and DeFT (ICLR 2025) group a
-tree's keys and rows alike; differences: items are cut for an equal share of the keys, and a
-captured graph may be given other trees.
+tree's keys and rows alike; differences: items are cut for an equal share of the keys, a captured
+graph may be given other trees, and tokens that rows append to one need no new items.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
 from arbor.kernels.attention.fixed import Bucket, key_capacity, pad_last, pad_shared
 from arbor.kernels.attention.torch_cascade import TorchCascade
-from arbor.kernels.attention.tree_work import COLUMNS, most_work, tree_work
+from arbor.kernels.attention.tree_work import COLUMNS, ROOM, appends, most_work, tree_work
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_PART_BYTES = 256 << 20
@@ -44,7 +44,8 @@ class TreePlan:
 class TritonTree:
     """The `AttentionBackend` ``triton``: float32, float16 and bfloat16, heads of any size.
 
-    Equal to `RowwiseAttention` up to rounding; every row needs at least one key.
+    Equal to `RowwiseAttention` up to rounding; every row needs at least one key. Numbers of 8-bit
+    KV are rounded to the dtype of the queries.
 
     Example:
         Needs a GPU; `TorchCascade` has an example of these calls for any machine::
@@ -99,10 +100,10 @@ class TritonTree:
         items, parts = most_work(shape, bucket.rows, levels, bucket.requests)
         if 4 * parts * shape.num_qo_heads * (shape.head_dim_vo + 1) > MOST_PART_BYTES:
             return None
-        keys = key_capacity(shape, slots, last=True)
+        keys = key_capacity(shape, slots, last=True) + ROOM * bucket.rows
         if levels > 1:
             keys += key_capacity(shape, slots, last=False)
-        return FixedTree(shape, bucket, (items * COLUMNS, parts, bucket.rows + 1, keys))
+        return FixedTree(shape, bucket, (items * COLUMNS, parts, bucket.rows + 1, keys, 1))
 
     @property
     def fixed_bytes(self) -> int:
@@ -113,15 +114,33 @@ class TritonTree:
         """See `FixedBackend.release_fixed`."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The tree whose work is in the buffers of a bucket.
+
+    Attributes:
+        layout: of the last step.
+        next: see `TreeWork.next`.
+        grown: keys that each row's own list was given since it was planned.
+    """
+
+    layout: CascadeLayout
+    next: Tensor
+    grown: int
+
+
 class FixedTree:
     """`FixedAttention` by the same two launches, over buffers with room for any tree of a bucket.
+
+    Items are planned once for a tree: a step that only appends a token to each row sends the slots
+    of these. A window moves, so that layers with one are planned at every step.
 
     Partial results are tensors of the run, so that a graph keeps them in its own memory, which all
     layers share.
 
     Args:
         shape, bucket: see `FixedBackend.fixed`.
-        sizes: numbers in each buffer: items, places, ends, slots.
+        sizes: numbers in each buffer: items, places, ends, slots, 1.
     """
 
     def __init__(self, shape: AttentionShape, bucket: Bucket, sizes: Sequence[int]) -> None:
@@ -129,16 +148,29 @@ class FixedTree:
         self._bucket = bucket
         self._sizes = tuple(sizes)
         self._buffers: tuple[Tensor, ...] = ()
+        self._held: _Held | None = None
+        self._due: _Held | None = None
         self.own_bytes = 4 * sum(sizes)
 
     def prepare(self, layout: CascadeLayout, trash: int) -> list[Tensor] | None:
-        """See `FixedAttention.prepare`."""
+        """See `FixedAttention.prepare`; a token more of each row needs their slots alone."""
+        held, self._due = self._held, None
+        if held is not None and held.grown < ROOM and appends(held.layout, layout):
+            self._due = due = replace(held, layout=layout, grown=held.grown + 1)
+            own = layout.levels[-1]
+            added = own.kv_indices[own.kv_indptr[1:].long() - 1]
+            grown = torch.tensor([due.grown], dtype=torch.int32)
+            return [added, held.next + held.grown, grown]
         *shared, last = layout.levels
         levels = [pad_shared(level, self._bucket) for level in shared]
         padded = (*levels, pad_last(last, self._bucket, trash))
-        lists = tree_work(CascadeLayout(self._bucket.rows, padded), self._shape).lists
-        fits = all(len(each.view(-1)) <= n for each, n in zip(lists, self._sizes, strict=True))
-        return [each.view(-1) for each in lists] if fits else None
+        growing = layout.rows if self._shape.window is None else 0
+        work = tree_work(CascadeLayout(self._bucket.rows, padded), self._shape, growing)
+        lists = [each.view(-1) for each in work.lists]
+        if any(len(each) > n for each, n in zip(lists, self._sizes, strict=True)):
+            return None
+        self._due = _Held(layout, work.next, 0) if growing else None
+        return lists
 
     def plan(self, lists: Sequence[Tensor]) -> None:
         """See `FixedAttention.plan`."""
@@ -147,9 +179,17 @@ class FixedTree:
                 self._buffers = tuple(
                     torch.zeros(n, dtype=torch.int32, device=lists[0].device) for n in self._sizes
                 )
-        for buffer, numbers in zip(self._buffers, lists, strict=True):
-            buffer[: len(numbers)].copy_(numbers)
-        self._buffers[0][len(lists[0]) :].zero_()  # items that are not used have no rows
+        self._held = None  # a plan that fails leaves the buffers undefined
+        if len(lists) < len(self._buffers):
+            added, places, grown = lists
+            *_, slots, count = self._buffers
+            slots.index_copy_(0, places, added)
+            count.copy_(grown)
+        else:
+            for buffer, numbers in zip(self._buffers, lists, strict=True):
+                buffer[: len(numbers)].copy_(numbers)
+            self._buffers[0][len(lists[0]) :].zero_()  # items that are not used have no rows
+        self._held = self._due
 
     def run(
         self, q: Tensor, k_pool: Tensor, v_pool: Tensor, sinks: Tensor | None
@@ -172,6 +212,6 @@ def _attend(
         raise ValueError(f"the backend 'triton' has no kernels for {q.dtype}")
     from arbor.kernels.attention.triton_tree_kernel import attend
 
-    items, places, ends, slots = lists
-    out, lse = attend(shape, items, places, ends, slots, q, k_pool, v_pool)
+    items, places, ends, slots, grown = lists
+    out, lse = attend(shape, items, places, ends, slots, grown, q, k_pool, v_pool)
     return apply_sinks(out, lse, sinks) if sinks is not None else (out, lse)

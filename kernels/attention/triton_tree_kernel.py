@@ -14,9 +14,22 @@ from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape
 from arbor.kernels.attention.tree_work import NARROW, wide_tile
+from arbor.kernels.int8 import GROUP
 from arbor.kernels.invariant_triton import merge
 
-ITEM = tl.constexpr(7)  # numbers of an item
+ITEM = tl.constexpr(8)  # numbers of an item
+CHANNELS = tl.constexpr(GROUP)  # that share a scale in 8-bit KV
+
+
+@triton.jit
+def read(pool, head, d, mask, like, DIM: tl.constexpr):
+    """K or V of a tile as queries are: numbers, or 8-bit codes times the scales behind them."""
+    found = tl.load(pool + head + d, mask=mask, other=0)
+    if pool.dtype.element_ty == tl.int8:
+        scales = (pool + head + DIM).to(tl.pointer_type(tl.float16))
+        scale = tl.load(scales + d // CHANNELS, mask=mask, other=0)
+        found = (found.to(tl.float32) * scale.to(tl.float32)).to(like.dtype)
+    return found
 
 
 @triton.jit
@@ -36,10 +49,10 @@ def attend_tile(
     span,
     first_place,
     kv_head,
-    k_slot,
-    k_head,
-    v_slot,
-    v_head,
+    k_slot: tl.constexpr,
+    k_head: tl.constexpr,
+    v_slot: tl.constexpr,
+    v_head: tl.constexpr,
     scaling: tl.constexpr,
     softcap: tl.constexpr,
     HEADS: tl.constexpr,
@@ -72,26 +85,22 @@ def attend_tile(
         key = start + tl.arange(0, BLOCK_N)
         listed = key < end_key
         slot = tl.load(slots + key, mask=listed, other=0).to(tl.int64)
-        k = tl.load(
-            k_pool + slot[None, :] * k_slot + kv_head * k_head + d_qk[:, None],
-            mask=listed[None, :] & (d_qk < DIM_QK)[:, None],
-            other=0.0,
-        )
+        held = listed[None, :] & (d_qk < DIM_QK)[:, None]
+        place = slot[None, :] * k_slot + kv_head * k_head
+        k = read(k_pool, place, d_qk[:, None], held, queries, DIM_QK)
         logits = tl.dot(queries, k, input_precision="ieee") * scaling
         if softcap > 0:
             logits = softcap * (2 * tl.sigmoid(2 * (logits / softcap)) - 1)
         distance = (row + offset)[:, None] - key[None, :]
-        read = (distance >= 0) & (distance < span) & listed[None, :]
-        logits = tl.where(read, logits, float("-inf"))
+        seen = (distance >= 0) & (distance < span) & listed[None, :]
+        logits = tl.where(seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # of rows that have read no key yet
         kept = tl.exp(top - base)
         weights = tl.exp(logits - base[:, None])
-        v = tl.load(
-            v_pool + slot[:, None] * v_slot + kv_head * v_head + d_vo[None, :],
-            mask=listed[:, None] & (d_vo < DIM_VO)[None, :],
-            other=0.0,
-        )
+        held = listed[:, None] & (d_vo < DIM_VO)[None, :]
+        place = slot[:, None] * v_slot + kv_head * v_head
+        v = read(v_pool, place, d_vo[None, :], held, queries, DIM_VO)
         total = total * kept + tl.sum(weights, 1)
         state = state * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
@@ -114,12 +123,13 @@ def tree_kernel(
     slots,
     items,
     places,
+    grown,
     part_out,
     part_lse,
-    k_slot,
-    k_head,
-    v_slot,
-    v_head,
+    k_slot: tl.constexpr,
+    k_head: tl.constexpr,
+    v_slot: tl.constexpr,
+    v_head: tl.constexpr,
     scaling: tl.constexpr,
     softcap: tl.constexpr,
     HEADS: tl.constexpr,
@@ -142,6 +152,9 @@ def tree_kernel(
     offset = tl.load(item + 4)
     span = tl.load(item + 5)
     first_place = tl.load(item + 6)
+    more = tl.load(item + 7) * tl.load(grown)  # keys at the end of a list that grows
+    end_key += more
+    offset += more
     pairs = (end_row - first_row) * GROUP
     if pairs > NARROW:
         attend_tile(
@@ -186,6 +199,7 @@ def attend(
     places: Tensor,
     ends: Tensor,
     slots: Tensor,
+    grown: Tensor,
     q: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
@@ -194,8 +208,8 @@ def attend(
 
     Args:
         shape: of the layer.
-        items, places, ends, slots: of a `TreeWork`, on the device; there may be room after them,
-            where items are zeros.
+        items, places, ends, slots, grown: of a `TreeWork`, on the device; there may be room after
+            them, where items are zeros.
         q, k_pool, v_pool: as in `AttentionBackend.run`.
     """
     q = q.contiguous()
@@ -207,7 +221,7 @@ def attend(
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if rows:
         tree_kernel[(shape.num_kv_heads, len(items))](
-            *(q, k_pool, v_pool, slots, items, places, part_out, part_lse),
+            *(q, k_pool, v_pool, slots, items, places, grown, part_out, part_lse),
             *(*k_pool.stride()[:2], *v_pool.stride()[:2]),
             **tile(shape, q.dtype),
         )

@@ -27,6 +27,7 @@ from arbor.kernels.attention.base import (
     apply_sinks,
 )
 from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
+from arbor.kernels.int8 import decode, encode
 
 ERROR = 5e-3  # of a row's output, relative to its length; bfloat16 and three levels cost up to 4e-3
 LSE_ERROR = 2e-3  # of a logsumexp
@@ -34,6 +35,7 @@ MASS_ERROR = 5e-3  # of the attention mass of all slots, relative to its length
 MASS_ROWS = 1000  # of larger problems mass is not asked
 LONGEST = 40  # keys
 QUERY_SIZE = 0.5  # of queries and keys of normal numbers: no key's weight is close to 0
+STORED_GROUP = 4  # cases of so many heads to a KV head are read in 8 bits too
 DENSE_BYTES = 1 << 30  # of float64 logits at once
 
 
@@ -236,6 +238,15 @@ def exact(
     return out, lse, mass
 
 
+def stored(problem: Problem) -> Problem:
+    """The same over 8-bit KV, with what float64 computes from the numbers that it holds."""
+    shape = problem.shape
+    k, v = encode(problem.k), encode(problem.v)
+    numbers = decode(k, shape.head_dim_qk), decode(v, shape.head_dim_vo)
+    out, lse, mass = exact(problem.layout, shape, problem.q, *numbers, problem.sinks)
+    return dataclasses.replace(problem, k=k, v=v, out=out, lse=lse, mass=mass)
+
+
 def errors(backend: AttentionBackend, problem: Problem, layout: CascadeLayout) -> dict[str, Any]:
     """The largest error of a row's output, relative to its length, and of any logsumexp, that of
     the attention mass, and whether all are small enough.
@@ -304,5 +315,8 @@ def run(job: Job) -> None:
                 backends[name] = backend_of(name, device)
             problem = problem_of(case, job.seed, device)
             job.row(case.name, **about, **errors(backends[name], problem, problem.layout))
+            if name == "triton" and case.kind == "short" and case.shape.group == STORED_GROUP:
+                found = errors(backends[name], stored(problem), problem.layout)
+                job.row(f"{case.name}, 8-bit KV", **about, **found)
         job.seed += 1
     job.end([f"{name}: {case.name}" for name, case in todo])

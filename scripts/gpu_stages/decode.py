@@ -24,6 +24,7 @@ from gpu_stages.engines import (
     token,
 )
 from gpu_stages.floors import (
+    BYTES,
     CONFIG_L,
     CONFIG_S,
     H200,
@@ -46,6 +47,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from arbor.engine.operation import Growth
+from arbor.kernels.int8 import stored_width
 from arbor.model.sampling_params import Sampling
 
 WARM, TIMED, PROFILED = 20, 40, 5  # steps
@@ -100,14 +102,15 @@ def cells(part: str, small: bool) -> list[Cell]:
         model = TINY if small else LLAMA_8B
         return [Cell(model.name, tree.name, leaves, None) for leaves, tree in chosen]
     if small:
-        extras = (Variant(deterministic=True), Variant(statistics=True))
+        extras = (Variant(deterministic=True), Variant(statistics=True), Variant(int8=True))
         return [
             Cell(TINY.name, SMALL.name, 4, variant)
             for variant in (shipped, graphs, on, off, *extras)
         ]
     model = LLAMA_8B if part == "llama" else QWEN_7B
     first = [shipped, graphs, on_graphs, off_graphs, on, off]
-    launches = (graphs, Variant(graphs=True, triton=True))  # attention level by level, or in two
+    # attention level by level, or in two launches, also of 8-bit KV
+    launches = (graphs, *(Variant(graphs=True, triton=True, int8=int8) for int8 in (False, True)))
     found = [
         (tree, leaves, variant)
         for tree, leaves in ((CONFIG_S, 64), (CONFIG_L, 256), (CONFIG_S, 1))
@@ -198,7 +201,10 @@ def run(job: Job) -> None:
                 model = random_model(MODELS[cell.model], device)
             found = measure(cell, model, steps, device)
             own = TREES[cell.tree].block - steps.timed / 2
-            floor = tree_floor_ms(MODELS[cell.model], TREES[cell.tree], cell.leaves, machine, own)
+            shape, part = MODELS[cell.model], 1.0
+            if cell.variant is not None and cell.variant.int8:
+                part = stored_width(shape.head_dim) / (BYTES * shape.head_dim)
+            floor = tree_floor_ms(shape, TREES[cell.tree], cell.leaves, machine, own, part)
             job.row(
                 cell.name,
                 predicted=CELLS.get(cell.name),

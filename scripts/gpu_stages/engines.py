@@ -34,6 +34,7 @@ class Variant:
         statistics: attention is observed.
         unfused: norms and activations are transformers' own.
         triton: attention by the backend ``triton``.
+        int8: KV in 8 bits.
     """
 
     sharing: str = "shipped"
@@ -42,11 +43,12 @@ class Variant:
     statistics: bool = False
     unfused: bool = False
     triton: bool = False
+    int8: bool = False
 
     @property
     def name(self) -> str:
         """``shipped+graphs``."""
-        words = ("graphs", "deterministic", "statistics", "unfused", "triton")
+        words = ("graphs", "deterministic", "statistics", "unfused", "triton", "int8")
         return "+".join([self.sharing, *(word for word in words if getattr(self, word))])
 
 
@@ -92,6 +94,7 @@ def make_engine(
             policy="h2o" if variant.statistics else policy,
             debug=debug,
             cuda_graphs=variant.graphs,
+            kv_dtype="int8" if variant.int8 else "auto",
         )
     except UsageError as error:
         if variant.deterministic:

@@ -144,7 +144,12 @@ def step_floor_ms(
 
 
 def tree_floor_ms(
-    model: ModelShape, tree: TreeShape, leaves: int, machine: Machine, own: float | None = None
+    model: ModelShape,
+    tree: TreeShape,
+    leaves: int,
+    machine: Machine,
+    own: float | None = None,
+    kv_part: float = 1.0,
 ) -> float:
     """The floor of a step over the first leaves of a tree whose shared tokens are read once.
 
@@ -153,10 +158,11 @@ def tree_floor_ms(
         leaves: how many decode.
         machine: what the GPU does.
         own: tokens of each leaf's block so far; a whole block if left out.
+        kv_part: bytes of KV, as a part of those in bfloat16.
     """
     missing = 0.0 if own is None else tree.block - own
     unique = tree.unique_tokens(leaves) - leaves * missing
-    return step_floor_ms(model, machine, leaves, unique, tree.path_tokens - missing)
+    return step_floor_ms(model, machine, leaves, kv_part * unique, tree.path_tokens - missing)
 
 
 def unshared_floor_ms(model: ModelShape, tree: TreeShape, leaves: int, machine: Machine) -> float:

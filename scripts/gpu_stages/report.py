@@ -8,6 +8,7 @@ from typing import Any
 from gpu_stages.predictions import RATIOS
 
 Row = Mapping[str, Any]
+TREE_NUMBERS = {"times_as_fast", "decode_us"}  # a row of stage 8 that measured has one of them
 NO_CLAIMS = "**No speed claims**: the engine's logits were not shown to agree with the model's own."
 
 
@@ -156,7 +157,10 @@ def decode(rows: Sequence[Row]) -> str:
 
 def trees(rows: Sequence[Row]) -> str:
     """Attention of one layer over trees: FlashInfer's, in two launches, floor, ratio."""
-    names = ("base_us", "tree_us", "tree_floor_us", "times_as_fast", "base_plan_ms", "tree_plan_ms")
+    names = (
+        *("base_us", "tree_us", "decode_us", "tree_floor_us", "times_as_fast"),
+        *("base_plan_ms", "tree_plan_ms"),
+    )
     lines = [
         [
             row["name"],
@@ -164,10 +168,11 @@ def trees(rows: Sequence[Row]) -> str:
             row.get("predicted", {}).get("times_as_fast"),
         ]
         for row in rows
-        if row["stage"] == "trees" and "times_as_fast" in row
+        if row["stage"] == "trees" and not TREE_NUMBERS.isdisjoint(row)
     ]
     header = (
-        *("tree, heads", "level by level, us", "two launches, us", "floor, us", "times as fast"),
+        *("tree, heads", "level by level, us", "two launches, us"),
+        *("last level by the decode kernel, us", "floor, us", "times as fast"),
         *("planning, ms", "planning, ms, two launches", "predicted"),
     )
     return table(header, lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gpu_stages.report import Row, agreed, checked
+from gpu_stages.report import TREE_NUMBERS, Row, agreed, checked
 
 DECODE = (
     *("wall_ms", "wall_ms_median", "wall_ms_p90", "busy_ms", "kernels", "launches"),
@@ -14,7 +14,10 @@ DECODE = (
 PEAKS = ("copy_tb_per_s", "matmul_tflop_per_s")
 SEARCHES = ("same_answers", "solved", "over_budget", "recomputed")
 ERRORS = ("error", "lse_error", "mass_error", "gap")
-TREES = ("times_as_fast", "base_us", "tree_us", "tree_floor_us", "base_plan_ms", "tree_plan_ms")
+TREES = (
+    *("times_as_fast", "base_us", "tree_us", "decode_us", "tree_floor_us"),
+    *("base_plan_ms", "tree_plan_ms"),
+)
 HOST_STEPS = 20
 REPEATS = 15  # calls of a tree
 
@@ -30,7 +33,7 @@ def numbers(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         elif stage == "search" and "same_answers" in row:
             found = {name: row[name] for name in SEARCHES}
             n, n_of = row["n"], "problems"
-        elif stage == "trees" and "times_as_fast" in row and agreed(rows):
+        elif stage == "trees" and not TREE_NUMBERS.isdisjoint(row) and agreed(rows):
             found = {name: row[name] for name in TREES if name in row}
             n, n_of = row.get("n", REPEATS), "trees" if "n" in row else "calls"
         elif stage == "decode" and "wall_ms" in row and agreed(rows):

@@ -1,4 +1,4 @@
-"""Stage 8: tree attention of two backends in one run, over the shapes of FastTree's measurements.
+"""Stage 8: tree attention of several backends in one run, over the shapes that FastTree measured.
 
 A tree is written as FastTree does: nodes of each level, and tokens of a node on each. A call is one
 layer, captured in a CUDA graph, with the cache overwritten before each; planning is timed apart.
@@ -19,7 +19,7 @@ from gpu_stages.attention import ERROR, backend_of
 from gpu_stages.decode import machine_of
 from gpu_stages.floors import BYTES, Machine
 from gpu_stages.predictions import TREE_RATIO
-from gpu_stages.rows import Job
+from gpu_stages.rows import Job, NotAvailable
 from gpu_stages.table import REPEATS
 
 from arbor.kernels.attention.base import (
@@ -28,8 +28,11 @@ from arbor.kernels.attention.base import (
     CascadeLayout,
     CascadeLevel,
 )
+from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade, PlannedWrapper
 
 CACHE_BYTES = 256 << 20  # more than any cache holds
+DECODE_BYTES = 128 << 20  # workspace of FlashInfer's decode wrapper
+DECODE_GROUPS = (1, 2, 3, 4, 8)  # query heads of a KV head that its kernel has
 PLANS = 5
 HEADS = ((32, 8), (32, 32), (16, 1))
 TREES = (
@@ -92,6 +95,33 @@ def layout_of(tree: str) -> CascadeLayout:
     return CascadeLayout(counts[-1], tuple(found))
 
 
+class DecodeLast(FlashInferCascade):
+    """FlashInfer's cascade whose last level, a row each, runs by its decode kernel on CUDA cores.
+
+    With tensor cores its decode wrapper runs the kernel of its prefill wrapper.
+    """
+
+    def _wrapper(self, shape: AttentionShape, index: int) -> PlannedWrapper:
+        if index == 0 and (shape, 0) not in self._wrappers:
+            workspace = torch.empty(DECODE_BYTES, dtype=torch.uint8, device=self.device)
+            wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+            self._wrappers[shape, 0] = PlannedWrapper(_Decoding(wrapper))
+        return super()._wrapper(shape, index)
+
+
+class _Decoding:
+    """A decode wrapper that is called as a prefill wrapper is."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self.run = wrapper.run
+
+    def plan(self, rows: torch.Tensor, *lists: Any, **settings: Any) -> None:
+        assert (rows.diff() == 1).all(), "a request has one row"
+        kept = ("sm_scale", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type")
+        self._wrapper.plan(*lists, **{name: settings[name] for name in kept})
+
+
 def floor_us(layout: CascadeLayout, shape: AttentionShape, machine: Machine) -> float:
     """The shortest that one layer can take."""
     keys = sum(len(level.kv_indices) for level in layout.levels)
@@ -139,8 +169,34 @@ def _on_cpu(call: Callable[[], Any]) -> list[float]:
     return [1e6 * (time.perf_counter() - began)]
 
 
+def row_error(out: torch.Tensor, base: torch.Tensor) -> float:
+    """Of rows, the largest difference relative to their length."""
+    wanted = base.float().flatten(1)
+    return float(((out.float().flatten(1) - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
+
+
+def by_decoding(
+    job: Job,
+    name: str,
+    backend: AttentionBackend,
+    layout: CascadeLayout,
+    shape: AttentionShape,
+    inputs: Any,
+    base: Timed,
+) -> None:
+    """One tree with the last level by FlashInfer's decode kernel, where that can be had."""
+    with job.checking(name, backend="flashinfer"):
+        try:
+            found = timed(backend, layout, shape, inputs)
+        except Exception as failure:  # compilers, loaders and CUDA fail in many ways
+            raise NotAvailable(f"the decode kernel: {failure}") from failure
+        error = row_error(found.out, base.out)
+        ok = error < 2 * ERROR
+        job.row(name, backend="flashinfer", ok=ok, error=error, decode_us=found.us, base_us=base.us)
+
+
 def run(job: Job) -> None:
-    """Measure every tree with both backends, one after the other, and their ratio."""
+    """Measure every tree with the backends, one after the other, and the ratio of two."""
     device = torch.device(job.device)
     names = ("rowwise", "torch") if job.small else ("flashinfer", "triton")
     todo = [
@@ -149,6 +205,7 @@ def run(job: Job) -> None:
         for tree in (SMALL_TREES if job.small else TREES)
     ]
     backends = [backend_of(name, device) for name in names]
+    decode = None if job.small else DecodeLast(device)
     machine = machine_of(job)
     ratios = []
     while todo and job.left_s > 0:
@@ -159,8 +216,7 @@ def run(job: Job) -> None:
             q = torch.randn(layout.rows, shape.num_qo_heads, 128, device=device).bfloat16()
             kv = torch.randn(2, slots, shape.num_kv_heads, 128, device=device).bfloat16()
             base, ours = (timed(each, layout, shape, (q, *kv)) for each in backends)
-            length = base.out.float().flatten(1).norm(dim=1)
-            error = float(((ours.out - base.out).float().flatten(1).norm(dim=1) / length).max())
+            error = row_error(ours.out, base.out)
             floor = floor_us(layout, shape, machine)
             ratios.append(base.us / ours.us)
             job.row(
@@ -175,6 +231,8 @@ def run(job: Job) -> None:
                 base_plan_ms=base.plan_ms,
                 tree_plan_ms=ours.plan_ms,
             )
+            if decode is not None and shape.group in DECODE_GROUPS:
+                by_decoding(job, f"{name}, decode kernel", decode, layout, shape, (q, *kv), base)
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         job.row(

@@ -294,6 +294,18 @@ class Wrapper:
                 out[row] = torch.einsum("hn,nhd->hd", torch.softmax(logits, -1), v).to(q.dtype)
 
 
+class DecodeWrapper(Wrapper):
+    """`BatchDecodeWithPagedKVCacheWrapper` on CUDA cores: a row of each request."""
+
+    def __init__(self, workspace: Tensor, layout: str) -> None:
+        super().__init__(workspace, layout, backend="fa2")
+
+    def plan(self, indptr: Tensor, *lists: Any, **settings: Any) -> None:
+        rows = torch.arange(len(indptr), dtype=torch.int32)
+        dim = lists[-2]
+        super().plan(rows, indptr, *lists, head_dim_vo=dim, causal=False, **settings)
+
+
 def merge_state_in_place(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """One thread block per row, a thread per 8 values (or per 1/32 of a head, if more)."""
     heads, dim = out.shape[1:]
@@ -313,6 +325,7 @@ def package(version: str = "0.6.18") -> types.ModuleType:
     module: Any = types.ModuleType("flashinfer")
     module.__version__ = version
     module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+    module.BatchDecodeWithPagedKVCacheWrapper = DecodeWrapper
     module.merge_state_in_place = merge_state_in_place
     return module
 

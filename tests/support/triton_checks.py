@@ -41,6 +41,7 @@ from arbor.kernels.fused import triton_rotary, triton_sampling
 from arbor.kernels.fused.choice import sums_by_torch
 from arbor.kernels.fused.parts import ACTIVATIONS, NORM_FORMS
 from arbor.kernels.fused.rotary import ROTARY_FORMS, RotaryForm, rotate_by_torch
+from arbor.kernels.int8 import encode, stored_width
 from arbor.kernels.invariant import row_invariant
 from arbor.kernels.linear.layers import PackedLinear, pack_linears
 from arbor.model.plan import Piece, Segment, plan_forward
@@ -153,17 +154,28 @@ def tree() -> None:
         for count in (7, 6, 4, 5):
             layout = plan_forward(segments()[:count]).layout(shape.window)
             attend_tree(dtype, shape, layout, fixed if count < 7 else None)
+        shared = plan_forward(segments()[:6]).shared
+        for added in range(3 if dtype == torch.float32 else 0):  # since the items were planned
+            forward = plan_forward(longer(segments()[:6], added), shared=shared)
+            attend_tree(dtype, shape, forward.layout(shape.window), fixed)
 
 
 def attend_tree(
-    dtype: torch.dtype, shape: AttentionShape, layout: CascadeLayout, fixed: FixedTree | None
+    dtype: torch.dtype,
+    shape: AttentionShape,
+    layout: CascadeLayout,
+    fixed: FixedTree | None,
+    *,
+    stored: bool = False,
 ) -> None:
-    """One layout as it is, and padded in a bucket's buffers."""
+    """One layout as it is, and padded in a bucket's buffers; stored: over 8-bit KV."""
     backend, reference = TritonTree(), RowwiseAttention()
     q = torch.randn(layout.rows, shape.num_qo_heads, shape.head_dim_qk).to(dtype)
     k = torch.randn(SLOTS + 2, shape.num_kv_heads, shape.head_dim_qk).to(dtype)
     v = torch.randn(SLOTS + 2, shape.num_kv_heads, shape.head_dim_vo).to(dtype)
     k[SLOTS + 1] = v[SLOTS + 1] = torch.nan  # no list names it
+    if stored:
+        k, v = encode(k), encode(v)
     sinks = torch.randn(shape.num_qo_heads)
     planned, right = backend.plan(layout, shape), reference.plan(layout, shape)
     found = [backend.run(planned, q, k, v, sinks)]
@@ -176,19 +188,33 @@ def attend_tree(
     wanted, wanted_lse = reference.run(right, q, k, v, sinks)
     for out, lse in found:
         close(out[: layout.rows], wanted, TOLERANCE[dtype])
-        close(lse[: layout.rows], wanted_lse, 1e-4)
+        close(lse[: layout.rows], wanted_lse, TOLERANCE[dtype] if stored else 1e-4)
     mass = backend.mass(planned, q, k, wanted_lse)
     close(mass, reference.mass(right, q, k, wanted_lse), 1e-3)
 
 
+def tree_int8() -> None:
+    """Tree attention over 8-bit KV; heads of 32 and 16 channels, and of a part of a scale's."""
+    for dtype, shape in itertools.product(
+        DTYPES,
+        (
+            AttentionShape(6, 2, 64, 32, scaling=0.1),
+            AttentionShape(6, 2, 12, 40, scaling=0.3, window=40, softcap=5.0),
+        ),
+    ):
+        torch.manual_seed(1)
+        layout = plan_forward(segments()).layout(shape.window)
+        attend_tree(dtype, shape, layout, None, stored=True)
+
+
 def tree_hopper() -> None:
     """It compiles for an H100: half precision on the tensor cores, keys copied ahead."""
-    for dtype, word in zip(DTYPES, ("fp32", "fp16", "bf16"), strict=True):
-        types = dict.fromkeys(("q", "k_pool", "v_pool"), f"*{word}")
-        types |= dict.fromkeys(("slots", "items", "places"), "*i32")
+    kinds = [*zip(DTYPES, ("fp32", "fp16", "bf16"), strict=True), (torch.bfloat16, "i8")]
+    for dtype, word in kinds:
+        types = {"q": "*bf16" if word == "i8" else f"*{word}"}
+        types |= dict.fromkeys(("k_pool", "v_pool"), f"*{word}")
+        types |= dict.fromkeys(("slots", "items", "places", "grown"), "*i32")
         types |= dict.fromkeys(("part_out", "part_lse"), "*fp32")
-        strides = ("k_slot", "k_head", "v_slot", "v_head")  # multiples of 16, as those of a pool
-        types |= dict.fromkeys(strides, "i32")
         for heads, dim, softcap in (
             (32, 64, None),
             (32, 128, None),
@@ -197,9 +223,13 @@ def tree_hopper() -> None:
         ):
             shape = AttentionShape(heads, 4, dim, dim, 0.1, softcap=softcap)
             constants = triton_tree_kernel.tile(shape, dtype)
-            ptx = compiled(triton_tree_kernel.tree_kernel, types, constants, strides)
+            width = stored_width(dim) if word == "i8" else dim
+            constants |= {"k_slot": 4 * width, "k_head": width}
+            constants |= {"v_slot": 4 * width, "v_head": width}
+            ptx = compiled(triton_tree_kernel.tree_kernel, types, constants)
             assert "cp.async" in ptx, (dtype, dim)
             assert ("wgmma" in ptx) == (dtype != torch.float32), (dtype, dim)
+            assert not re.search(r"ld\.global\S*\.[bsu]8", ptx), "codes are read one by one"
 
 
 def segments() -> list[Segment]:
@@ -216,6 +246,17 @@ def segments() -> list[Segment]:
             found.append(Segment((root, piece), [1], place, own, own[-1:], 1))
     own = slots[free : free + 7]
     return [*found, Segment((root,), [1] * 7, np.arange(70, 77), own, own, 1)]
+
+
+def longer(several: Sequence[Segment], added: int) -> list[Segment]:
+    """Decoding rows after so many more tokens each, at most three."""
+    free = np.random.default_rng(0).permutation(SLOTS).astype(np.int32)[110:]
+    found = []
+    for row, segment in enumerate(several):
+        own = np.concatenate((segment.tail, free[3 * row :][:added]))
+        place = segment.positions + added
+        found.append(replace(segment, positions=place, tail=own, write=own[-1:]))
+    return found
 
 
 def models() -> None:
@@ -453,10 +494,8 @@ MERGE = {"HEADS": 32, "DIM": 128, "PADDED": 128, **kernels.FUSION}
 SHARED_BYTES = 227 << 10  # of an H100's multiprocessor, for one thread block
 
 
-def compiled(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: Sequence[str] = ()
-) -> str:
-    """The PTX of a kernel; these numbers are multiples of 16, as every address is."""
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
+    """The PTX of a kernel; addresses are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -469,7 +508,7 @@ def compiled(
         attrs={
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(names)
-            if types.get(name, "").startswith("*") or name in aligned
+            if types.get(name, "").startswith("*")
         },
     )
     options = {name: given for name, given in constants.items() if name not in names}
@@ -514,7 +553,7 @@ def sum_products_in_one_order() -> None:
 CHECKS = {
     each.__name__: each
     for each in (
-        *(products, sums, attention, models, hopper, tree, tree_hopper),
+        *(products, sums, attention, models, hopper, tree, tree_int8, tree_hopper),
         *(fused, fused_hopper, rotary, rotary_hopper, row_sums, row_sums_hopper),
     )
 }
