@@ -91,7 +91,12 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A block was opened; `tokens` is the prompt's length at the root, 0 at every other block."""
+    """A block was opened; `tokens` is the prompt's length at the root, 0 at every other block.
+
+    Attributes:
+        begin: an earlier child of its parent, and how many of that one's first tokens it begins
+            with; written only where it branches inside a thought.
+    """
 
     name: ClassVar[str] = "node"
     node: int
@@ -100,6 +105,7 @@ class Opened:
     depth: int
     tokens: int
     text: str
+    begin: tuple[int, int] | None = field(default=None, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,8 @@ class Boundary:
     Attributes:
         stop: text that ends a thought, end of the sequence, longest length, a limit of the run, or
             branches' confidence (event `stop`).
-        given: tokens given rather than sampled: a question, or a proposed thought. Written only
-            where there are any.
+        given: tokens given rather than sampled: a question, a proposed thought, or those of an
+            earlier one (`Opened.begin`). Written only where there are any.
     """
 
     name: ClassVar[str] = "boundary"
