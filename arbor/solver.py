@@ -18,7 +18,6 @@ from collections.abc import (
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from arbor import components
@@ -37,8 +36,8 @@ from arbor.model.parallel.shards import cannot
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
 from arbor.retention.policy import Policy
-from arbor.run.batch import Batch, OnError, each_solution, several
-from arbor.run.config import read_config, refuse_trust
+from arbor.run.batch import Batch, Found, OnError, each_solution, several
+from arbor.run.config import read_config, refuse_trust, refuse_updated
 from arbor.run.limits import RunLimits, check_count, limited
 from arbor.run.request import Options, Request
 from arbor.run.rollout import Rollout, RolloutFold, refuse_rollouts
@@ -148,7 +147,7 @@ class Solver:
         self._busy = threading.Lock()  # held by it
         self._next = threading.Lock()  # held by the thread that has `_busy` next
         self._thread: int | None = None  # in which it runs
-        self._worker = SearchWorker(self.setup.at_once, self._lend, self._next.locked)
+        self._worker = SearchWorker(self.setup.at_once, self._lend, self._contended)
 
     @classmethod
     def from_config(
@@ -161,10 +160,12 @@ class Solver:
 
         Raises:
             UsageError: an unknown setting, or the configuration sets `trust_remote_code`: pass
-                ``trust_remote_code=True`` as an argument instead.
+                ``trust_remote_code=True`` as an argument instead; or it is that of a search with
+                weights of `update_weights`.
         """
         read = read_config(config) if isinstance(config, str | os.PathLike) else config
         refuse_trust(read, "the configuration")
+        refuse_updated(read, "the configuration")
         settings = {**read, **overrides}
         for name in (*RUN_SETTINGS, *EVALUATION_SETTINGS):
             settings.pop(name, None)
@@ -274,11 +275,11 @@ class Solver:
 
     @property
     def engine(self) -> Engine:
-        """The engine, loaded; after a search it still holds its tree."""
-        with self._loading:
-            if self._engine is None:
-                with self._computing():
-                    self._engine = self._loaded()
+        """The engine, loaded; after a search it still holds its tree, until the weights change."""
+        with self._loading, self._computing():
+            if self._engine is None or self._engine.runner is not self.checkpoint.load().runner:
+                self._engine = None  # its KV is of other weights
+                self._engine = self._loaded()
             return self._engine
 
     def _loaded(self) -> Engine:
@@ -345,6 +346,52 @@ class Solver:
             logger.info("KV probe: rows from which shared spans are read once: %s", rule)
         return rule
 
+    def update_weights(
+        self,
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        *,
+        drain: bool = False,
+    ) -> None:
+        """Replace weights of the model; the others stay, and no KV of the former ones is read.
+
+            solver.update_weights(trained.state_dict())
+
+        All are checked before anything changes. Solvers that share the checkpoint have them too.
+        `close` gives them up: the next search reads the model's own files.
+
+        Args:
+            weights: by the names of the model's ``state_dict()``; either name of tied ones. They
+                are copied, in the dtype and to the device of those before.
+            drain: let the searches in progress end first, with the former weights, and begin no
+                other. A loop over a batch may ask for that: what was in progress is handed out
+                next, and the problems left are searched with the new weights.
+
+        Raises:
+            UsageError: searches are in progress, without `drain` or in this thread; a weight that
+                does not fit; 8-bit weights; several processes hold the model together.
+            ModelError, OutOfMemory: as `load`.
+        """
+        if self.setup.tp > 1:
+            raise cannot(self.setup.tp, "an update of weights", "one process")
+        use = self.checkpoint.use
+        with use.announced():
+            if use.is_read and not drain:
+                raise UsageError(
+                    "solver-busy",
+                    "searches of this model are in progress, and read its weights.",
+                    "Let them end, close the loops over them, or give drain=True.",
+                )
+            if use.is_read:
+                logger.info("searches in progress end with the former weights")
+            batch = self._run if self._thread == threading.get_ident() else None
+            if isinstance(batch, Batch) and not batch.in_step:
+                batch.finish()
+            if use.is_read_here:
+                raise _busy()
+            with use.writing(), self._computing():
+                self._engine = None
+                self.checkpoint.update(weights)
+
     @property
     def eos(self) -> tuple[int, ...]:
         """Token ids that end a text."""
@@ -402,6 +449,12 @@ class Solver:
                 "workers-model",
                 "a ready model cannot be handed to other processes.",
                 "Save it with save_pretrained and name the directory, or name its Hub id.",
+            )
+        if self.checkpoint.updated is not None:
+            raise UsageError(
+                "workers-model",
+                "weights of update_weights cannot be handed to other processes.",
+                "Save the model with save_pretrained, and name the directory.",
             )
         if self.listeners:
             raise UsageError(
@@ -545,22 +598,24 @@ class Solver:
             the generator gives up what is in progress.
         """
         at_once = check_count("concurrency", concurrency) or self.setup.at_once
-        source = iter(jobs)
-        first = list(islice(source, at_once))
-        ready = [job for job in first if job is not None]
-        batch = Batch(self._setup, ready, source, listen, several=len(first) > 1)
-        with self._lend(batch) as engine:
-            for search in as_completed(engine, batch.searches(engine), at_once):
-                batch.over(search.place)
-                if isinstance(search.error, ArborError):
-                    yield search.place, search.error
-                elif isinstance(search.error, Exception) and bugs == "return":
-                    yield search.place, SearchBug(search.error)
-                elif search.error is not None:
-                    raise search.error
-                else:
-                    assert search.result is not None
-                    yield search.place, search.result
+        batch = Batch(self._setup, jobs, at_once, listen)
+
+        def searched() -> Generator[Found, None, None]:
+            with self._lend(batch) as engine:
+                begin = batch.searches(engine)
+                for search in as_completed(engine, begin, at_once, batch.begun):
+                    batch.over(search.place)
+                    if isinstance(search.error, ArborError):
+                        yield search.place, search.error
+                    elif isinstance(search.error, Exception) and bugs == "return":
+                        yield search.place, SearchBug(search.error)
+                    elif search.error is not None:
+                        raise search.error
+                    else:
+                        assert search.result is not None
+                        yield search.place, search.result
+
+        yield from batch.results(searched)
 
     def solve_batch(
         self,
@@ -713,7 +768,7 @@ class Solver:
         """
         self._refuse_arrivals()
         most = at_once if self.setup.at_once > 1 else 1
-        return SharedEngine(self._setup, self._lend, self._next.locked, most, tokens)
+        return SharedEngine(self._setup, self._lend, self._contended, most, tokens)
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the search in progress, or all of them, after the current forward.
@@ -747,12 +802,16 @@ class Solver:
                 held = self._busy.acquire()
             self._thread = threading.get_ident()
             self._run = run
-            with self._computing():
+            with self.checkpoint.use.reading(), self._computing():
                 yield self.engine
         finally:
             if held:
                 self._run = self._thread = None
                 self._busy.release()
+
+    def _contended(self) -> bool:
+        """Whether another thread waits for the engine, or to change the weights."""
+        return self._next.locked() or self.checkpoint.use.wanted
 
     def _refuse_waiting(self, in_loop: bool) -> None:
         """Refuse to wait for a stream in the thread that holds the engine.
@@ -791,7 +850,7 @@ class Solver:
 def _busy() -> UsageError:
     return UsageError(
         "solver-busy",
-        "a listener, task, verifier or controller of this search asked its own solver to solve "
-        "another problem, or a loop over a batch did.",
-        "Use another Solver there, or solve after the search.",
+        "a listener, task, verifier or controller of this search asked its own solver for another "
+        "search or for new weights, or a loop over a batch did.",
+        "Use another Solver there, or ask after the search.",
     )

@@ -67,6 +67,7 @@ TORCH = (
     "model.kv_identity",
     "model.layers",
     "model.measurement_file",
+    "model.new_weights",
     "model.parallel.ranks",
     "model.plan",
     "model.rotation",

@@ -14,7 +14,7 @@ from arbor import components, registry
 from arbor.components import split_spec
 from arbor.errors import UsageError, unknown_setting
 from arbor.model.sampling_params import Sampling
-from arbor.run.config import read_config, refuse_trust
+from arbor.run.config import read_config, refuse_trust, refuse_updated
 from arbor.run.presets import preset
 from arbor.support.setting import settings_of
 
@@ -112,6 +112,7 @@ def take_preset(ctx: click.Context, parameter: click.Parameter, name: str | None
 
 def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) -> None:
     refuse_trust(config, source)
+    refuse_updated(config, source)
     options = {each.name: each for each in ctx.command.params if each.name}
     set_only = getattr(ctx.command, "set_only", {})
     defaults: dict[str, Any] = {}

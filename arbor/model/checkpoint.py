@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +38,7 @@ from arbor.model.placement import (
     runs_native,
 )
 from arbor.support.garbage import no_collection
+from arbor.support.read_write_lock import ReadWriteLock
 from arbor.support.setting import setting
 from arbor.support.stages import stage_of
 
@@ -185,6 +188,9 @@ class Checkpoint:
     Args:
         settings: which model, and how it runs.
 
+    Attributes:
+        use: read while searches are in progress, written to replace weights.
+
     Raises:
         UsageError: invalid settings; nothing was read.
         ModelError: the model does not exist.
@@ -233,6 +239,9 @@ class Checkpoint:
         self._description: Description | None = None  # of an earlier process
         self._files: Files | None = None
         self._weights: Weights | None = None
+        self._updated: Any = None  # the model with new weights
+        self._digests: dict[str, str] = {}  # of new weights, by their names
+        self.use = ReadWriteLock()
         self._reading = threading.Lock()
         self._loading = threading.Lock()
 
@@ -262,8 +271,10 @@ class Checkpoint:
         return None if self._weights is None else self._weights.rounding
 
     def close(self) -> None:
-        """Drop config, tokenizer and weights."""
+        """Drop config, tokenizer and weights; a ready model keeps those it has."""
         self._description = self._files = self._weights = None
+        if self._given is None:
+            self._updated, self._digests = None, {}
 
     def read(self) -> Description:
         """The description of the model, read once; without torch where an earlier process kept it.
@@ -308,13 +319,48 @@ class Checkpoint:
                 self._weights = self._load(files)
             return self._weights
 
+    @property
+    def updated(self) -> str | None:
+        """A digest of the weights that `update` gave; None: all are the model's own."""
+        if not self._digests:
+            return None
+        named = "".join(f"{name} {each}\n" for name, each in sorted(self._digests.items()))
+        return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+
+    def update(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Replace weights, and prepare the model anew; the caller writes (`use`).
+
+        Raises:
+            UsageError: a weight that does not fit, or weights in 8 bits; nothing has changed.
+            ModelError, OutOfMemory: as `load`.
+        """
+        if self.weights == INT8:
+            raise UsageError(
+                "weights",
+                f"weights={INT8} keeps no layer that new weights could replace.",
+                "Leave weights out, or save the model and name the directory.",
+            )
+        model = self.load().runner.model
+        from arbor.model.new_weights import NewWeights
+
+        with stage_of(f"updating {self.source.label}"):
+            new = NewWeights(model, weights)
+            with self._loading:
+                self._weights = None
+                self._updated = model
+                self._digests |= new.digests
+                new.put()
+        self.load()
+
     def _load(self, files: Description) -> Weights:
         with stage_of(f"loading {self.source.label}"), no_collection():
             from arbor.model.weights import load_weights
 
             return load_weights(
                 self.source,
-                self._ready_model(files),
+                self._updated or self._ready_model(files),
                 files,
                 device=self.device,
                 backend=self.backend_name(files.info),

@@ -21,20 +21,26 @@ SOURCES = (".py", ".h", ".cpp")
 
 
 def kv_identity(
-    runner: ModelRunner, source: ModelLocation, backend: str, *, deterministic: bool
+    runner: ModelRunner,
+    source: ModelLocation,
+    backend: str,
+    *,
+    deterministic: bool,
+    updated: str | None = None,
 ) -> str | None:
     """A digest that is equal only where equal tokens have the same K and V.
 
-    It names the weights (a directory's files, or the commit of a model of the Hub), the dtype, what
-    each layer stores, the backend, the kind of device, the versions of torch and arbor, arbor's own
-    code, and the format of the files. Another number of threads or another machine changes the last
-    bits only, so they are named if `deterministic`.
+    It names the weights (a directory's files, or the commit of a model of the Hub, and those given
+    since), the dtype, what each layer stores, the backend, the kind of device, the versions of
+    torch and arbor, arbor's own code, and the format of the files. Another number of threads or
+    another machine changes the last bits only, so they are named if `deterministic`.
 
     Args:
         runner: the model.
         source: the place it was loaded from.
         backend: what computes attention.
         deterministic: as in `Solver`.
+        updated: a digest of weights that replaced those of the source.
 
     Returns:
         32 hexadecimal digits; None where nothing identifies the weights.
@@ -42,7 +48,7 @@ def kv_identity(
     weights = model_identity(source)
     if weights is None:
         return None
-    facts = identity_of(runner, weights, backend)
+    facts = identity_of(runner, weights, backend) | {"updated": updated}
     if not deterministic:
         del facts["host"], facts["threads"]
     facts |= {

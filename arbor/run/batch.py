@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain, takewhile
+from inspect import GEN_RUNNING, getgeneratorstate
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from arbor.budget import Budget, Plan
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from arbor.run.session import Status
 
 Job = tuple[str | Problem, Options]
+Found = tuple[int, Solution | ArborError]  # a job's place, and what became of it
 
 
 class Pool:
@@ -127,43 +130,92 @@ class Batch:
     where the policy evicts nothing, so does one whose full retention is not free, and where each
     keeps within its own budget (`Pool`), one whose budget is not.
 
+    While new weights wait to replace the model's, no problem begins; what is left goes on in
+    another engine.
+
     Args:
         setup: parts and settings, those of the solver.
-        first: the jobs that run at first.
-        rest: those after them, read when a place becomes free; None where none is ready yet.
-        several: whether several are searched at a time.
+        jobs: read when a place becomes free; None where none is ready yet.
+        at_once: most of them in progress at a time.
         listen: called with a job's place and every event of its search.
+
+    Attributes:
+        begun: how many problems have begun.
     """
 
     def __init__(
         self,
         setup: Setup,
-        first: Sequence[Job],
-        rest: Iterable[Job | None],
+        jobs: Iterable[Job | None],
+        at_once: int,
         listen: Callable[[int, Event], None] | None = None,
-        *,
-        several: bool,
     ) -> None:
         self._setup = setup
-        self._first = [self._run(job) for job in first]
-        self._rest = (None if job is None else self._run(job) for job in rest)
+        self._jobs = (None if job is None else self._run(job) for job in jobs)
+        self._at_once = at_once
+        self._waiting: deque[Run | Exception] = deque()  # read, in their order
+        self._several = self._read_ahead() > 1
         self._listen = listen
-        self._several = several
+        self.begun = 0
         self._running: dict[int, Run] = {}
         self._pool = Pool()
         self._stopped: Status | None = None
+        self._going: Generator[Found, None, None] | None = None
+        self._early: deque[Found] = deque()  # found by `finish`
+
+    def _read_ahead(self) -> int:
+        """Read the jobs that run at first; how many there were, with those not ready yet."""
+        read = list(islice(self._jobs, self._at_once - len(self._waiting)))
+        self._waiting += [run for run in read if run is not None]
+        return len(read)
+
+    def results(
+        self, searched: Callable[[], Generator[Found, None, None]]
+    ) -> Generator[Found, None, None]:
+        """Each job's place, and what became of it, as they are found.
+
+        Args:
+            searched: the same, in an engine that it holds until no problem may begin.
+        """
+        while True:
+            self._going = searched()
+            with closing(self._going) as going:
+                yield from going
+            while self._early:
+                yield self._early.popleft()
+            if not self._waiting or self._stopped is not None:
+                return
+            self._read_ahead()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this is called by a search in progress, or by what reads the jobs."""
+        going = self._going
+        return going is not None and getgeneratorstate(going) == GEN_RUNNING
+
+    def finish(self) -> None:
+        """Carry out what is in progress now; its results are handed out later, as if asked for."""
+        if self._going is not None:
+            self._early.extend(self._going)
 
     def searches(self, engine: Engine) -> Iterator[Callable[[bool], Steps[Solution] | None] | None]:
-        """What begins each search, see `as_completed`."""
-        self._pool.set([run for run in self._first if isinstance(run, Run)])
-        place = 0
-        for run in chain(self._first, self._rest):
+        """What begins each search, see `as_completed`; to be called once for each engine."""
+        ready = list(self._waiting)
+        self._pool.set([run for run in ready if isinstance(run, Run)])
+        place = self.begun
+        for run in ready:
             if self._stopped is not None:
                 return
-            if run is None:
+            yield partial(self._begin, engine, place, run)
+            place += 1
+        for read in self._jobs:
+            if self._stopped is not None:
+                return
+            if read is None:
                 yield None
                 continue
-            yield partial(self._begin, engine, place, run)
+            self._waiting.append(read)
+            yield partial(self._begin, engine, place, read)
             place += 1
 
     def over(self, place: int) -> None:
@@ -192,12 +244,14 @@ class Batch:
     def _begin(
         self, engine: Engine, place: int, run: Run | Exception, idle: bool
     ) -> Steps[Solution] | None:
-        if self._stopped is not None:
+        if self._stopped is not None or self._setup.checkpoint.use.wanted:
             return None
+        if isinstance(run, Run) and not self._pool.admits(run, self._running.values(), idle):
+            return None
+        self._waiting.popleft()
+        self.begun += 1
         if isinstance(run, Exception):
             raise run
-        if not self._pool.admits(run, self._running.values(), idle):
-            return None
         run.announce()
         self._running[place] = run
         heard = () if self._listen is None else (partial(self._listen, place),)
@@ -240,10 +294,7 @@ def _together(budget: Budget, plans: Sequence[Plan]) -> int:
 OnError = Literal["raise", "return"]
 
 # (problem, options) of each job -> its place and what became of it, as they are found
-Solving = Callable[
-    [Iterable[tuple[str | Problem, Options]]],
-    Generator[tuple[int, Solution | ArborError], None, None],
-]
+Solving = Callable[[Iterable[Job]], Generator[Found, None, None]]
 
 
 def several(problems: Iterable[str | Problem]) -> Iterable[str | Problem]:

@@ -101,6 +101,20 @@ def refuse_trust(config: Mapping[str, Any], where: str) -> None:
         )
 
 
+def refuse_updated(config: Mapping[str, Any], where: str) -> None:
+    """Reject a configuration of weights that it cannot give back.
+
+    Raises:
+        UsageError: they are those of `Solver.update_weights`.
+    """
+    if "updated_weights" in config:
+        raise UsageError(
+            "updated-weights",
+            f"{where} is that of weights that Solver.update_weights gave; it does not hold them.",
+            "Take updated_weights out of it, and update the weights again.",
+        )
+
+
 def _lines(table: Mapping[str, Any], place: tuple[str, ...]) -> Iterator[str]:
     """The table's lines, plain settings first: whatever follows a table's header belongs to it."""
     given = {key: value for key, value in table.items() if value is not None}

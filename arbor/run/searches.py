@@ -86,6 +86,7 @@ def as_completed(
     engine: Engine,
     searches: Iterable[Callable[[bool], Steps[Result] | None] | None],
     concurrency: int,
+    first: int = 0,
 ) -> Iterator[OneSearch[Result]]:
     """Many searches in one engine, each when it is over.
 
@@ -99,10 +100,11 @@ def as_completed(
             begin neither itself nor any after it. None stands for none that is ready yet: the next
             is asked for after a step of the engine.
         concurrency: searches in progress at a time.
+        first: place of the first search.
     """
     waiting: deque[tuple[int, Callable[[bool], Steps[Result] | None]]] = deque()
     source = iter(searches)
-    read = 0
+    read = first
     running: list[OneSearch[Result]] = []
     more = True
     try:

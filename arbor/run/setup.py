@@ -107,6 +107,7 @@ class Setup(Settings):
         optional = {
             "adapter": source.adapter,
             "path_tokens": boundary.path_tokens,
+            "updated_weights": self.checkpoint.updated,
             "step_format": None if boundary.form is None else str(boundary.form),
         }
         return found | {name: each for name, each in optional.items() if each is not None}

@@ -285,7 +285,11 @@ class TierSettings(ModelSettings, ModeSettings):
 
         weights, source = checkpoint.load(), checkpoint.source
         identity = kv_identity(
-            weights.runner, source, weights.backend, deterministic=checkpoint.deterministic
+            weights.runner,
+            source,
+            weights.backend,
+            deterministic=checkpoint.deterministic,
+            updated=checkpoint.updated,
         )
         if identity is None:
             logger.warning("no KV is kept: the commit of %s is not known", source.label)

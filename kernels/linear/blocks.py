@@ -143,6 +143,21 @@ def decoded(data: Tensor, kind: str) -> Tensor:
     return torch.tensor(found)  # a copy, where torch begins tensors
 
 
+def in_single_blocks(weight: Tensor) -> BlockWeight:
+    """A matrix in blocks of one number each, as they are.
+
+    Args:
+        weight: [outputs, inputs], float32, bfloat16 or float16; inputs a multiple of 32.
+
+    Example:
+        >>> in_single_blocks(torch.full((1, 32), 0.1)).dense(torch.float32)[0, 0]
+        tensor(0.1000)
+    """
+    kinds = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+    data = weight.contiguous().view(torch.uint8)
+    return BlockWeight(data, kinds[weight.dtype], weight.shape[1])
+
+
 def encode_q8_0(weight: Tensor) -> BlockWeight:
     """A matrix in 8 bits: codes, and for each 32 inputs a float16 scale, the largest / 127.
 

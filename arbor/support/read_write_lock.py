@@ -1,0 +1,67 @@
+"""ReadWriteLock: many readers at a time, or one writer whom the next readers wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class ReadWriteLock:
+    """Many threads may read at a time; one writes while nobody reads.
+
+    No reader begins while a writer waits, except in a thread that reads already.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers: list[int] = []  # threads
+        self._writers = 0  # those that wait, and the one that writes
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a writer waits, or writes."""
+        return self._writers > 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether anybody reads."""
+        return bool(self._readers)
+
+    @property
+    def is_read_here(self) -> bool:
+        """Whether this thread reads, so that it would wait for itself to write."""
+        return threading.get_ident() in self._readers
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While it lasts, nobody writes."""
+        thread = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writers or thread in self._readers)
+            self._readers.append(thread)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers.remove(thread)
+                self._changed.notify_all()
+
+    @contextmanager
+    def announced(self) -> Iterator[None]:
+        """While it lasts, no other thread begins to read."""
+        with self._changed:
+            self._writers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """While it lasts, nobody reads; waits until that is so."""
+        with self.announced(), self._changed:
+            self._changed.wait_for(lambda: not self._readers)
+            yield
