@@ -94,8 +94,8 @@ class Opened:
     """A block was opened; `tokens` is the prompt's length at the root, 0 at every other block.
 
     Attributes:
-        begin: an earlier child of its parent, and how many of that one's first tokens it begins
-            with; written only where it branches inside a thought.
+        begin: an earlier sibling, and how many of its tokens come first; written only where a path
+            branches inside a thought.
     """
 
     name: ClassVar[str] = "node"
@@ -115,8 +115,8 @@ class Boundary:
     Attributes:
         stop: text that ends a thought, end of the sequence, longest length, a limit of the run, or
             branches' confidence (event `stop`).
-        given: tokens given rather than sampled: a question, a proposed thought, or those of an
-            earlier one (`Opened.begin`). Written only where there are any.
+        given: tokens not sampled: a question, a proposed thought, or `begin`. Written only where
+            there are any.
     """
 
     name: ClassVar[str] = "boundary"
