@@ -40,7 +40,7 @@ class TreeRollouts:
     ) -> None:
         if "sampling" in settings:
             raise UsageError(
-                "trl-sampling",
+                "trl",
                 "the sampling of rollouts is the trainer's: its temperature, and independent draws.",
                 f"Leave out sampling={settings['sampling']!r:.60}, or give temperature=….",
             )
@@ -66,7 +66,7 @@ class TreeRollouts:
         for tree in self.solver.rollouts(prompts[::count], seed=self.solver.seed + step):
             if len(tree.leaves) != count:
                 raise UsageError(
-                    "trl-paths",
+                    "trl",
                     f"the tree of {tree.problem.text!r:.60} has {len(tree.leaves)} finished paths, "
                     f"and the trainer wants {count} completions.",
                     f"Use controller='chain,samples={count}', or num_generations="
@@ -79,14 +79,14 @@ class TreeRollouts:
         own = self.solver.sampling.temperature
         if trainer.temperature != own:
             raise UsageError(
-                "trl-sampling",
+                "trl",
                 f"the trainer's temperature is {trainer.temperature}, that of the rollouts {own}.",
                 f"Use TreeRollouts(…, temperature={trainer.temperature}).",
             )
         groups = [prompts[begin : begin + count] for begin in range(0, len(prompts), count)]
         if any(len(each) < count or any(one != each[0] for one in each) for each in groups):
             raise UsageError(
-                "trl-group",
+                "trl",
                 f"this process has only some of the {count} completions of a prompt.",
                 "Use a per_device_train_batch_size that num_generations divides.",
             )

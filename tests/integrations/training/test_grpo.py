@@ -92,28 +92,29 @@ def test_log_probabilities_are_those_of_the_trainers_forward_at_every_step(
 
 
 @pytest.mark.parametrize(
-    ("settings", "code"),
+    ("settings", "named"),
     [
-        ({"temperature": 1.0}, "trl-sampling"),
-        ({"controller": "chain,samples=3"}, "trl-paths"),
+        ({"temperature": 1.0}, "temperature=1.0"),
+        ({"controller": "chain,samples=3"}, "num_generations=3"),
     ],
 )
 def test_what_contradicts_the_trainer_is_refused(
-    settings: dict[str, Any], code: str, train: Any
+    settings: dict[str, Any], named: str, train: Any
 ) -> None:
     with pytest.raises(UsageError) as error:
         train(**settings).train()
-    assert error.value.code == code
+    assert error.value.code == "trl"
+    assert named in (error.value.hint or "")
 
 
 def test_a_divided_group_is_refused(train: Any) -> None:
     trainer = train()
     with pytest.raises(UsageError) as error:
         trainer.rollout_func([PUZZLES[0]] * 3, trainer)
-    assert error.value.code == "trl-group"
+    assert error.value.code == "trl"
 
 
 def test_sampling_is_the_trainers() -> None:
     with pytest.raises(UsageError) as error:
         TreeRollouts(str(SAPLING), sampling={"top_k": 5})
-    assert error.value.code == "trl-sampling"
+    assert error.value.code == "trl"
