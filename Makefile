@@ -68,7 +68,7 @@ docs:  ## write the generated parts of docs/ from the code
 
 extras:  ## resolve all extras together with pip; needs an index, installs nothing
 	$(PYTHON) -m pip install --quiet --dry-run --ignore-installed \
-		".[adapters,cuda,gguf,hub,inspect,lm-eval,math,parquet,ray,server,structured]"
+		".[adapters,cuda,gguf,hub,inspect,lm-eval,math,parquet,ray,server,structured,trl]"
 
 size:  ## lines of Python per folder
 	@for folder in $(CODE); do \

@@ -91,7 +91,12 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A block was opened; `tokens` is the prompt's length at the root, 0 at every other block."""
+    """A block was opened; `tokens` is the prompt's length at the root, 0 at every other block.
+
+    Attributes:
+        begin: an earlier sibling, and how many of its tokens come first; written only where a path
+            branches inside a thought.
+    """
 
     name: ClassVar[str] = "node"
     node: int
@@ -100,6 +105,7 @@ class Opened:
     depth: int
     tokens: int
     text: str
+    begin: tuple[int, int] | None = field(default=None, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,8 @@ class Boundary:
     Attributes:
         stop: text that ends a thought, end of the sequence, longest length, a limit of the run, or
             branches' confidence (event `stop`).
-        given: tokens given rather than sampled: a question, or a proposed thought. Written only
-            where there are any.
+        given: tokens not sampled: a question, a proposed thought, or `begin`. Written only where
+            there are any.
     """
 
     name: ClassVar[str] = "boundary"

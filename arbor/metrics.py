@@ -53,7 +53,7 @@ class Metrics:
         probe_s: seconds of these comparisons.
         audits, audits_differ: searches repeated from the own prompt; those with another answer.
         tokens_generated: tokens of all closed blocks that were sampled.
-        tokens_given: tokens of closed blocks that were given: questions and proposed thoughts.
+        tokens_given: given tokens of closed blocks.
         branches_stopped: blocks that ended early since another branch was confident.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
         tokens_stored: evicted tokens whose KV a lower tier took.

@@ -52,6 +52,7 @@ _CORE: Mapping[str, Mapping[str, str]] = {
         "chain": "arbor.controllers.chain:Chain",
         "dpts": "arbor.controllers.dpts:DPTS",
         "dvts": "arbor.controllers.dvts:DVTS",
+        "eptree": "arbor.controllers.eptree:EPTree",
         "ets": "arbor.controllers.ets:ETS",
         "mcts": "arbor.controllers.mcts:MCTS",
         "rap": "arbor.controllers.mcts:VARIANTS.rap",

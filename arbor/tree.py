@@ -266,10 +266,11 @@ class Node:
         score: the verifier's score of this step alone, where `value` is of the whole path; None:
             `value`.
         logprob: sum of the tokens' log probabilities under the model.
+        logprobs: these, one for each token that was computed; 0 where it was given, unless an
+            earlier child of the parent had sampled it.
         confidence: 1 - H / ln|V| at the boundary (MSVE's u), in [0, 1].
         top1: mean top-1 probability of its tokens (CGEE's p), in [0, 1].
-        given: how many of its first tokens were given rather than sampled; `logprob` and `top1`
-            leave them out.
+        given: how many of its first tokens were given rather than sampled; `top1` leaves them out.
         cut: whether a limit ended its path before the path came to an end.
         row: its place among the blocks of a forest; the id where the tree is in none.
         tree: its tree.
@@ -289,6 +290,7 @@ class Node:
     valued: bool = False
     score: float | None = None
     logprob: float = 0.0
+    logprobs: list[float] = field(default_factory=list)
     confidence: float = 0.0
     top1: float = 0.0
     given: int = 0

@@ -20,19 +20,22 @@ class Expansion:
         width: children; with ``propose`` at most.
         generate: ``sample``: each child is a sample; ``propose``: the model lists next thoughts in
             one completion, and each different one becomes a child (see `Proposer`).
+        begin: an earlier child of the leaf, and how many of its first tokens, but not all, the
+            sampled children begin with; None: they begin at the leaf.
     """
 
     leaf: Node
     width: int
     generate: Generate = "sample"
+    begin: tuple[Node, int] | None = None
 
 
 @runtime_checkable
 class Search(Protocol):
     """One search in progress, ask/tell: everything asked for at once decodes in one batch.
 
-    A search reads `state`, `value`, `depth` and `children` of blocks and may set `state` to PRUNED
-    and `value`; it never sees tokens' KV.
+    A search reads `state`, `value`, `depth`, `children` and `logprobs` of blocks, and may set
+    `state` to PRUNED and `value`; it never sees tokens' KV.
     """
 
     def ask(self, room: int) -> list[Expansion]:

@@ -54,6 +54,7 @@ TORCH = (
     "integrations.inspect_ai.model",
     "integrations.kvpress.press",
     "integrations.lm_eval.model",
+    "integrations.training.grpo",
     "kernels",
     "measure.replay",
     "memory",
@@ -104,6 +105,7 @@ PACKAGES = {
     "integrations.kvpress": {"torch"},
     "integrations.lm_eval": {"lm_eval"},
     "integrations.ray": {"ray"},
+    "integrations.training": {"torch", "trl"},
     "integrations.server": {
         "click",
         "fastapi",

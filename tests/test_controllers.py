@@ -19,6 +19,7 @@ from arbor.controllers.best_first import BestFirst
 from arbor.controllers.chain import Chain
 from arbor.controllers.dpts import DPTS
 from arbor.controllers.dvts import DVTS
+from arbor.controllers.eptree import EPTree
 from arbor.controllers.ets import ETS
 from arbor.controllers.mcts import MCTS
 from arbor.controllers.rebase import Rebase
@@ -87,6 +88,14 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
         threshold=thresholds,
         stop_value=stops,
         seed=st.integers(0, 3),
+    ),
+    st.builds(
+        EPTree,
+        chains=small,
+        forks=small,
+        width=small,
+        rounds=st.integers(0, 2),
+        at=st.sampled_from(["token", "thought"]),
     ),
     st.builds(DVTS, subtrees=small, width=small, threshold=thresholds, stop_value=stops),
     st.builds(
@@ -326,10 +335,12 @@ def test_only_live_blocks_grow_once_and_within_the_depth(
             assert expansion.width >= 1
             grown.append(expansion.leaf.id)
         leaves = [expansion.leaf.id for expansion in expansions]
-        assert len(leaves) == len(set(leaves))
+        assert len(leaves) == len(set(leaves)) or isinstance(controller, EPTree)
         search.tell(grow(tree, expansions, script))
 
-    if isinstance(controller, GROWS_AGAIN):
+    if isinstance(controller, EPTree):
+        assert len([node for node in tree if not node.children]) == controller.leaves
+    elif isinstance(controller, GROWS_AGAIN):
         most = getattr(controller, "width", len(tree))
         assert max(len(node.children) for node in tree) <= most
     else:
@@ -396,7 +407,7 @@ def test_room_and_the_order_of_telling_change_nothing(
 
 
 @pytest.mark.parametrize(
-    "cls", [ABMCTS, Beam, BestFirst, Chain, DPTS, DVTS, ETS, MCTS, Rebase, ToT]
+    "cls", [ABMCTS, Beam, BestFirst, Chain, DPTS, DVTS, EPTree, ETS, MCTS, Rebase, ToT]
 )
 def test_settings_out_of_range_are_refused_by_name(cls: Any) -> None:
     anything = ("threshold", "stop_value", "seed", "first_play", "registered_as")

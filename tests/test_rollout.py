@@ -131,11 +131,10 @@ def test_advantages_of_chains_leave_one_out(three: list[Rollout]) -> None:
     for rollout in three:
         found, rewards = rollout.advantages(), rollout.rewards
         for place, leaf in enumerate(rollout.leaves):
-            first = int(leaf)
-            while rollout.parents[first] > 0:
-                first = int(rollout.parents[first])
             want = rewards[place] - (rewards.sum() - rewards[place]) / 2
-            assert math.isclose(found[first], want, abs_tol=1e-12)
+            thoughts = np.unique(rollout.blocks[rollout.path(int(leaf))])[1:]
+            assert len(thoughts) > 1
+            assert np.allclose(found[thoughts], want)
 
 
 def test_advantages_compare_a_block_with_its_siblings_leaves(three: list[Rollout]) -> None:
@@ -147,7 +146,9 @@ def test_advantages_compare_a_block_with_its_siblings_leaves(three: list[Rollout
         rewards=np.array([0.0, 1.0, 0.0, 1.0]),
     )
 
-    assert tree.advantages().tolist() == [0, 2 / 3, -2 / 3, 0.5, -1, 0.5, 0, 0]
+    assert tree.paths.tolist() == [4, 3, 1, 1, 1, 1, 1, 0]
+    # nothing else goes through 2, so 6 is compared with what goes through 1
+    assert np.allclose(tree.advantages(), [0, 2 / 3, -2 / 3, 0.5, -1, 0.5, -2 / 3, 0])
 
 
 def test_greedy_tokens_are_drawn_with_certainty() -> None:

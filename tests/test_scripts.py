@@ -104,6 +104,9 @@ SLOW: dict[str, tuple[str, ...]] = {
     "eval_search": ("--n 1 --json FOLDER/out.json",),
     "gpu_check": ("--device cpu --out FOLDER/rows.jsonl",),
     "picture": ("--check",),
+    "train_on_trees": (
+        "--work FOLDER/work --controller chain,samples=2 --puzzles 1 --tokens 100 --measure 1",
+    ),
     "train_sapling": ("--minutes 0.02 --work FOLDER/work --out FOLDER/model --set hidden_size=64",),
 }
 

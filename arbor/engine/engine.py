@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -546,22 +547,28 @@ class Engine:
             BudgetInfeasible: a single child does not fit after its path.
         """
         self._require([each.leaf for each in blocks], [each.least for each in blocks])
-        children = self._fork([each.leaf for each in blocks])
+        begins = [None if each.of is None else (each.of.id, len(each.tokens)) for each in blocks]
+        children = self._fork([each.leaf for each in blocks], begins)
         for child, each in zip(children, blocks, strict=True):
             for token in each.tokens:
                 child.tree.append(child, token)
             child.given = len(each.tokens)
+            known = [0.0] * child.given if each.of is None else each.of.logprobs[: child.given]
+            child.logprobs, child.logprob = known, sum(known)
         whole = [child for child, each in zip(children, blocks, strict=True) if each.whole]
         return self._begin_rows(children, [each.growth for each in blocks], whole, counts)
 
-    def _fork(self, leaves: Sequence[Node]) -> list[Node]:
-        """A new open child of each of these blocks of one tree, reported."""
+    def _fork(
+        self, leaves: Sequence[Node], begins: Sequence[tuple[int, int] | None] = ()
+    ) -> list[Node]:
+        """A new open child of each of these blocks of one tree, reported, with what `Opened.begin`
+        says of each."""
         children = [leaf.tree.fork(leaf) for leaf in leaves]
         self.state.changed(children)
         opened = self.state.of(leaves[0])
-        for child in children:
+        for child, begin in zip_longest(children, begins):
             parent = None if child.parent is None else child.parent.id
-            opened.emit(Opened(child.id, parent, child.index, child.depth, tokens=0, text=""))
+            opened.emit(Opened(child.id, parent, child.index, child.depth, 0, "", begin))
         opened.raise_failure()
         return children
 

@@ -47,12 +47,14 @@ class GivenBlock:
         tokens: those that are given, at least one.
         growth: how it goes on.
         whole: it ends with the last of them, and nothing is sampled.
+        of: the earlier child of the leaf whose first tokens they are; None: of no other.
     """
 
     leaf: Node
     tokens: Sequence[int]
     growth: Growth
     whole: bool = False
+    of: Node | None = None
 
     @property
     def least(self) -> int:

@@ -456,6 +456,8 @@ class Stepper:
         going: list[int] = []
         for i, row in enumerate(rows):
             row.node.logprob += row.logprob
+            if len(row.node.logprobs) < len(row.node.tokens):  # it was not given
+                row.node.logprobs.append(row.logprob)
             row.node.top1 += row.top1
             (going if row.stop is None else done).append(i)
         if done:

@@ -28,7 +28,7 @@ from arbor.engine.operation import Growth, Row
 from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.token_source import ModelSampler
 from arbor.errors import BudgetInfeasible, TraceError, UsageError
-from arbor.events import Boundary, Ended, Event, Header, Opened, Selected, Verified
+from arbor.events import Boundary, Ended, Event, Header, Opened, Sampled, Selected, Verified
 from arbor.feature import hook
 from arbor.kernels.attention.base import AttentionShape
 from arbor.memory.pool import KVPool, LayerKV
@@ -76,6 +76,7 @@ class RecordedSearch:
         prompt: tokens of the root (their ids are not recorded; only their number counts).
         blocks: by node id, as they closed.
         values: the verifier's, by node id, of the blocks that were valued.
+        logprobs: of sampled tokens, by node id; empty unless the trace has them.
         reads: when each block is read.
         expansions: complete ones of a run that was cut short; None: it ended by itself.
     """
@@ -84,6 +85,7 @@ class RecordedSearch:
     prompt: int
     blocks: Mapping[int, Boundary]
     values: Mapping[int, float]
+    logprobs: Mapping[int, Sequence[float]]
     reads: FutureReads
     expansions: int | None = None
 
@@ -102,7 +104,9 @@ class RecordedSearch:
         end = next((event for event in events if isinstance(event, Ended)), None)
         whole = end is not None and end.status in BY_ITSELF
         closed = [event for event in events if isinstance(event, Boundary)]
-        asked = {e.node for e in closed if 0 < e.given < len(e.ids)}  # questions have no value
+        inside = {event.node for event in opened if event.begin is not None}
+        # questions have no value
+        asked = {e.node for e in closed if 0 < e.given < len(e.ids)} - inside
         known = {e.node for e in closed} if whole else _reported(events) | asked
         known = {e.node for e in closed if e.node in known and e.stop not in GIVEN_UP}
         known |= values.keys()
@@ -136,7 +140,13 @@ class RecordedSearch:
                 )
             cut = [e.node for e in opened if e.parent is not None and e.node not in blocks]
             expansions = _complete(events, min(cut, default=len(opened)))
-        return cls(header, root.tokens, blocks, values, FutureReads.of(events), expansions)
+        logprobs: dict[int, list[float]] = {}
+        for event in events:
+            if isinstance(event, Sampled):
+                for node, logprob in zip(event.nodes, event.logprobs, strict=True):
+                    logprobs.setdefault(node, []).append(logprob)
+        reads = FutureReads.of(events)
+        return cls(header, root.tokens, blocks, values, logprobs, reads, expansions)
 
     @property
     def eos(self) -> frozenset[int]:
@@ -303,6 +313,7 @@ class _RecordedBlocks(ModelSampler):
     def __init__(self, record: RecordedSearch, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         self._blocks = record.blocks
+        self._logprobs = record.logprobs
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         return [self._of(row.node).ids[len(row.node.tokens)] for row in rows]
@@ -319,11 +330,27 @@ class _RecordedBlocks(ModelSampler):
             return super().finish(node)
         block = self._of(node)
         node.text, node.logprob, node.top1 = block.text, block.logprob, block.top1
+        sampled = self._logprobs.get(node.id)
+        if sampled is None and node.given < len(node.tokens):
+            node.logprobs = _NotRecorded()
+        elif sampled is not None:
+            node.logprobs[node.given :] = sampled[: len(node.tokens) - node.given]
 
     def _of(self, node: Node) -> Boundary:
         if node.id not in self._blocks:
             raise UsageError("trace-replay", "the search left the recorded one.")
         return self._blocks[node.id]
+
+
+class _NotRecorded(list[float]):
+    """Log probabilities of tokens that the trace does not have."""
+
+    def __getitem__(self, at: Any) -> Any:
+        raise TraceError(
+            "trace-replay",
+            "the search reads the log probability of each token, which the trace does not have.",
+            "Record it with --trace-level tokens.",
+        )
 
 
 class _InTurns:

@@ -377,6 +377,20 @@ class _CheckedSearch:
             and is_count(each.width)
             and each.width <= self._most
             and each.generate in get_args(Generate)
+            and (each.begin is None or self._can_begin(each))
+        )
+
+    def _can_begin(self, each: Expansion) -> bool:
+        """Whether an expansion begins with some of an earlier child's tokens."""
+        if each.generate != "sample" or not isinstance(each.begin, tuple) or len(each.begin) != 2:
+            return False
+        child, count = each.begin
+        return (
+            self._is_known(child)
+            and child.parent is each.leaf
+            and child.state is not NodeState.OPEN
+            and is_count(count)
+            and count < len(child.tokens)
         )
 
     def _is_leaf(self, node: object) -> bool:

@@ -22,7 +22,7 @@ class Rollout:
     """A finished tree of thoughts: the tokens of n in b blocks, with l finished paths.
 
     Blocks lie one after another, parents first; the first is the prompt. A token that paths share
-    is there once.
+    is there once: a thought inside which paths part is several blocks.
 
     Attributes:
         problem: what was searched.
@@ -38,7 +38,8 @@ class Rollout:
         starts: int64 [b + 1], where each block begins in these arrays, and the end of the last.
         parents: int64 [b], the place of each block's parent; -1 for the prompt.
         nodes: int64 [b], the number of each block in the search.
-        values: float64 [b], the verifier's last values in [0, 1]; NaN where there is none.
+        values: float64 [b], the verifier's last values in [0, 1], of a thought at its last block;
+            NaN where there is none.
         leaves: int64 [l], the last block of each finished path, in order of their ends.
         answers: of each finished path; None where it gave none.
         rewards: float64 [l], 1 where the task's grader calls the answer correct, else 0; NaN
@@ -83,34 +84,50 @@ class Rollout:
         blocks = self.blocks
         return np.tril(above[np.ix_(blocks, blocks)])
 
+    @property
+    def paths(self) -> NDArray[np.int64]:
+        """How many finished paths go through each block, int64 [b]."""
+        return self._below(np.ones(len(self.leaves))).astype(np.int64)
+
     def advantages(self) -> NDArray[np.float64]:
-        """How much better each block did than what else its parent led to, float64 [b].
+        """How much better each block did than other paths from the same place, float64 [b].
 
-        The mean reward of the finished paths through a block, less that of its parent's other
-        finished paths; 0 where either has none. For chains these are the leave-one-out advantages
-        of RLOO (Ahmadian et al., ACL 2024, arXiv 2402.14740). A baseline does not depend on the
-        block's own tokens, so the gradient has no bias where siblings are drawn independently and
-        nothing is pruned by value.
+        The mean reward of the finished paths through a block, less that of the other finished paths
+        through the block above it; where there are none, those through the next one above that
+        count. It is 0 where no path goes through a block, or every one. For chains these are the
+        leave-one-out advantages of RLOO (Ahmadian et al., ACL 2024, arXiv 2402.14740). A baseline
+        does not depend on the block's own tokens, so the gradient has no bias where siblings are
+        drawn independently and neither values nor tokens decide where the tree grows.
 
-        Differs from TreeRL (Hou et al., arXiv 2506.11902), which adds the difference from the
-        root's mean and divides by the square root of the number of paths.
+        Differs from TreeRL (Hou et al., arXiv 2506.11902): it adds the difference from the root's
+        mean to that from the parent's, both with the block's own paths, and divides by the square
+        root of the number of paths.
         """
-        count, total = np.zeros((2, len(self.parents)))
-        count[self.leaves], total[self.leaves] = 1, self.rewards
+        count, total = self.paths, self._below(self.rewards)
+        baseline = np.zeros(len(count))
+        compared = np.zeros(len(count), np.bool_)
+        for block, parent in enumerate(self.parents[1:], 1):
+            others = count[parent] - count[block]
+            rest = total[parent] - total[block]
+            baseline[block] = rest / others if others else baseline[parent]
+            compared[block] = others > 0 or compared[parent]
+        found = total / np.maximum(count, 1) - baseline
+        return np.where((count > 0) & compared, found, 0.0)
+
+    def _below(self, each: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum of a number of each finished path over those through each block."""
+        total = np.zeros(len(self.parents))
+        total[self.leaves] = each
         for block in range(len(self.parents) - 1, 0, -1):
-            count[self.parents[block]] += count[block]
             total[self.parents[block]] += total[block]
-        others, rest = (each[self.parents] - each for each in (count, total))
-        compared = (count > 0) & (others > 0) & (self.parents >= 0)
-        found = total / np.maximum(count, 1) - rest / np.maximum(others, 1)
-        return np.where(compared, found, 0.0)
+        return total
 
     def rows(self) -> list[dict[str, Any]]:
         """The finished paths as plain data, each with all of its tokens.
 
         Each has ``problem``, ``seed``, ``leaf`` (its last block in the search), ``ids``,
-        ``sampled``, ``logprobs`` and ``drawn`` of its tokens, ``boundaries`` (where its thoughts
-        begin, and the end), ``values`` of its thoughts, ``answer`` and ``reward``.
+        ``sampled``, ``logprobs`` and ``drawn`` of its tokens, ``boundaries`` (where its blocks
+        begin after the prompt, and the end), ``values`` of these, ``answer`` and ``reward``.
         """
         rows = []
         for leaf, answer, reward in zip(self.leaves, self.answers, self.rewards, strict=True):
@@ -140,6 +157,7 @@ class RolloutFold:
 
     def __init__(self) -> None:
         self._parent: dict[int, int] = {}
+        self._begin: dict[int, tuple[int, int]] = {}  # of blocks that begin with another's tokens
         self._ids: dict[int, tuple[int, ...]] = {}  # of blocks that have closed
         self._given: dict[int, int] = {}
         self._logprobs: dict[int, list[tuple[float, float]]] = {}
@@ -149,8 +167,10 @@ class RolloutFold:
     def __call__(self, event: Event) -> None:
         """Fold an event."""
         match event:
-            case Opened(node=node, parent=int(parent)):
+            case Opened(node=node, parent=int(parent), begin=begin):
                 self._parent[node] = parent
+                if begin is not None:
+                    self._begin[node] = begin
             case Sampled(nodes=nodes, logprobs=logprobs, drawn=drawn):
                 for node, *both in zip(nodes, logprobs, drawn, strict=True):
                     self._logprobs.setdefault(node, []).append((both[0], both[1]))
@@ -173,9 +193,10 @@ class RolloutFold:
             problem, prompt: what was searched, and its token ids.
             solution: what came of it.
         """
-        nodes = [0, *(node for node in sorted(self._ids) if self._ids[node])]
-        place = {node: at for at, node in enumerate(nodes)}
-        texts: list[Sequence[int]] = [prompt, *(self._ids[node] for node in nodes[1:])]
+        pieces = self._pieces()
+        place = {(piece.node, piece.end): at for at, piece in enumerate(pieces, 1)}
+        last = {piece.node: at for at, piece in enumerate(pieces, 1)} | {0: 0}
+        texts = [prompt, *(self._ids[each.node][each.begin : each.end] for each in pieces)]
         starts = np.cumsum([0, *map(len, texts)])
         tokens = np.array([token for text in texts for token in text], np.int64)
         positions = np.zeros(len(tokens), np.int64)
@@ -183,15 +204,21 @@ class RolloutFold:
         both = np.zeros((len(tokens), 2))
         parents, ends = [-1], [len(prompt)]
         positions[: len(prompt)] = np.arange(len(prompt))
-        for at, node in enumerate(nodes[1:], 1):
-            parent, begin, end = place[self._parent[node]], starts[at], starts[at + 1]
+        for at, piece in enumerate(pieces, 1):
+            above = (piece.above, piece.begin)
+            parent = place[above] if piece.begin else last[self._parent[piece.node]]
+            begin, end = starts[at], starts[at + 1]
             parents.append(parent)
             ends.append(ends[parent] + end - begin)
             positions[begin:end] = np.arange(ends[parent], ends[at])
-            first = begin + self._given[node]
+            given = self._given[piece.node]
+            first = begin + max(0, given - piece.begin)
             if first < end:
-                both[first:end] = self._logprobs[node][: end - first]
+                drawn = self._logprobs[piece.node][max(0, piece.begin - given) :]
+                both[first:end] = drawn[: end - first]
             sampled[first:end] = True
+        nodes = [0, *(piece.node for piece in pieces)]
+        whole = [last[node] == at for at, node in enumerate(nodes)]
         return Rollout(
             problem=problem,
             solution=solution,
@@ -203,11 +230,48 @@ class RolloutFold:
             starts=starts,
             parents=np.array(parents, np.int64),
             nodes=np.array(nodes, np.int64),
-            values=np.array([self._values.get(node, math.nan) for node in nodes]),
-            leaves=np.array([place[node] for node in self._answers], np.int64),
+            values=np.array(
+                [
+                    self._values.get(node, math.nan) if ends else math.nan
+                    for node, ends in zip(nodes, whole, strict=True)
+                ]
+            ),
+            leaves=np.array([last[node] for node in self._answers], np.int64),
             answers=tuple(self._answers.values()),
             rewards=np.array([_reward(task, problem, each) for each in self._answers.values()]),
         )
+
+    def _pieces(self) -> list[_Piece]:
+        """The closed blocks with tokens, cut where others part from them; parents first."""
+        owner: dict[int, tuple[int, int]] = {}  # of blocks whose first tokens are another's
+        begins = {node: self._begin.get(node, (0, 0)) for node in sorted(self._ids)}
+        cuts = {node: {len(self._ids[node])} for node in begins}
+        cuts = {node: ends for node, ends in cuts.items() if max(ends) > begins[node][1]}
+        for node in cuts:
+            above, count = begins[node]
+            while above in owner and count <= owner[above][1]:
+                above = owner[above][0]
+            if count:
+                owner[node] = above, count
+                cuts[above].add(count)
+        pieces = []
+        for node in cuts:
+            above, begin = owner.get(node, (node, 0))
+            for end in sorted(cuts[node]):
+                pieces.append(_Piece(node, begin, end, above))
+                above, begin = node, end
+        return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The tokens of a block from `begin` to `end`; those before `begin` are of the block `above`,
+    which is the same one where they are its own."""
+
+    node: int
+    begin: int
+    end: int
+    above: int
 
 
 def refuse_rollouts(setup: Setup) -> None:

@@ -15,7 +15,7 @@ from arbor.aggregate.best import Best
 from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Scores, Search
 from arbor.engine.engine import Engine
 from arbor.engine.hooks import OtherPrompt
-from arbor.engine.operation import Growing, Growth
+from arbor.engine.operation import GivenBlock, Growing, Growth
 from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
 from arbor.events import (
     Answered,
@@ -427,18 +427,23 @@ class Session:
             counts: as for `Engine.begin_grow`.
             meanwhile: what is done while sampled children grow.
         """
-        sampled = [(each.leaf, each.width) for each in expansions if each.generate == "sample"]
+        sampled = [each for each in expansions if each.generate == "sample"]
         asking = [each for each in expansions if each.generate == "propose"]
+        at_leaves = [(each.leaf, each.width) for each in sampled if each.begin is None]
+        inside = [block for each in sampled for block in _inside(each, self.growth)]
         operations: list[Growing] = []
-        if sampled:
-            operations.append(self.engine.begin_grow(sampled, self.growth, counts=counts))
+        if at_leaves:
+            operations.append(self.engine.begin_grow(at_leaves, self.growth, counts=counts))
+        if inside:
+            operations.append(self.engine.begin_given(inside, counts=counts and not operations))
+        growing = list(operations)
         if asking:
             leaves = [each.leaf for each in asking]
-            operations.append(self._able.begin(leaves, counts=counts and not sampled))
-        if sampled and meanwhile is not None:
+            operations.append(self._able.begin(leaves, counts=counts and not operations))
+        if at_leaves and meanwhile is not None:
             yield from meanwhile(tree, operations[0])
         yield from operations
-        grown = operations[0].result() if sampled else []
+        grown = [child for each in growing for child in each.result()]
         questions = operations[-1].result() if asking else []
         listed = []
         for question, each in zip(questions, asking, strict=True):
@@ -448,9 +453,9 @@ class Session:
         if questions:
             self._prune(tree)
         if listed:
-            growing = self.engine.begin_given(listed, counts=False)
-            yield growing
-            grown = [*grown, *growing.result()]
+            given = self.engine.begin_given(listed, counts=False)
+            yield given
+            grown = [*grown, *given.result()]
         return grown, questions
 
     def _asking_early(self, tree: ThoughtTree, growing: Growing) -> Steps[None]:
@@ -474,7 +479,7 @@ class Session:
     ) -> None:
         """Emit which leaves were chosen, and which grow now."""
         self.emit(Selected(tuple((e.leaf.id, e.width) for e in expansions)))
-        leaves = (*growing, *(expansion.leaf for expansion in expansions))
+        leaves = (*growing, *dict.fromkeys(expansion.leaf for expansion in expansions))
         logger.debug("%d blocks, %d leaves grow", len(tree), len(leaves))
         if self.growth.sampling.temperature == 0:
             most = max((e.width for e in expansions if e.generate == "sample"), default=1)
@@ -601,6 +606,15 @@ def _warn_of_equals(controller: str) -> None:
         "them is decoded; give a temperature above 0, or take the controller 'chain'",
         controller,
     )
+
+
+def _inside(expansion: Expansion, growth: Growth) -> list[GivenBlock]:
+    """The children of an expansion that begin with an earlier child's tokens."""
+    if expansion.begin is None:
+        return []
+    child, count = expansion.begin
+    block = GivenBlock(expansion.leaf, child.tokens[:count], growth, of=child)
+    return [block] * expansion.width
 
 
 def _sampled(expansion: Expansion) -> int:

@@ -156,6 +156,15 @@ class BadSearch:
             "huge width": lambda: [Expansion(self.tree.root, 10**9)],
             "width as text": lambda: [Expansion(self.tree.root, "2")],  # type: ignore[arg-type]
             "terminal": lambda: [Expansion(self.tree.nodes[-1], 2)],
+            "begins elsewhere": lambda: [Expansion(self.tree.root, 2, begin=(self.tree.root, 1))],
+            "begins whole": lambda: (
+                [
+                    Expansion(each.parent, 2, begin=(each, len(each.tokens)))
+                    for each in self.tree.nodes[1:2]
+                    if each.parent is not None
+                ]
+                or self.inner.ask(1)
+            ),
             "far": lambda: {10**9: 0.5},
             "more than one": lambda: {0: 1.5},
             "not finite": lambda: {0: float("inf")},
@@ -194,6 +203,7 @@ def solve_with_controller(member: str, junk: str) -> None:
 WRONG = [
     *[("ask", each) for each in ("stranger", "unknown", "negative width", "zero width")],
     *[("ask", each) for each in ("huge width", "width as text", "terminal", "none", "exception")],
+    *[("ask", each) for each in ("begins elsewhere", "begins whole")],
     *[("best", each) for each in ("none", "list", "exception")],
     *[("prospects", each) for each in ("far", "more than one", "none", "exception")],
     *[("scores", each) for each in ("far", "not finite", "none", "exception")],

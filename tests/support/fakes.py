@@ -68,8 +68,11 @@ def grow(tree: ThoughtTree, expansions: Sequence[Expansion], script: Script) -> 
         for _ in range(expansion.width):
             child = tree.fork(expansion.leaf)
             thought = script(child.key)
-            for token in range(thought.tokens):
+            other, child.given = expansion.begin or (child, 0)
+            for token in (*other.tokens[: child.given], *range(thought.tokens)):
                 tree.append(child, token)
+            each = thought.logprob / thought.tokens
+            child.logprobs = [*other.logprobs[: child.given], *[each] * thought.tokens]
             child.text = thought.text
             child.value = thought.value
             child.logprob = thought.logprob

@@ -1,0 +1,138 @@
+"""TRL's GRPO on trees: completions are finished paths of a tree, advantages those of its thoughts.
+
+Written for TRL 1.16. Needs ``arbor-search[trl]``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+from trl.trainer.utils import pad
+
+from arbor.errors import UsageError
+from arbor.model.sampling_params import Sampling
+from arbor.run.rollout import Rollout
+from arbor.solver import Solver
+
+
+class TreeRollouts:
+    """A `rollout_func` of `GRPOTrainer`: the completions of a prompt are the finished paths of one
+    tree.
+
+    A prompt of the data set is a problem as the task reads it; the task writes what the model
+    reads. Siblings are drawn independently, as baselines need it, and without cut-offs, which the
+    trainer's own log probabilities would lack. Before a search the solver gets the trainer's
+    weights, unless it has those of this step.
+
+    Args:
+        model: as in `Solver`; its weights are replaced.
+        temperature: the trainer's.
+        settings: others of `Solver`. The controller finishes as many paths as the trainer's
+            `num_generations`, such as ``chain,samples=8`` or ``eptree,chains=4,forks=2,width=2``.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, temperature: float = 1.0, **settings: Any
+    ) -> None:
+        if "sampling" in settings:
+            raise UsageError(
+                "trl",
+                "the sampling of rollouts is the trainer's: its temperature, and independent draws.",
+                f"Leave out sampling={settings['sampling']!r:.60}, or give temperature=….",
+            )
+        sampling = Sampling(temperature=temperature, top_p=1.0, arithmetic=False)
+        self.solver = Solver(model, sampling=sampling, **settings)
+        self._step = -1  # of the weights
+
+    def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        """What the trainer needs of each completion, and its ``reward`` and ``advantages``.
+
+        Raises:
+            UsageError: the trainer has another temperature or another number of completions, or
+                several processes divide the completions of a prompt.
+        """
+        count = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+        self._check(prompts, trainer, count)
+        step = int(trainer.state.global_step)
+        if step != self._step:
+            model: Any = trainer.accelerator.unwrap_model(trainer.model)
+            self.solver.update_weights(model.state_dict())
+            self._step = step
+        found: list[dict[str, Any]] = []
+        for tree in self.solver.rollouts(prompts[::count], seed=self.solver.seed + step):
+            if len(tree.leaves) != count:
+                raise UsageError(
+                    "trl",
+                    f"the tree of {tree.problem.text!r:.60} has {len(tree.leaves)} finished paths, "
+                    f"and the trainer wants {count} completions.",
+                    f"Use controller='chain,samples={count}', or num_generations="
+                    f"{len(tree.leaves)}.",
+                )
+            found += completions_of(tree)
+        return {name: [each[name] for each in found] for name in found[0]}
+
+    def _check(self, prompts: Sequence[Any], trainer: GRPOTrainer, count: int) -> None:
+        own = self.solver.sampling.temperature
+        if trainer.temperature != own:
+            raise UsageError(
+                "trl",
+                f"the trainer's temperature is {trainer.temperature}, that of the rollouts {own}.",
+                f"Use TreeRollouts(…, temperature={trainer.temperature}).",
+            )
+        groups = [prompts[begin : begin + count] for begin in range(0, len(prompts), count)]
+        if any(len(each) < count or any(one != each[0] for one in each) for each in groups):
+            raise UsageError(
+                "trl",
+                f"this process has only some of the {count} completions of a prompt.",
+                "Use a per_device_train_batch_size that num_generations divides.",
+            )
+
+
+def completions_of(tree: Rollout) -> list[dict[str, Any]]:
+    """The finished paths of a tree as TRL's completions."""
+    prompt = int(tree.starts[1])
+    advantages = tree.advantages()[tree.blocks]
+    found = []
+    for leaf, reward in zip(tree.leaves, tree.rewards, strict=True):
+        at = tree.path(int(leaf))[prompt:]
+        found.append(
+            {
+                "prompt_ids": tree.tokens[:prompt].tolist(),
+                "completion_ids": tree.tokens[at].tolist(),
+                "logprobs": tree.drawn[at].tolist(),
+                "env_mask": tree.sampled[at].astype(int).tolist(),
+                "reward": float(reward),
+                "advantages": advantages[at].tolist(),
+            }
+        )
+    return found
+
+
+def tree_reward(reward: list[float], **others: Any) -> list[float]:
+    """A reward function of `GRPOTrainer`: what the task's grader gave each path."""
+    return reward
+
+
+class TreeGRPOTrainer(GRPOTrainer):
+    """`GRPOTrainer` with the advantages of thoughts (`Rollout.advantages`) in place of a group's.
+
+    Args:
+        model: as in `GRPOTrainer`.
+        rollouts: of the same model.
+        arguments: others of `GRPOTrainer`; `reward_funcs` are only logged.
+    """
+
+    def __init__(self, model: Any, rollouts: TreeRollouts, **arguments: Any) -> None:
+        arguments.setdefault("reward_funcs", tree_reward)
+        super().__init__(model, rollout_func=rollouts, **arguments)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        each = [torch.tensor(one["advantages"], dtype=torch.float32) for one in inputs]
+        padded = pad(each, padding_value=0.0, pad_to_multiple_of=self.pad_to_multiple_of)
+        output["advantages"] = padded.to(output["advantages"].device)
+        return output
