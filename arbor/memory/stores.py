@@ -124,7 +124,7 @@ class HostStore:
         if self._copies is None:
             self._rows[_index(records)] = rows.to("cpu")
         else:
-            self._settle(MOST_COPIES - 1)
+            self._take_in(MOST_COPIES - 1)
             self._due.append((_index(records), self._copies.down(rows)))
         return np.ones(len(records), np.bool_)
 
@@ -135,12 +135,12 @@ class HostStore:
 
     def part(self, index: Tensor, columns: slice, device: torch.device) -> tuple[Tensor, int]:
         """See `ReadInPlace`."""
-        self._settle(0)
+        self._take_in(0)
         rows = self._rows[:, columns].index_select(0, index)
         there = rows if self._copies is None else self._copies.up(rows, device)
         return there, rows.nbytes
 
-    def _settle(self, most: int) -> None:
+    def _take_in(self, most: int) -> None:
         """Put what has come into its records; wait where more than so many copies are under way."""
         while self._due and (len(self._due) > most or self._due[0][1].done()):
             index, copy = self._due.popleft()
@@ -152,7 +152,7 @@ class HostStore:
 
     def close(self) -> None:
         """See `Store`."""
-        self._settle(0)
+        self._take_in(0)
         self._rows = self._rows[:0]
 
 
