@@ -293,6 +293,8 @@ def resume_command(options: EvalOptions, path: Path) -> str:
         words += ["--device", settings.device]
     if settings.trust_remote_code:
         words.append("--trust-remote-code")
+    if settings.tp > 1:
+        words += ["--tp", str(settings.tp)]
     if options.workers is not None:
         words += ["--workers", str(options.workers)]
     return shlex.join(words)
