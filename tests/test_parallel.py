@@ -13,6 +13,7 @@ from support.two_ranks import PROBLEM, TWO, assert_same, save
 from arbor import Solver
 from arbor.errors import ArborError, ModelError, UsageError
 from arbor.events import Event, Forwarded
+from arbor.measure.cluster import check_workers
 from arbor.model.parallel.shards import cuts, division_of
 
 SEARCHES: list[dict[str, Any]] = [
@@ -109,6 +110,11 @@ def test_what_runs_on_one_process_only_is_refused_by_name(
         Solver(**{**TWO, **settings})
     assert refused.value.code == "tp"
     assert refused.value.hint
+
+
+def test_workers_of_several_processes_are_refused() -> None:
+    with pytest.raises(UsageError, match="a worker is one process"):
+        check_workers("exact", "cpu", 2)
 
 
 def test_a_group_that_is_there_already_is_refused(pair: Solver) -> None:

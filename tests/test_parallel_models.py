@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gguf_files import write_random
 from support.two_ranks import TWO, assert_same, save
 
 from arbor import Solver
+from arbor.kernels.linear.blocks import BlockLinear
 
 pytestmark = pytest.mark.slow
 
@@ -65,3 +67,23 @@ def test_heads_that_do_not_divide(
 def test_8_bits_are_kept_on_each(settings: dict[str, Any], tmp_path: Path) -> None:
     with Solver(**TWO, **settings) as two, Solver(device="cpu", **settings) as one:
         assert_same(two, one, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kinds"),
+    [("llama", ("Q4_K", "Q6_K")), ("qwen2", ("Q5_0", "Q8_0")), ("gemma3", ("Q4_0",))],
+)
+def test_a_gguf_file_is_cut_between_blocks(
+    architecture: str, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = tmp_path / "model.gguf"
+    write_random(model, architecture, kinds)
+    pairs = [(list(range(3, 40)), [50, 51]), (list(range(60, 90)), [91, 92, 93])]
+    scores = []
+    for ranks in (1, 2):
+        with Solver(model, device="cpu", tp=ranks, dtype="float32") as solver:
+            scores.append([each.total for each in solver.logprobs(pairs) if each is not None])
+            layer = solver.engine.runner.model.model.layers[0]
+            down = layer.mlp.down_proj if ranks == 1 else layer.mlp.down_proj.part
+            assert isinstance(down, BlockLinear)
+    assert scores[1] == pytest.approx(scores[0], abs=1e-3)

@@ -168,7 +168,7 @@ def described(options: EvalOptions) -> SolverOptions:
     if options.workers is None:
         return options.solver
     settings = options.solver.settings
-    check_workers(settings.share, settings.device)
+    check_workers(settings.share, settings.device, settings.tp)
     registry.part("cluster", "ray").check_installed()
     return options.solver.having(device="auto")
 

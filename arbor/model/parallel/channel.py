@@ -19,10 +19,14 @@ class Channel:
 
     Args:
         end: of the pair.
+
+    Attributes:
+        sent_bytes: by this end.
     """
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self.sent_bytes = 0
 
     def send(self, message: Any, patience_s: float | None = None) -> None:
         """Send a message.
@@ -37,6 +41,7 @@ class Channel:
         """
         data = pickle.dumps(message, protocol=5)
         self._end.settimeout(patience_s)
+        self.sent_bytes += _LENGTH.size + len(data)
         try:
             self._end.sendall(_LENGTH.pack(len(data)) + data)
         except OSError as error:

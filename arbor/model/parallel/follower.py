@@ -10,6 +10,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
     from arbor.model.parallel.orders import PoolPlace
     from arbor.model.runner import ModelRunner
 
+POLL_S = 1.0  # in which the end of the first rank is noticed
+
 
 def main(descriptor: int) -> None:
     """Load this rank's part of the model, and follow."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         _Following(channel).run()
@@ -34,6 +39,13 @@ def main(descriptor: int) -> None:
     except BaseException as error:
         _report(channel, error)
         os._exit(1)
+
+
+def _end_with(first: int) -> None:
+    """End when the first rank has ended, whatever this one waits for."""
+    while os.getppid() == first:
+        time.sleep(POLL_S)
+    os._exit(0)
 
 
 class _Following:

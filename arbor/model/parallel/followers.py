@@ -116,6 +116,11 @@ class Followers:
                     break
                 raise self._fail(self._reported(number, message))
 
+    @property
+    def ordered_bytes(self) -> int:
+        """Bytes that the others were sent, of orders."""
+        return sum(each.sent_bytes for each in self._channels)
+
     def place(self, pool: KVPool) -> PoolPlace:
         """A pool of this process, as the others find theirs."""
         if pool not in self._pools:

@@ -26,11 +26,16 @@ class Ranks:
         count: of processes.
         meeting: a file in which they find each other.
         loaded: called when this one has read its weights; returns when all have.
+
+    Attributes:
+        has_heads: each rank has some of the heads of every layer; else all of them.
+        sent_bytes: by this one, in sums and parts.
     """
 
     def __init__(self, number: int, count: int, meeting: str, loaded: Callable[[], None]) -> None:
+        self.sent_bytes = 0
         self.number, self.count, self.loaded = number, count, loaded
-        self.has_heads = True  # some of the heads of each layer; else all of them
+        self.has_heads = True
         torch.distributed.init_process_group(
             "gloo",
             store=FileStore(meeting, count),
@@ -38,7 +43,6 @@ class Ranks:
             world_size=count,
             timeout=LOADING,
         )
-        self.sent_bytes = 0
 
     def hurry(self) -> None:
         """From now on wait `PATIENCE` for another rank; all have loaded."""
