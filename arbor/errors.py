@@ -11,6 +11,7 @@
     ├── TraceError (ValueError)     unreadable or newer trace                            exit 4
     ├── OutOfMemory (MemoryError)   the machine, not the budget, ran out                exit 6
     ├── WorkerError (RuntimeError)  a process of a run died as often as it was begun    exit 8
+    │   └── RankLost                a process that held a part of the model has ended
     └── SearchBug (RuntimeError)    an error of arbor's own in one search of several    exit 1
 
 `code` is stable and greppable (``budget-infeasible``); `message` is what is wrong, with numbers;
@@ -237,6 +238,10 @@ class OutOfMemory(ArborError, MemoryError):
 
 
 class WorkerError(ArborError, RuntimeError):
-    """A process of a run that died as often as it was begun, or that held a part of its model."""
+    """A process of a run that died as often as it was begun."""
 
     exit_code = 8
+
+
+class RankLost(WorkerError):
+    """A process that held a part of the model has ended, and nothing more can be computed."""

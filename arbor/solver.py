@@ -32,7 +32,6 @@ from arbor.feature import hook, hook_for
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.level_rule import KV_PROBE, LevelRule
 from arbor.model.model_info import ModelInfo
-from arbor.model.parallel.shards import cannot
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
 from arbor.retention.policy import Policy
@@ -333,8 +332,7 @@ class Solver:
         from arbor.model.plan import least_saved_reads
 
         fixed = LevelRule(least_saved_reads(runner.device))
-        same = self.setup.deterministic or runner.ranks is not None
-        probe = "off" if same else self.setup.kv_probe
+        probe = "off" if self.setup.deterministic else self.setup.kv_probe
         if probe == "off":
             return fixed
         if probe not in KV_PROBE:
@@ -520,8 +518,6 @@ class Solver:
         """A stream that the worker has not been started for."""
         from arbor.model.threads import keep_threads
         from arbor.run.stream import SearchStream
-
-        self._refuse_arrivals()
 
         keep_threads()
         job = SearchJob(Run(self._setup, problem, Request.of(options)), keeps_events=keeps_events)
@@ -766,7 +762,6 @@ class Solver:
                 searched next to it (`as_completed`).
             tokens: of KV, for all of them; None: as many as their budgets need.
         """
-        self._refuse_arrivals()
         most = at_once if self.setup.at_once > 1 else 1
         return SharedEngine(self._setup, self._lend, self._contended, most, tokens)
 
@@ -826,15 +821,6 @@ class Solver:
         if here and not (in_loop and isinstance(self._run, Batch)):
             raise _busy()
 
-    def _refuse_arrivals(self) -> None:
-        """Refuse searches that begin when they arrive, which is another step on each rank.
-
-        Raises:
-            UsageError: several processes hold the model together.
-        """
-        if self.setup.tp > 1:
-            raise cannot(self.setup.tp, "a stream of searches", "solve, solve_batch or imap")
-
     def _computing(self) -> AbstractContextManager[None]:
         """The solver's number of torch threads, in this thread."""
         from arbor.model.threads import thread_count, torch_threads
@@ -844,7 +830,7 @@ class Solver:
             *(each.describe() for each in self.setup.verifier_models.values()),
         ]
         largest = max(models, key=lambda info: info.parameters)
-        return torch_threads(thread_count(self.setup.threads, largest))
+        return torch_threads(thread_count(self.setup.threads, largest, self.setup.tp))
 
 
 def _busy() -> UsageError:

@@ -2,201 +2,133 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import ARCHITECTURES, config_of, random_model
-from support.rank_searches import search, start, trace_of
+from support.models import ARCHITECTURES, config_of
+from support.two_ranks import PROBLEM, TWO, assert_same, save
 
 from arbor import Solver
-from arbor.errors import ModelError, UsageError
-from arbor.events import Boundary, Ended, Verified
-from arbor.model.loading import BUILTIN
-from arbor.trace.read import read_trace
+from arbor.errors import ArborError, ModelError, UsageError
+from arbor.events import Event, Forwarded
+from arbor.measure.cluster import check_workers
+from arbor.model.parallel.shards import cuts, division_of
 
 SEARCHES: list[dict[str, Any]] = [
-    {"controller": "beam,beam_size=2,width=2", "budget": 0.3},
+    {"controller": "beam,beam_size=2,width=2", "budget": 0.3, "debug": True},
     {"controller": "beam,beam_size=3", "mode": "lossy", "budget": 0.3},
+    {"controller": "beam,beam_size=2", "mode": "lossy", "budget": 0.3, "policy": "snapkv"},
 ]
 MORE_SEARCHES: list[dict[str, Any]] = [
-    {"budget": 0.25, "debug": True},
     {"controller": "mcts,simulations=6", "budget": 0.3},
     {"controller": "best-first", "budget": 0.3},
     {"controller": "rebase,width=4", "sampling": {"temperature": 1.0}},
+    {"mode": "lossy", "budget": 0.3, "policy": "h2o"},
+    {"mode": "lossy", "budget": 0.3, "policy": "tova"},
+    {"mode": "lossy", "budget": 0.3, "policy": "rkv"},
 ]
-# what transformers has a plan for, and whose logits are the model's own on two ranks
-DIVIDED = (
-    "llama",
-    "llama_mha",
-    "llama_yarn",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "granite",
-    "olmo2",
-    "smollm3",
-    "cohere",
-    "starcoder2",
-)
 
 
-def save(folder: Path, name: str) -> Path:
-    """A small random model of an architecture with the built-in model's tokenizer."""
-    model_type, settings = ARCHITECTURES[name]
-    more = {"vocab_size": 640, "max_position_embeddings": 2048}
-    random_model(config_of(model_type, **{**settings, **more})).save_pretrained(folder)
-    for file in BUILTIN["sapling"].glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Solver]:
+    """The built-in model on two processes."""
+    with Solver(**TWO) as solver:
+        solver.load()
+        yield solver
 
 
-def tree_of(path: Path) -> list[tuple[Any, ...]]:
-    """Every block of a trace: its tokens, and why it ends."""
-    events = read_trace(path).events
-    return [(each.node, each.ids, each.stop) for each in events if isinstance(each, Boundary)]
-
-
-def assert_same(cases: Sequence[Mapping[str, Any]], tmp_path: Path) -> None:
-    """Two ranks search each case block by block as this process does."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    ranks = start(cases, two)
-    ended = [each.communicate(timeout=100) for each in ranks]
-    assert [each.returncode for each in ranks] == [0, 0], ended
-    search(cases, one, 1)
+def assert_searches(cases: Sequence[Mapping[str, Any]], pair: Solver, tmp_path: Path) -> None:
     for number, case in enumerate(cases):
-        alone, together = (read_trace(trace_of(each, number)) for each in (one, two))
-        blocks = tree_of(trace_of(one, number))
-        assert blocks, case
-        assert tree_of(trace_of(two, number)) == blocks, case
-        for mine, other in zip(alone.events, together.events, strict=True):
-            assert type(mine) is type(other)
-            if isinstance(mine, Verified) and isinstance(other, Verified):
-                assert mine.values == pytest.approx(other.values, abs=1e-4)
+        two = Solver(**TWO, **case)
+        two.checkpoint = pair.checkpoint
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert_same(two, Solver(device="cpu", **case), folder)
 
 
-def test_two_ranks_search_as_one_process(tmp_path: Path) -> None:
-    assert_same(SEARCHES, tmp_path)
+def test_two_processes_search_as_one(pair: Solver, tmp_path: Path) -> None:
+    assert_searches(SEARCHES, pair, tmp_path)
 
 
 @pytest.mark.slow
-def test_two_ranks_search_in_every_way_as_one_process(tmp_path: Path) -> None:
-    assert_same(MORE_SEARCHES, tmp_path)
+def test_two_processes_search_in_every_way_as_one(pair: Solver, tmp_path: Path) -> None:
+    assert_searches(MORE_SEARCHES, pair, tmp_path)
 
 
-@pytest.mark.slow
-def test_trees_of_architectures_are_the_same(tmp_path: Path) -> None:
-    models = [str(save(tmp_path / name, name)) for name in DIVIDED]
-    case = {"path_tokens": 60, "step_tokens": 15, "budget": 0.3, "controller": "beam,beam_size=2"}
-    assert_same([{"model": model, "task": "game24", **case} for model in models], tmp_path)
+def test_a_plan_says_what_a_rank_has() -> None:
+    def divided(count: int, heads: int, kv_heads: int) -> tuple[int, int, bool]:
+        model_type, settings = ARCHITECTURES["llama"]
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8}
+        sizes["hidden_size"] = 8 * heads
+        found = division_of(config_of(model_type, **{**settings, **sizes}), count)
+        return found.kv_heads_each, found.copies, found.attention
+
+    assert divided(2, 4, 2) == (1, 1, True)
+    assert divided(4, 8, 2) == (1, 2, True)
+    assert divided(2, 9, 3) == (3, 1, False)
 
 
-@pytest.mark.parametrize(
-    "die_at",
-    [20, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 3, 5, 9, 14, 27, 33, 41))],
-)
-def test_a_rank_that_dies_ends_the_other_with_its_trace_kept(tmp_path: Path, die_at: int) -> None:
-    first, second = start([{}], tmp_path, die_at=die_at)
-    _, dead = second.communicate(timeout=60)
-    began = time.monotonic()
-    _, said = first.communicate(timeout=60)
-    assert time.monotonic() - began < 10
-    assert second.returncode == -9, dead
-    assert first.returncode == 8
-    assert said.count("[rank-lost]") == 1
-    assert "Traceback" not in said
-    events = read_trace(trace_of(tmp_path, 0)).events
-    assert isinstance(events[-1], Ended)
-    assert events[-1].status == "error"
+def test_cuts_are_between_blocks() -> None:
+    assert cuts(4864, 2, 256) == [0, 2560, 4864]
+    assert cuts(1536, 2, 32) == [0, 768, 1536]
+    assert cuts(10, 3, 1) == [0, 4, 7, 10]
 
 
-@pytest.mark.slow
-def test_a_rank_that_stands_still_ends_the_other(tmp_path: Path) -> None:
-    first, second = start([{}], tmp_path, die_at=-9)
-    try:
-        _, said = first.communicate(timeout=110)
-    finally:
-        second.kill()
-        second.communicate()
-    assert first.returncode == 8
-    assert said.count("[rank-lost]") == 1
+def test_streams_and_batches_run_together(pair: Solver) -> None:
+    stream = pair.stream(PROBLEM, max_tokens=100)
+    alone = Solver(device="cpu").solve(PROBLEM, max_tokens=100)
+    assert stream.solution.answer == alone.answer
+    both = pair.solve_batch([PROBLEM, "1 2 3 4"], max_tokens=100)
+    assert both[0].answer == alone.answer
 
 
-def test_ranks_that_differ_end_before_they_compute(tmp_path: Path) -> None:
-    ranks = start([{"seeds": [1, 2]}], tmp_path)
-    said = [each.communicate(timeout=60)[1] for each in ranks]
-    assert 8 in [each.returncode for each in ranks]
-    assert "[ranks-differ]" in "".join(said)
+def test_a_stop_ends_the_search_and_not_the_processes(pair: Solver) -> None:
+    def stop(event: Event) -> None:
+        if isinstance(event, Forwarded):
+            two.stop()
 
-
-def _as_rank(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", str(count))
+    two = Solver(**TWO, listeners=[stop])
+    two.checkpoint = pair.checkpoint
+    assert two.solve(PROBLEM).finish_reason == "interrupted"
+    assert pair.solve(PROBLEM, max_tokens=50).finish_reason in ("limit", "solved")
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"weights": "int8"}, "weights=int8"),
-        ({"kv_dtype": "int8"}, "kv_dtype=int8"),
-        ({"deterministic": True}, "deterministic"),
-        ({"host": "1MiB"}, "host"),
-        ({"policy": "snapkv", "mode": "lossy"}, "observes attention"),
-        ({"device": "auto"}, "device=auto"),
+        ({"host": "1MiB"}, "KV in host memory"),
+        ({"policy": "ams,granularity=head", "mode": "lossy"}, "tokens of their own"),
+        ({"keep_kv": "1GiB"}, "keep_kv"),
     ],
 )
 def test_what_runs_on_one_process_only_is_refused_by_name(
-    settings: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], named: str
 ) -> None:
-    _as_rank(monkeypatch, 2)
-    with pytest.raises(UsageError, match=named) as refused:
-        Solver(tp=2, **{"device": "cpu", **settings})
+    with pytest.raises(ArborError, match=named) as refused:
+        Solver(**{**TWO, **settings})
     assert refused.value.code == "tp"
     assert refused.value.hint
 
 
-def test_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="torchrun --nproc-per-node 2"):
-        Solver(tp=2, device="cpu")
-    _as_rank(monkeypatch, 3)
-    with pytest.raises(UsageError, match="one of 3 processes"):
-        Solver(tp=2, device="cpu")
+def test_workers_of_several_processes_are_refused() -> None:
+    with pytest.raises(UsageError, match="a worker is one process"):
+        check_workers("exact", "cpu", 2)
 
 
-def test_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _as_rank(monkeypatch, 2)
-    with pytest.raises(UsageError, match="stream of searches"):
-        Solver(tp=2, device="cpu").stream("4 5 6 10")
+def test_a_group_that_is_there_already_is_refused(pair: Solver) -> None:
+    with pytest.raises(UsageError, match="is in a group of torch"):
+        Solver(**TWO).load()
 
 
-def test_heads_that_do_not_divide_are_refused_before_weights_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _as_rank(monkeypatch, 3)
-    with pytest.raises(ModelError, match="do not divide by 3") as refused:
-        Solver(tp=3, device="cpu").plan("4 5 6 10")
-    assert refused.value.hint == "Use tp=2."
-
-
-def test_a_plan_counts_the_bytes_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Solver(device="cpu").plan("4 5 6 10")
-    _as_rank(monkeypatch, 2)
-    part = Solver(tp=2, device="cpu").plan("4 5 6 10")
+def test_a_plan_counts_the_bytes_of_one_rank() -> None:
+    whole, part = (Solver(device="cpu", tp=tp).plan(PROBLEM) for tp in (1, 2))
     assert part.full_tokens == whole.full_tokens
     assert part.bytes_per_token * 2 == whole.bytes_per_token
 
 
-def test_an_architecture_without_a_plan_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_architecture_without_a_plan_is_refused(tmp_path: Path) -> None:
     model = save(tmp_path / "opt", "opt")
-    _as_rank(monkeypatch, 2)
     with pytest.raises(ModelError, match="no plan that divides model_type 'opt'"):
-        Solver(model, tp=2, device="cpu").plan("4 5 6 10")
+        Solver(model, **TWO).plan(PROBLEM)

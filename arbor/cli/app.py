@@ -54,7 +54,7 @@ COMMANDS = {
     ),
 } | {name: command for each in features() for name, command in each.commands.items()}
 # options of other programs that spread one model over several devices
-SPREADING = ("--device-map", "--tensor-parallel-size", "--tensor-parallel", "--tp")
+SPREADING = ("--device-map", "--tensor-parallel-size", "--tensor-parallel")
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
@@ -164,8 +164,8 @@ def _usage(error: click.ClickException) -> UsageError:
         hint = f"See '{path} --help-all'."
         if error.option_name in SPREADING:
             hint = (
-                "arbor runs a model on one device. 'arbor eval --workers N' puts a copy on each of "
-                "several; for a larger model see docs/compatibility.md."
+                "--tp N divides a model among N processes of a CPU, 'arbor eval --workers N' puts a "
+                "copy on each of several devices; for a larger model see docs/compatibility.md."
             )
     if isinstance(error, click.NoSuchOption) and error.option_name == "-o" and context:
         names = {parameter.name for parameter in context.command.params}

@@ -14,7 +14,7 @@ from torch import Tensor
 from arbor.engine.forest_state import ForestState
 from arbor.engine.observer import Observer, QueryWindow
 from arbor.errors import ModelError
-from arbor.kernels.int8 import decode, is_stored, read_slots
+from arbor.kernels.int8 import decode, is_stored
 from arbor.model.runner import ModelRunner
 from arbor.retention.token_kv import (
     HeadKV,
@@ -186,17 +186,19 @@ class KVView:
         return self._runner.specs[layer].shape.scaling
 
     def _keys(self, index: Tensor, layer: int) -> Tensor:
-        dim = self._runner.specs[layer].shape.head_dim_qk
-        return self._chosen(self._rows(self._state.memory.pool.k[layer], index, layer, dim))
+        return self._chosen(self._rows(index, layer, values=False))
 
     def _values(self, index: Tensor, layer: int) -> Tensor:
-        dim = self._runner.specs[layer].shape.head_dim_vo
-        return self._chosen(self._rows(self._state.memory.pool.v[layer], index, layer, dim))
+        return self._chosen(self._rows(index, layer, values=True))
 
-    def _rows(self, pool: Tensor, index: Tensor, layer: int, dim: int) -> Tensor:
+    def _rows(self, index: Tensor, layer: int, *, values: bool) -> Tensor:
         """K or V of a layer [n, H_kv, D] in slots [n], or of each KV head in its own [C, n]."""
+        memory, shape = self._state.memory, self._runner.specs[layer].shape
         if index.dim() == 1:
-            return read_slots(pool, index, dim).float()
+            return self._runner.read(memory.pool, layer, index, values=values).float()
+        pool, dim = memory.pool.k[layer], shape.head_dim_qk
+        if values:
+            pool, dim = memory.pool.v[layer], shape.head_dim_vo
         mine = index[self._mine(layer)].T
         rows = pool[mine, torch.arange(mine.shape[1], device=pool.device)]
         return (decode(rows, dim) if is_stored(pool) else rows).float()

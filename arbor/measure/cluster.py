@@ -51,11 +51,11 @@ class WorkerPlace:
         return "@".join(each for each in parts if each is not None)
 
 
-def check_workers(share: str, device: str) -> None:
+def check_workers(share: str, device: str, tp: int = 1) -> None:
     """Refuse settings that mean nothing, or something else, with several engines.
 
     Args:
-        share, device: as in `Solver`.
+        share, device, tp: as in `Solver`.
 
     Raises:
         UsageError: names what to use instead.
@@ -66,6 +66,12 @@ def check_workers(share: str, device: str) -> None:
             f"share={share} reads prompts of earlier problems, so that a result would depend on "
             "which worker had which problem.",
             "Leave out --workers, or take --set share=exact.",
+        )
+    if tp > 1:
+        raise UsageError(
+            "workers",
+            f"--tp {tp} with --workers: a worker is one process.",
+            "Leave out one of them.",
         )
     if device.startswith("cuda:"):
         raise UsageError(

@@ -201,7 +201,8 @@ class Workers:
         else:
             self._solver = solver
         self._device = self._solver.checkpoint.asked_device if device is None else device
-        check_workers(self._solver.setup.share, check_device(self._device))
+        setup = self._solver.setup
+        check_workers(setup.share, check_device(self._device), setup.tp)
         self._place = number if isinstance(number, WorkerPlace) else WorkerPlace.parse(number)
         self._concurrency = check_count("concurrency", concurrency) or 1
         self._tries = check_count("tries", tries) or 1

@@ -23,7 +23,7 @@ from arbor.model.loading import (
 )
 from arbor.model.model_info import Description, Files, ModelInfo
 from arbor.model.names import INT8, check_device, check_dtype, check_int8_weights
-from arbor.model.parallel.shards import cannot, check_started, kv_heads_of_rank
+from arbor.model.parallel.shards import cannot, division_of
 from arbor.model.placement import (
     FLASHINFER,
     INVARIANT,
@@ -39,13 +39,14 @@ from arbor.model.placement import (
 )
 from arbor.support.garbage import no_collection
 from arbor.support.read_write_lock import ReadWriteLock
-from arbor.support.setting import setting
+from arbor.support.setting import setting, settings_of
 from arbor.support.stages import stage_of
 
 if TYPE_CHECKING:
     import torch
 
     from arbor.model.int8_weights import WeightRounding
+    from arbor.model.parallel.followers import Followers
     from arbor.model.parallel.ranks import Ranks
     from arbor.model.weights import Weights
 
@@ -119,8 +120,8 @@ class ModelSettings(ModelSource):
         deterministic: results do not depend on the rest of the batch, to the last bit, or the model
             is refused (no mixtures of experts). The native kernels of a CPU need no request for
             that; elsewhere it is slower; see docs/budget.md.
-        tp: processes that hold the model together, each some of its heads; they are started by
-            ``torchrun`` (docs/compatibility.md).
+        tp: processes that hold the model together, each some of its heads; the others are begun by
+            this one (docs/compatibility.md).
     """
 
     HEADING = "Model"
@@ -175,8 +176,8 @@ class ModelSettings(ModelSource):
     )
     tp: int = setting(
         1,
-        "Processes that hold the model together, started by torchrun.",
-        shown="code",
+        "Processes that hold the model together, on a CPU.",
+        metavar="N",
         least=1,
         recorded="never",
     )
@@ -187,6 +188,8 @@ class Checkpoint:
 
     Args:
         settings: which model, and how it runs.
+        follows: the ranks of which this process is one, and not the first; None: it is the first,
+            or alone.
 
     Attributes:
         use: read while searches are in progress, written to replace weights.
@@ -196,7 +199,7 @@ class Checkpoint:
         ModelError: the model does not exist.
     """
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelSettings, follows: Ranks | None = None) -> None:
         model, device, backend = settings.model, settings.device, settings.backend
         self.kv_dtype = settings.kv_dtype
         if self.kv_dtype == INT8:
@@ -234,8 +237,10 @@ class Checkpoint:
             )
         self.tp = settings.tp
         if self.tp > 1:
-            _check_ranks(settings, self.source, ready=self._given is not None)
-        self._ranks: Ranks | None = None
+            _check_ranks(settings, ready=self._given is not None)
+        self._follows = follows
+        self._followers: Followers | None = None
+        self._settings = {name: getattr(settings, name) for name in settings_of(ModelSettings)}
         self._description: Description | None = None  # of an earlier process
         self._files: Files | None = None
         self._weights: Weights | None = None
@@ -253,19 +258,6 @@ class Checkpoint:
         return self._device
 
     @property
-    def ranks(self) -> Ranks | None:
-        """The processes that hold the model together; None: this one holds all of it.
-
-        Raises:
-            UsageError: this process is not one of so many.
-        """
-        if self.tp > 1 and self._ranks is None:
-            from arbor.model.parallel.ranks import Ranks
-
-            self._ranks = Ranks(self.tp)
-        return self._ranks
-
-    @property
     def rounding(self) -> WeightRounding | None:
         """What weights in 8 bits changed; None without them, or before they are loaded."""
         return None if self._weights is None else self._weights.rounding
@@ -275,6 +267,9 @@ class Checkpoint:
         self._description = self._files = self._weights = None
         if self._given is None:
             self._updated, self._digests = None, {}
+        if self._followers is not None:
+            self._followers.close()
+            self._followers = None
 
     def read(self) -> Description:
         """The description of the model, read once; without torch where an earlier process kept it.
@@ -316,7 +311,7 @@ class Checkpoint:
                 if not files.info.supported:
                     reason, hint = files.info.reason, "See 'arbor info MODEL'."
                     raise ModelError("arch-unsupported", reason, hint)
-                self._weights = self._load(files)
+                self._weights = self._load_together(files)
             return self._weights
 
     @property
@@ -354,7 +349,29 @@ class Checkpoint:
                 new.put()
         self.load()
 
-    def _load(self, files: Description) -> Weights:
+    def _load_together(self, files: Description) -> Weights:
+        """The weights, those of this rank where several hold the model."""
+        if self.tp == 1 or self._follows is not None:
+            return self._load(files, self._follows)
+        import torch
+
+        from arbor.model.parallel.followers import Followers
+
+        if self.device.type != "cpu":
+            raise cannot(self.tp, f"device={self.device}", "--device cpu")
+        with stage_of(f"beginning {self.tp} processes"):
+            followers = Followers(self._settings, self.tp, torch.get_num_threads())
+        try:
+            weights = self._load(files, followers.ranks)
+            followers.wait("ready")
+        except BaseException:
+            followers.close()
+            raise
+        followers.ranks.hurry()
+        self._followers = weights.runner.followers = followers
+        return weights
+
+    def _load(self, files: Description, ranks: Ranks | None) -> Weights:
         with stage_of(f"loading {self.source.label}"), no_collection():
             from arbor.model.weights import load_weights
 
@@ -369,7 +386,7 @@ class Checkpoint:
                 cuda_graphs=self.cuda_graphs,
                 int8_kv=self.kv_dtype == INT8,
                 int8_weights=self.weights == INT8,
-                ranks=self.ranks,
+                ranks=ranks,
             )
 
     def _ready_model(self, files: Description) -> Any:
@@ -397,9 +414,13 @@ class Checkpoint:
         """The model with weights and KV as they are kept here."""
         info = replace(info, weights=self.weights)
         if self.tp > 1 and info.supported:
-            kv_heads, mine = kv_heads_of_rank(load_config(self.source), self.tp)
-            part = info.kv_bytes_per_token * mine // kv_heads
-            info = replace(info, kv_bytes_per_token=part)
+            division = division_of(load_config(self.source), self.tp)
+            mine, whole = division.kv_heads_each, division.kv_heads
+            info = replace(
+                info,
+                kv_bytes_per_token=info.kv_bytes_per_token * mine // whole,
+                kv_bytes_int8=info.kv_bytes_int8 * mine // whole,
+            )
         dense = self.source.adapter is not None or is_gpu(self.asked_device)
         if self.source.gguf is not None and dense:
             info = info.with_dense_weights()
@@ -461,12 +482,11 @@ class Checkpoint:
         return "torch"
 
 
-def _check_ranks(settings: ModelSettings, source: ModelLocation, *, ready: bool) -> None:
+def _check_ranks(settings: ModelSettings, *, ready: bool) -> None:
     """Refuses what does not run on several ranks; nothing is read.
 
     Args:
         settings: with `tp` above 1.
-        source: where the model is.
         ready: whether the model was passed ready.
 
     Raises:
@@ -474,14 +494,9 @@ def _check_ranks(settings: ModelSettings, source: ModelLocation, *, ready: bool)
     """
     refused = {
         "a ready model": (ready, "a directory or Hub id"),
-        "a GGUF file": (source.gguf is not None, "the model's safetensors"),
         "adapter": (settings.adapter is not None, "a model that it is merged into"),
-        "weights=int8": (settings.weights != "auto", "weights=auto"),
-        "kv_dtype=int8": (settings.kv_dtype != "auto", "kv_dtype=auto"),
-        "deterministic": (settings.deterministic, "deterministic=False"),
-        f"device={settings.device}": (settings.device != "cpu", "device='cpu'"),
+        f"device={settings.device}": (is_gpu(settings.device), "--device cpu"),
     }
     for what, (given, instead) in refused.items():
         if given:
             raise cannot(settings.tp, what, instead)
-    check_started(settings.tp)

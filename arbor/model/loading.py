@@ -27,6 +27,8 @@ from arbor.support.stages import show
 if TYPE_CHECKING:
     import torch
 
+    from arbor.model.parallel.shards import Division
+
 logger = logging.getLogger(__name__)
 
 GGUF = ".gguf"
@@ -385,7 +387,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     auto: str = "AutoModelForCausalLM",
-    ranks: int = 1,
+    division: Division | None = None,
 ) -> Any:
     """The decoder with its weights.
 
@@ -393,7 +395,8 @@ def load_model(
         source: the model.
         dtype, device: of its weights.
         auto: the class of transformers that builds it; ``AutoModel`` has no head.
-        ranks: processes that each read their part of the weights.
+        division: which part of safetensors this process reads, as one of several; None: all. A
+            GGUF file is mapped whole.
 
     For a GPU, transformers copies each tensor to the device as it is read, if accelerate is
     installed; without it the whole model passes through host memory.
@@ -415,7 +418,7 @@ def load_model(
         missing: Iterable[str] = ()
         if model is None:
             place = device if direct else None
-            model, missing = _by_transformers(source, config, dtype, place, auto, ranks)
+            model, missing = _by_transformers(source, config, dtype, place, auto, division)
     except ArborError:
         raise
     except Exception as error:
@@ -452,7 +455,7 @@ def load_model(
                 model=source.name,
             )
         model = merged(model, source.adapter)
-    if ranks > 1 or {each.device.type for each in model.parameters()} == {device.type}:
+    if division is not None or {each.device.type for each in model.parameters()} == {device.type}:
         return model  # quantized layers refuse to be moved
     weights = sum(each.nbytes for each in model.parameters())
     try:
@@ -485,12 +488,12 @@ def _by_transformers(
     dtype: torch.dtype,
     device: torch.device | None,
     auto: str,
-    ranks: int = 1,
+    division: Division | None = None,
 ) -> tuple[Any, Iterable[str]]:
     """A model as transformers loads it, and names of the weights that it did not find.
 
     Args:
-        source, config, dtype, auto, ranks: as in `load_model`.
+        source, config, dtype, auto, division: as in `load_model`.
         device: to read weights to; None: host memory.
     """
     import transformers
@@ -499,10 +502,12 @@ def _by_transformers(
     if source.gguf is not None:
         placement["config"] = config
         placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    if ranks > 1:
+    elif division is not None:
         from transformers.distributed.configuration_utils import DistributedConfig
 
-        placement["distributed_config"] = DistributedConfig(tp_size=ranks)
+        placement["distributed_config"] = DistributedConfig(
+            tp_size=division.count, tp_plan=division.read
+        )
     with _no_progress_bar(), read_once(source, _shown(source)) as (path, packed):
         model, report = getattr(transformers, auto).from_pretrained(
             path,

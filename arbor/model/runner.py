@@ -6,11 +6,13 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from arbor.errors import ModelError
@@ -24,6 +26,7 @@ from arbor.kernels.attention.base import (
 from arbor.kernels.attention.fixed import FixedBackend
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.fused.native_layers import MOST_ROWS
+from arbor.kernels.int8 import read_slots
 from arbor.kernels.invariant import row_invariant
 from arbor.kernels.linear.layers import weight_bytes
 from arbor.kernels.staging import Staging
@@ -49,6 +52,8 @@ from arbor.retention.token_kv import PairRotation
 
 if TYPE_CHECKING:
     from arbor.heads.attention import CellAttention
+    from arbor.model.parallel.followers import Followers
+    from arbor.model.parallel.orders import ForwardOrder
     from arbor.model.parallel.ranks import Ranks
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
@@ -107,6 +112,8 @@ class ModelRunner:
         ranks: the processes that hold the model together; None: this one holds all of it.
 
     Attributes:
+        followers: the ranks that compute each forward with this one; None: this is none or not the
+            first of several, or they still load.
         graphs: of decode steps; None without.
         kv_dtype: of the pools of searches; `forward` itself takes the model's numbers as well.
 
@@ -125,6 +132,7 @@ class ModelRunner:
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = ranks
+        self.followers: Followers | None = None
         self.model = model.eval()
         self.backend = backend
         self.deterministic = deterministic
@@ -224,14 +232,14 @@ class ModelRunner:
                     self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
                 )
             asked = _Asked(mass or {}, by_head, queries or {}) if observed else None
-            if self.ranks is None:
+            if self.followers is None:
                 return self._forward(plan, pool, last, hidden, leave, asked, cells)
-            if not plain:
-                raise cannot(self.ranks.count, "a forward that is observed", "another policy")
-            self.ranks.check(plan)
-            with self.ranks.together():
-                result = self._forward(plan, pool, last)
-            return ForwardResult(self.ranks.same(result.logits))
+            if leave is not None:
+                raise cannot(
+                    self.followers.ranks.count, "leaving between layers", "another verifier"
+                )
+            with self.followers.together(self._order(plan, pool, last, hidden, asked)):
+                return self._together(plan, pool, last, hidden, asked)
 
     @torch.inference_mode()
     def unembed(
@@ -253,6 +261,92 @@ class ModelRunner:
             if self._unembedding is None:
                 self._unembedding = Unembedding(self.model, self._layers)
             return self._unembedding(state, ids, norm=norm)
+
+    # Together with other ranks
+
+    def follow(self, order: ForwardOrder, pool: KVPool) -> None:
+        """Compute this rank's part of a forward that the first rank runs."""
+        asked = None
+        if order.mass or order.queries:
+            rows = {layer: torch.from_numpy(each) for layer, each in (order.queries or {}).items()}
+            asked = _Asked(dict.fromkeys(order.mass), queries=rows)
+        with self._turn, torch.inference_mode():
+            self._together(order.plan, pool, order.last, order.hidden, asked)
+
+    def _order(
+        self,
+        plan: ForwardPlan,
+        pool: KVPool,
+        last: int,
+        hidden: Sequence[int],
+        asked: _Asked | None,
+    ) -> ForwardOrder:
+        """What the other ranks have to know of a forward."""
+        from arbor.model.parallel.orders import ForwardOrder, columns_of, layouts_of
+
+        assert self.followers is not None, "it is asked for where there are some"
+        windows = list(dict.fromkeys(spec.shape.window for spec in self.specs))
+        asked = asked or _Asked()
+        return ForwardOrder(
+            self.followers.place(pool),
+            columns_of(plan),
+            layouts_of(plan, windows),
+            last,
+            tuple(hidden),
+            tuple(asked.mass),
+            {layer: rows.cpu().numpy() for layer, rows in asked.queries.items()},
+        )
+
+    def _together(
+        self,
+        plan: ForwardPlan,
+        pool: KVPool,
+        last: int,
+        hidden: Sequence[int],
+        asked: _Asked | None,
+    ) -> ForwardResult:
+        """A forward; what is observed is of all heads, and mass the mean over the ranks."""
+        result = self._forward(plan, pool, last, hidden, asked=asked)
+        ranks = self.ranks
+        if ranks is None or not ranks.has_heads:
+            return result
+        mass = None if result.mass is None else ranks.mean(result.mass)
+        queries = {layer: ranks.joined(each, dim=1) for layer, each in result.queries.items()}
+        return replace(result, mass=mass, queries=queries)
+
+    @torch.inference_mode()
+    def read(self, pool: KVPool, layer: int, slots: Tensor, *, values: bool) -> Tensor:
+        """Keys or values of a layer in slots, of the heads of all ranks: [n, H_kv, D].
+
+        Args:
+            slots: int64 [n].
+            values: values, or else keys.
+        """
+        if self.followers is None:
+            return self.read_together(pool, layer, slots, values=values)
+        from arbor.model.parallel.orders import ReadOrder
+
+        with self._turn:
+            numbers = slots.cpu().numpy()
+            order = ReadOrder(self.followers.place(pool), layer, values, numbers)
+            with self.followers.together(order):
+                return self.read_together(pool, layer, slots, values=values)
+
+    @torch.inference_mode()
+    def read_together(
+        self, pool: KVPool, layer: int, slots: Tensor | NDArray[np.int64], *, values: bool
+    ) -> Tensor:
+        """`read` on each rank, all at once."""
+        if not isinstance(slots, Tensor):
+            slots = torch.from_numpy(slots)
+        shape = self.specs[layer].shape
+        part, dim = pool.k[layer], shape.head_dim_qk
+        if values:
+            part, dim = pool.v[layer], shape.head_dim_vo
+        found = read_slots(part, slots.to(part.device), dim)
+        if self.ranks is None or not self.ranks.has_heads:
+            return found
+        return self.ranks.joined(found, dim=1)
 
     def rotations(self, layers: Sequence[int]) -> dict[int, PairRotation | None]:
         """How layers encode positions, found once; None where that is not a known rotation."""

@@ -12,17 +12,20 @@ import torch
 from arbor.model.model_info import SMALL_MODEL, ModelInfo
 
 
-def thread_count(given: int | None, model: ModelInfo) -> int | None:
+def thread_count(given: int | None, model: ModelInfo, ranks: int = 1) -> int | None:
     """Threads for a model; None: as torch is set.
 
     Args:
         given: the setting; None: one for a model below `SMALL_MODEL`, unless ``OMP_NUM_THREADS``
             is set.
         model: its size.
+        ranks: processes of this machine that hold it together, and share its cores.
     """
-    if given is not None:
+    if given is not None or "OMP_NUM_THREADS" in os.environ:
         return given
-    return 1 if model.parameters < SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ else None
+    if model.parameters < SMALL_MODEL:
+        return 1
+    return None if ranks == 1 else max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 class _Process:

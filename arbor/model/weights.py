@@ -44,6 +44,7 @@ from arbor.model.loading import (
 from arbor.model.model_info import Description, Files
 from arbor.model.names import INT8
 from arbor.model.parallel.ranks import Ranks
+from arbor.model.parallel.shards import Division, division_of
 from arbor.model.placement import (
     FLASHINFER,
     NATIVE,
@@ -115,6 +116,9 @@ def check_agreement(runner: ModelRunner, own: Tensor) -> None:
     Raises:
         ModelError: the difference is more than rounding.
     """
+    if runner.ranks is not None and runner.ranks.number:
+        arbor_logits(runner)  # the first rank has them, and compares
+        return
     if not own.isfinite().all():
         raise logits_not_finite()
     error = logit_error(runner, own)
@@ -210,8 +214,8 @@ def load_weights(
         int8_kv: whether searches keep KV in 8 bits; the check of the logits does not.
         int8_weights: whether linear layers keep their weights in 8 bits; the logits are checked
             before they are rounded.
-        ranks: the processes that hold the model together; its layers are then neither packed nor
-            fused, since transformers sums their results over the ranks.
+        ranks: the processes that hold the model together; parts of the model are then not fused,
+            since linear layers add up over the ranks.
 
     Raises:
         ModelError: incomplete or unreadable.
@@ -220,15 +224,16 @@ def load_weights(
     """
     info = files.info
     name, attend = _backend(files, device, backend, required)
-    divided: dict[str, Any] = {} if ranks is None else {"ranks": ranks.count}
-    model = given or load_model(source, getattr(torch, info.dtype), device, **divided)
-    if ranks is not None:
+    division = None if ranks is None else division_of(load_config(source), ranks.count)
+    model = given or load_model(source, getattr(torch, info.dtype), device, division=division)
+    if ranks is not None and division is not None:
         ranks.loaded()
+        _divide(model, division, ranks)
     if given is not None:
         check_packed_before(model, INT8 if int8_weights else "auto")
     if deterministic:
         refuse_batch_dependent(model, device)
-    elif ranks is None and name == NATIVE and runs_native(info, device):
+    elif name == NATIVE and runs_native(info, device):
         deterministic = not batch_dependent(model)  # at no measurable cost, see docs/budget.md
     show(f"checking and packing the weights of {source.label}")
     own, attention = own_logits(model), model.config._attn_implementation
@@ -244,7 +249,7 @@ def load_weights(
             _check_agreement(model, runner, own, attention)
         if given is None or not packed_before(given):
             rounding = round_weights(model, runner.device, deterministic=deterministic)
-    elif ranks is None and (runner.device.type == "cpu" or deterministic):
+    elif runner.device.type == "cpu" or deterministic:
         pack_linears(model, deterministic=deterministic)
     ops = fused_ops(runner.device) if ranks is None else None
     if ops is not None and deterministic and not ops.row_invariant:
@@ -281,6 +286,16 @@ def load_weights(
         )
     give_memory_back()
     return Weights(runner, eos_ids(model, files.tokenizer), name, rounding)
+
+
+def _divide(model: Any, division: Division, ranks: Ranks) -> None:
+    """Leave this rank its part of the linear layers."""
+    from arbor.model.parallel.layers import divide
+
+    if division.note and not ranks.number:
+        logger.warning("--tp %d: %s", division.count, division.note)
+    ranks.has_heads = division.attention
+    divide(model, division, ranks)
 
 
 def _check_agreement(model: Any, runner: ModelRunner, own: torch.Tensor, attention: str) -> None:

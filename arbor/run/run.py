@@ -113,7 +113,7 @@ class Run:
         self.verifier_pools = verifier_pools or {}
         self.pool_is_fixed = pool_is_fixed
         metrics = MetricsFold()
-        writer = self.request.writer() if self._writes else None
+        writer = self.request.writer()
         most = self.setup.record_bytes
         recording = RecordedEvents(most) if writer is None and most else None
         records = [each for each in (writer, recording) if each is not None]
@@ -224,12 +224,6 @@ class Run:
         return reads
 
     @property
-    def _writes(self) -> bool:
-        """Whether traces and listeners are this process's: of several ranks, those of the first."""
-        ranks = self.setup.checkpoint.ranks
-        return ranks is None or ranks.number == 0
-
-    @property
     def _part(self) -> Fraction | None:
         """The part of full retention that is kept; None: an amount."""
         return None if self.pool_is_fixed else self.plan.fraction
@@ -257,9 +251,7 @@ class Run:
         from arbor.run.session import Session
 
         setup, request = self.setup, self.request
-        heard: list[Listener] = [metrics, *records]
-        if self._writes:
-            heard += [*setup.listeners, *listeners]
+        heard: list[Listener] = [metrics, *records, *setup.listeners, *listeners]
         if request.max_tokens is not None:
             heard.append(TokenLimit(request.max_tokens, lambda: self.stop("limit", "max_tokens")))
         emit = Broadcast(heard, self.stop)
@@ -298,7 +290,6 @@ class Run:
                 pool=self.pool,
                 aggregate=setup.aggregate,
                 by_policy=by_policy,
-                agreed=None if setup.checkpoint.ranks is None else setup.checkpoint.ranks.stops,
                 opened=self._open_verifiers(emit, verifiers),
                 most=self.plan.most_held,
                 part=self._part,

@@ -101,7 +101,6 @@ class Session:
             any.
         opened: this search in the models of verifiers that have their own.
         compares: the prompt is compared with earlier ones where the engine shares similar ones.
-        agreed: whether all processes that hold the model together stop; None: this one is alone.
         opening: how the tree is opened, see `Engine.open`.
     """
 
@@ -123,11 +122,9 @@ class Session:
         questions: PlannedQuestions | None = None,
         opened: Mapping[Verifier, VerifierSearch] | None = None,
         compares: bool = True,
-        agreed: Callable[[bool], bool] | None = None,
         **opening: Any,
     ) -> None:
         self.engine = engine
-        self._agreed = agreed
         self.task = checked_task(task)
         self.problem = problem
         self.controller = controller
@@ -332,12 +329,7 @@ class Session:
     def _over(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self.stop("timeout", "timeout")
-        over = self._stopped is not None
-        if self._agreed is not None:
-            over = self._agreed(over)
-            if over:
-                self.stop("interrupted")
-        return over
+        return self._stopped is not None
 
     def _allowed(self, expansions: list[Expansion]) -> list[Expansion]:
         """The expansions of a round within the limits; an empty list ends the run."""

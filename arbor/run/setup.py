@@ -9,7 +9,6 @@ from typing import Any
 
 from arbor import components
 from arbor.controllers.base import Controller
-from arbor.engine.mode_names import SIMILAR
 from arbor.errors import UsageError
 from arbor.feature import hook
 from arbor.model.checkpoint import Checkpoint
@@ -68,7 +67,7 @@ class Setup(Settings):
             if isinstance(part, OwnsModel)
         }
         if settings.tp > 1:
-            check_ranks(settings, owns_models=bool(models))
+            check_ranks(settings)
         source = checkpoint.source
         if settings.keep_kv is not None and not source.path:
             raise UsageError(
@@ -113,23 +112,25 @@ class Setup(Settings):
         return found | {name: each for name, each in optional.items() if each is not None}
 
 
-def check_ranks(settings: Settings, *, owns_models: bool) -> None:
-    """Refuses what a search does not do where several processes hold the model together.
+def check_ranks(settings: Settings) -> None:
+    """Refuses what is done with KV outside of a forward, where each process has a part of it.
 
     Raises:
         UsageError: names the setting, and what to give instead.
     """
     policy = settings.policy
     refused = {
-        "host": (settings.host is not None, "host=None"),
-        "disk": (settings.disk is not None, "disk=None"),
-        "keep_kv": (settings.keep_kv is not None, "keep_kv=None"),
-        f"share={settings.share}": (settings.share in SIMILAR, "share='exact'"),
-        f"the policy '{policy.name}', which observes attention,": (
-            policy.observation.anything or policy.by_head,
-            "policy='reentry', or 'ends' in lossy mode",
+        "KV in host memory": (settings.host is not None, "no --host"),
+        "KV on a disk": (settings.disk is not None, "no --disk"),
+        "keep_kv": (settings.keep_kv is not None, "no keep_kv"),
+        f"the policy '{policy.name}', where KV heads keep tokens of their own,": (
+            policy.by_head,
+            "one with granularity=token",
         ),
-        "a verifier with a model of its own": (owns_models, "verifier='self'"),
+        f"the policy '{policy.name}', which observes some of the heads,": (
+            policy.observation.heads is not None,
+            "one that observes all of them",
+        ),
     }
     for what, (given, instead) in refused.items():
         if given:

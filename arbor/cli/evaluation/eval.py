@@ -168,7 +168,7 @@ def described(options: EvalOptions) -> SolverOptions:
     if options.workers is None:
         return options.solver
     settings = options.solver.settings
-    check_workers(settings.share, settings.device)
+    check_workers(settings.share, settings.device, settings.tp)
     registry.part("cluster", "ray").check_installed()
     return options.solver.having(device="auto")
 
@@ -293,6 +293,8 @@ def resume_command(options: EvalOptions, path: Path) -> str:
         words += ["--device", settings.device]
     if settings.trust_remote_code:
         words.append("--trust-remote-code")
+    if settings.tp > 1:
+        words += ["--tp", str(settings.tp)]
     if options.workers is not None:
         words += ["--workers", str(options.workers)]
     return shlex.join(words)

@@ -12,7 +12,7 @@ from arbor.cli.evaluation.eval_options import EvalOptions
 from arbor.cli.output import Output
 from arbor.cli.progress import Progress
 from arbor.cli.signals import StopSignals
-from arbor.errors import ArborError, ModelError, SearchBug
+from arbor.errors import ArborError, ModelError, RankLost, SearchBug
 from arbor.measure.evaluation.dataset import Sample, sample_seed
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.measure.evaluation.results import is_right
@@ -80,8 +80,9 @@ def _rows(
     signal ended.
 
     Raises:
-        ArborError: a sample cannot be solved, with ``--on-error stop``; or a ModelError, which
-            every other sample would raise too. An internal error ends its own sample only.
+        ArborError: a sample cannot be solved, with ``--on-error stop``; or a ModelError or
+            RankLost, which every other sample would raise too. An internal error ends its own
+            sample only.
     """
     for sample in waiting:
         if sample.problem is None:
@@ -154,7 +155,7 @@ def _row(
     """
     if isinstance(result, ArborError):
         stops = options.on_error == "stop" and not isinstance(result, SearchBug)
-        if stops or isinstance(result, ModelError):
+        if stops or isinstance(result, ModelError | RankLost):
             result.data["sample"] = sample.id
             raise result
         outcome: dict[str, Any] = {"answer": None, "correct": None, "finish_reason": "error"}

@@ -387,6 +387,10 @@ class Server(uvicorn.Server):
         if not self.should_exit:
             self.ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end: uvicorn's reasons, or nothing more can be computed."""
+        return await super().on_tick(counter) or self.service.lost is not None
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then uvicorn's; after a second Ctrl-C, which gives up what is in progress, the
         application is closed too, and what was given up is not logged as a fault."""

@@ -137,6 +137,8 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
             server.run(sockets=[listening])
         except KeyboardInterrupt:  # the signal that ended it, raised again when it has ended
             output.say("stopped")
+        if service.lost is not None:
+            raise service.lost
         if server.force_exit:
             # a forward may still run, and its thread would abort an interpreter that ends
             sys.stdout.flush()

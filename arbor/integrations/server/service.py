@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from arbor.engine.text import Decode
+from arbor.errors import RankLost
 from arbor.events import Event
 from arbor.integrations.server.planned import Planned
 from arbor.integrations.server.refusals import Refusal, refusal_of
@@ -137,6 +138,7 @@ class Service:
         )
         self.source = solver.checkpoint.source.name
         self.draining = False
+        self.lost: RankLost | None = None  # after which nothing can be computed
         self._planning = 0  # requests
         self.admitted = 0  # searches that have not ended
         self._seconds = FIRST_GUESS_S  # of a request, smoothed
@@ -324,7 +326,9 @@ class Admitted:
             solution = job.solution()
         except Exception as error:
             refusal = refusal_of(error)
-            if refusal.status >= 500:
+            if isinstance(error, RankLost):
+                self._service.lost = error
+            elif refusal.status >= 500:
                 logger.error("a search failed", exc_info=error)
             raise refusal from error
         if solution.finish_reason == "interrupted":

@@ -1,107 +1,97 @@
-"""Ranks: the processes that hold one model together, and what they agree on."""
+"""Ranks: the processes that hold one model together, and what they add up or put together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from hashlib import blake2b
 
 import torch
 import torch.distributed
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from arbor.errors import WorkerError
-from arbor.model.parallel.shards import check_started
-from arbor.model.plan import ForwardPlan
-
-PATIENCE = timedelta(seconds=60)  # most time that a rank waits for another one
+PATIENCE = timedelta(seconds=30)  # most time that a rank waits for another one in a forward
 LOADING = timedelta(hours=1)  # likewise, while weights are read
 
 
 class Ranks:
     """The processes that hold one model together; this one is `number` of `count`.
 
-    Every rank runs the same search. What could differ by rounding or by time is rank 0's on all of
-    them: the logits, and whether to stop. All else follows from these and the seed.
+    The ranks compute every forward together, the first one decides what is computed (`Followers`).
+    Sums have one order, that of the ranks, so that no bit depends on the rest of the batch.
 
     Args:
-        count: processes that ``torchrun`` has started.
+        number: of this process; that of the first is 0.
+        count: of processes.
+        meeting: a file in which they find each other.
+        loaded: called when this one has read its weights; returns when all have.
 
-    Raises:
-        UsageError: this process is not one of so many.
+    Attributes:
+        has_heads: each rank has some of the heads of every layer; else all of them.
+        sent_bytes: by this one, in sums and parts.
     """
 
-    def __init__(self, count: int) -> None:
-        check_started(count)
-        self.count = count
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo", timeout=PATIENCE)
-        self.number: int = torch.distributed.get_rank()
-        self._digest = blake2b(digest_size=8)
-        self._forwards = 0
+    def __init__(self, number: int, count: int, meeting: str, loaded: Callable[[], None]) -> None:
+        self.sent_bytes = 0
+        self.number, self.count, self.loaded = number, count, loaded
+        self.has_heads = True
+        torch.distributed.init_process_group(
+            "gloo",
+            store=FileStore(meeting, count),
+            rank=number,
+            world_size=count,
+            timeout=LOADING,
+        )
 
-    def same(self, values: Tensor) -> Tensor:
-        """Rank 0's values on all ranks, in place of these; of one shape and dtype everywhere."""
-        values = values.contiguous()
-        with self.together():
-            torch.distributed.broadcast(values, src=0)
-        return values
+    def hurry(self) -> None:
+        """From now on wait `PATIENCE` for another rank; all have loaded."""
+        group = torch.distributed.group.WORLD
+        assert group is not None, "it was made above"
+        _set_pg_timeout(PATIENCE, group)
 
-    def stops(self, stops: bool) -> bool:
-        """Whether rank 0 stops; asked by all ranks between the same forwards."""
-        return bool(self.same(torch.tensor([stops], dtype=torch.uint8))[0])
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        first, *others = self._from_all(x)
+        for each in others:
+            first = first + each
+        return first
 
-    def check(self, plan: ForwardPlan) -> None:
-        """Compare what the ranks have computed so far, and compute next.
+    def joined(self, x: Tensor, sizes: Sequence[int] | None = None, dim: int = -1) -> Tensor:
+        """Every rank's part, next to each other.
 
         Args:
-            plan: of the next forward; its tokens, positions and slots count.
-
-        Raises:
-            WorkerError: they are different things.
+            x: of this rank.
+            sizes: of each rank's part, in the last dimension; None: they are alike.
+            dim: next to each other in it.
         """
-        for each in (plan.ids, plan.positions, plan.write):
-            self._digest.update(each.numpy().tobytes())
-        self._forwards += 1
-        mine = torch.frombuffer(bytearray(self._digest.digest()), dtype=torch.uint8)
-        everywhere = [torch.empty_like(mine) for _ in range(self.count)]
-        with self.together():
-            torch.distributed.all_gather(everywhere, mine)
-        if not all(torch.equal(each, mine) for each in everywhere):
-            raise WorkerError(
-                "ranks-differ",
-                f"the {self.count} processes that hold the model are about to compute different "
-                f"things in forward {self._forwards:,}.",
-                "Give all of them the same problems, settings and versions.",
-                forward=self._forwards,
-            )
+        if sizes is None:
+            return torch.cat(self._from_all(x), dim)
+        parts = self._from_all(_padded(x, max(sizes)))
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
-    def loaded(self) -> None:
-        """Wait until every rank has read its weights.
+    def at_first(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """`joined` on the first rank; zeros on the others."""
+        x = _padded(x, max(sizes)).contiguous()
+        if self.number:
+            self.sent_bytes += x.nbytes
+            torch.distributed.gather(x, dst=0)
+            return x.new_zeros(()).expand(*x.shape[:-1], sum(sizes))
+        parts = [torch.empty_like(x) for _ in sizes]
+        torch.distributed.gather(x, parts, dst=0)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
-        Raises:
-            WorkerError: one has died, or has not done so for `LOADING`.
-        """
-        with self.together():
-            torch.distributed.monitored_barrier(timeout=LOADING)
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the ranks."""
+        return self.summed(x) / self.count
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Within, all ranks compute.
+    def _from_all(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        found = [torch.empty_like(x) for _ in range(self.count)]
+        self.sent_bytes += x.nbytes * (self.count - 1)
+        torch.distributed.all_gather(found, x)
+        return found
 
-        Raises:
-            WorkerError: another rank has died, or has kept this one waiting for `PATIENCE`.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower():
-                raise WorkerError(
-                    "rank-lost",
-                    f"another of the {self.count} processes that hold the model has died, or has "
-                    f"not answered for {PATIENCE.seconds} seconds.",
-                    "See its own message, and start all of them again.",
-                    rank=self.number,
-                ) from error
-            raise
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
