@@ -104,7 +104,7 @@ def test_random_kills_of_a_rank_lose_nothing(tmp_path: Path) -> None:
     draw = random.Random(0)
     for number in range(KILLS):
         trace = tmp_path / f"{number}.arbor.jsonl"
-        at, count = draw.randrange(1, 60), 0
+        at, count = draw.randrange(1, 12), 0
         victims: list[int] = []
 
         def hear(event: Event, at: int = at, victims: list[int] = victims) -> None:
@@ -115,7 +115,8 @@ def test_random_kills_of_a_rank_lose_nothing(tmp_path: Path) -> None:
                 victims.append(solver.engine.runner.followers.processes[0].pid)
                 os.kill(victims[0], signal.SIGKILL)
 
-        with Solver(**TWO, listeners=[hear], seed=number) as solver, pytest.raises(RankLost):
+        long = {"controller": "mcts,simulations=200", "seed": number}
+        with Solver(**TWO, listeners=[hear], **long) as solver, pytest.raises(RankLost):
             solver.solve(PROBLEM, trace=trace)
         assert all_end(victims)
         events = read_trace(trace).events
