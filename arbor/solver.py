@@ -32,6 +32,7 @@ from arbor.feature import hook, hook_for
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.level_rule import KV_PROBE, LevelRule
 from arbor.model.model_info import ModelInfo
+from arbor.model.parallel.shards import cannot
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
 from arbor.retention.policy import Policy
