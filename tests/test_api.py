@@ -242,11 +242,11 @@ def test_searches_that_begin_together_load_the_model_once(monkeypatch: pytest.Mo
             loading.wait()
         return load_tokenizer(source)
 
-    def load(*given: Any) -> Any:
+    def load(*given: Any, **named: Any) -> Any:
         loads.append(given)
         loading.set()
         time.sleep(0.3)
-        return load_model(*given)
+        return load_model(*given, **named)
 
     monkeypatch.setattr("arbor.model.weights.load_tokenizer", read)
     monkeypatch.setattr("arbor.model.weights.load_model", load)

@@ -30,7 +30,7 @@ PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "papers").glob("*.md")])
 LINKING = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 CODE = ("arbor", "kernels", "controllers", "verifiers", "scripts", "examples")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MOST_PAGES, MOST_WORDS, MOST_WORDS_OF_A_PAGE = 24, 28_500, 2_200
+MOST_PAGES, MOST_WORDS, MOST_WORDS_OF_A_PAGE = 24, 28_900, 2_200
 
 # pages whose commands or Python evaluate many problems
 SLOW_COMMANDS = {
@@ -127,7 +127,9 @@ def test_the_options_of_scripts_that_pages_name_exist() -> None:
     }
 
     assert len(named) > 10
-    assert [each for each in sorted(named) if each[1] not in (ROOT / each[0]).read_text()] == []
+    shared = (ROOT / "scripts/model_and_problems.py").read_text("utf-8")
+    texts = {script: (ROOT / script).read_text("utf-8") + shared for script, _ in named}
+    assert [each for each in sorted(named) if each[1] not in texts[each[0]]] == []
 
 
 def test_every_page_that_a_message_names_exists() -> None:

@@ -208,7 +208,8 @@ def on_cuda(package: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     load = loading.load_model
     monkeypatch.setattr(
-        "arbor.model.weights.load_model", lambda source, dtype, device: load(source, dtype, CPU)
+        "arbor.model.weights.load_model",
+        lambda source, dtype, device, **named: load(source, dtype, CPU, **named),
     )
     make = FlashInferCascade
     monkeypatch.setattr(

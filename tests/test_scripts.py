@@ -38,6 +38,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "docs": ("--check",),
     "fetch_models": ("--list",),
     "mutate": ("--folder arbor/memory --n 3 --list",),
+    "bench_ranks": ("--model builtin:sapling --rows 1 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
     "gpu_bundle": ("--dry-run --out FOLDER/bundle --json FOLDER/out.json",),
     "report": ("--check --tables",),
 }
@@ -159,5 +160,5 @@ def test_every_script_that_searches_takes_a_model_and_a_data_set() -> None:
     searching = {name for name, text in texts.items() if re.search(r'\bSolver\(|"serve"', text)}
     of_problems = {name for name in searching if "add_model_and_problems" in texts[name]}
 
-    own = {"bench_start", "evidence", "eval_prompts"}  # or none that could be others
+    own = {"bench_ranks", "bench_start", "evidence", "eval_prompts"}  # or none that could be others
     assert searching <= of_problems | own, "add the options of model_and_problems.py"

@@ -373,7 +373,7 @@ def test_rounded_and_divided_weights_are_refused(small: Any, folder: Path) -> No
             assert refused.value.code == "weights"
     with Solver(folder, **SMALL) as solver:
         solver.setup = dataclasses.replace(solver.setup, tp=2)
-        with pytest.raises(UsageError, match="tp=2"):
+        with pytest.raises(UsageError, match="--tp 2"):
             solver.update_weights(new)
 
 

@@ -423,7 +423,7 @@ class ModelRunner:
         ):
             with self._whole.reading(attend):
                 logits = self._logits(ids, positions, logit_rows)
-            return ForwardResult(logits=logits.float(), mass=attend.mass)
+            return ForwardResult(logits.float(), mass=attend.mass if asked else None)
         tap = None
         if hidden or leave is not None:
             tap = Tap(self._layers, plan.rows, hidden, leave, last, attend.keep_rows)
@@ -509,6 +509,7 @@ class _Attention:
         self._plans: dict[AttentionShape, Any] = {}
         self._cells = cells
         self._mass_heads = asked.mass
+        self.observed: Sequence[int] = sorted(asked.mass)
         self._by_head = asked.by_head
         self._query_rows = asked.queries
         self._again = plan.again if asked.mass and bool(plan.again.any()) else None
@@ -587,11 +588,6 @@ class _Attention:
                 layout = select_rows(layout, self._alive, shape.window)
             plan = self._plans[shape] = self._backend.plan(layout, shape)
         return plan
-
-    @property
-    def observed(self) -> Sequence[int]:
-        """See `ReadsPool`."""
-        return sorted(self._mass_heads)
 
     @property
     def counted(self) -> Tensor | None:

@@ -60,9 +60,7 @@ class ReadsPool(Protocol):
 
     write: Tensor
     pools: tuple[Sequence[Tensor], Sequence[Tensor]]
-
-    @property
-    def observed(self) -> Sequence[int]: ...
+    observed: Sequence[int]
 
     @property
     def counted(self) -> Tensor | None: ...
@@ -144,9 +142,11 @@ class WholeDecoder(InPlaceOfLayers):
         reads: ReadsPool = self.__dict__["reads"]
         tables = [*self.__dict__["tables"], _tables_of(kwargs)]
         native: NativeLayers = self.__dict__["native"]
+        given = reads.write, reads.pools, reads.plan
+        if not reads.observed:
+            return self.returned(native.run(hidden_states[0], tables, *given)[None])
         received = {layer: reads.received(native.shapes[layer]) for layer in reads.observed}
-        given = reads.write, reads.pools, reads.plan, received, reads.counted
-        state = native.run(hidden_states[0], tables, *given)
+        state = native.run(hidden_states[0], tables, *given, received, reads.counted)
         for layer, mass in received.items():
             reads.observe(layer, native.shapes[layer], mass)
         return self.returned(state[None])
