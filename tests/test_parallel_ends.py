@@ -21,6 +21,7 @@ from arbor.events import Ended, Event, Forwarded
 from arbor.trace.read import read_trace
 
 KILLS = 20
+LONG = {**TWO, "controller": "mcts,simulations=200"}
 PROC = Path("/proc")
 LEAST_BYTES = 400  # of a file that the command writes once it searches
 
@@ -41,7 +42,7 @@ def test_the_others_end_with_the_solver() -> None:
     ("signal_number", "at"),
     [
         (signal.SIGKILL, 5),
-        *(pytest.param(signal.SIGKILL, at, marks=pytest.mark.slow) for at in (1, 2, 3, 9, 14, 27)),
+        *(pytest.param(signal.SIGKILL, at, marks=pytest.mark.slow) for at in (1, 2, 3, 9)),
         pytest.param(signal.SIGSTOP, 5, marks=pytest.mark.slow),
     ],
 )
@@ -59,7 +60,7 @@ def test_a_rank_that_ends_or_stands_still_ends_the_search(
             os.kill(solver.engine.runner.followers.processes[0].pid, signal_number)
 
     trace = tmp_path / "run.arbor.jsonl"
-    with Solver(**TWO, listeners=[hear]) as solver:
+    with Solver(**LONG, listeners=[hear]) as solver:
         with pytest.raises(RankLost) as lost:
             solver.solve(PROBLEM, trace=trace)
         assert time.monotonic() - since < (45 if signal_number == signal.SIGSTOP else 5)
@@ -115,8 +116,7 @@ def test_random_kills_of_a_rank_lose_nothing(tmp_path: Path) -> None:
                 victims.append(solver.engine.runner.followers.processes[0].pid)
                 os.kill(victims[0], signal.SIGKILL)
 
-        long = {"controller": "mcts,simulations=200", "seed": number}
-        with Solver(**TWO, listeners=[hear], **long) as solver, pytest.raises(RankLost):
+        with Solver(**LONG, listeners=[hear], seed=number) as solver, pytest.raises(RankLost):
             solver.solve(PROBLEM, trace=trace)
         assert all_end(victims)
         events = read_trace(trace).events

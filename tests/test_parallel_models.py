@@ -62,11 +62,12 @@ def test_heads_that_do_not_divide(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"weights": "int8"}, {"kv_dtype": "int8"}], ids=["weights", "kv"]
+    ("settings", "within"), [({"weights": "int8"}, 1e-4), ({"kv_dtype": "int8"}, 2e-3)]
 )
-def test_8_bits_are_kept_on_each(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_8_bits_are_kept_on_each(settings: dict[str, Any], within: float, tmp_path: Path) -> None:
+    """Another last bit of K or V may round to the next of 8 bits."""
     with Solver(**TWO, **settings) as two, Solver(device="cpu", **settings) as one:
-        assert_same(two, one, tmp_path)
+        assert_same(two, one, tmp_path, within)
 
 
 @pytest.mark.parametrize(

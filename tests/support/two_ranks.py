@@ -33,8 +33,8 @@ def blocks_of(path: Path) -> list[tuple[Any, ...]]:
     return [(each.node, each.ids, each.stop) for each in events if isinstance(each, Boundary)]
 
 
-def assert_same(two: Solver, one: Solver, tmp_path: Path) -> None:
-    """A search is the same block by block in either solver."""
+def assert_same(two: Solver, one: Solver, tmp_path: Path, within: float = 1e-4) -> None:
+    """A search is the same block by block in either solver, and its values up to `within`."""
     traces = [tmp_path / f"{number}.arbor.jsonl" for number in (1, 2)]
     for solver, trace in zip((one, two), traces, strict=True):
         solver.solve(PROBLEM, trace=trace, max_tokens=200)
@@ -44,4 +44,4 @@ def assert_same(two: Solver, one: Solver, tmp_path: Path) -> None:
     for mine, other in zip(*events, strict=True):
         assert type(mine) is type(other)
         if isinstance(mine, Verified) and isinstance(other, Verified):
-            assert mine.values == pytest.approx(other.values, abs=1e-4)
+            assert mine.values == pytest.approx(other.values, abs=within)
