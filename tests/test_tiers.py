@@ -110,7 +110,7 @@ def test_what_leaves_a_device_is_waited_for_only_where_it_is_read() -> None:
     for record in range(3):
         slots = np.array([record, 10 + record], np.int32)
         assert store.write(np.array([record, 5], np.int32), pool.gather(slots)).all()
-        pool.poison(slots)  # whoever has the slots next need not wait
+        pool.poison(slots)  # others may have the slots at once
     assert copies.waits == []
 
     rows, intact = store.read(np.array([2, 5, 0], np.int32), CPU)
