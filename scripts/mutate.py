@@ -42,6 +42,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeGuard
 
+from arbor.kernels import native
 from arbor.measure.statistics import clopper_pearson
 
 ROOT = Path(__file__).parents[1]
@@ -408,7 +409,9 @@ class TestServer:
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / "scripts/mutate_server.py")],
             cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            env=os.environ
+            | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+            | {"ARBOR_NATIVE_FILE": str(native.FILE)},  # git ignores it
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
