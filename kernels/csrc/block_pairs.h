@@ -88,13 +88,6 @@ struct CodePairs {
         return finite == 0xffff ? power(exponent - 14) : NAN;
     }
 
-    static float power(int exponent) {  // 2^(exponent - 127)
-        int32_t bits = exponent << 23;
-        float found;
-        std::memcpy(&found, &bits, 4);
-        return found;
-    }
-
     static __m512 scaled(Sums sums, __m512 scale, const char* x, __m512 total) {
         __m512 unit = _mm512_loadu_ps(x + 576);
         return _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums), scale), unit, total);

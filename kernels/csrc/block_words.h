@@ -52,7 +52,10 @@ struct WordLanes {
     // 16 numbers in a unit that is a power of two, which is returned; NaN if one is not finite.
     static float whole_numbers(const bf16* from, int16_t* to) {
         int greatest = 0;
-        for (int j = 0; j < 16; j++) greatest = std::max(greatest, from[j] & 0x7fff);
+        for (int j = 0; j < 16; j++) {
+            int size = from[j] & 0x7fff;
+            greatest = size > greatest ? size : greatest;
+        }
         int exponent = greatest >> 7;
         if (exponent == 255) {
             std::memset(to, 0, 32);
@@ -65,13 +68,6 @@ struct WordLanes {
         __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), both);
         return power(exponent - 14);
-    }
-
-    static float power(int exponent) {  // 2^(exponent - 127)
-        int32_t bits = exponent << 23;
-        float found;
-        std::memcpy(&found, &bits, 4);
-        return found;
     }
 
     template <int R>

@@ -25,6 +25,14 @@ inline float half_at(const uint8_t* p) {
     return half_to_float(bits);
 }
 
+// 2^(exponent - 127).
+inline float power(int exponent) {
+    int32_t bits = exponent << 23;
+    float found;
+    std::memcpy(&found, &bits, 4);
+    return found;
+}
+
 // Scales and offsets of the halves of the runs of a block, or of its runs.
 struct Scales {
     alignas(64) float scale[16], offset[16];
