@@ -9,6 +9,7 @@ import pytest
 from support.gguf_files import NAMED, llama, write_gguf
 from support.real_models import model_file
 
+from arbor.model.gguf.conversion import header_given
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.gguf.tokenizer import ending_ids
 from arbor.model.loading import load_tokenizer, locate_model
@@ -137,3 +138,27 @@ def test_texts_end_at_the_tokens_that_end_them(
 )
 def test_a_real_model_ends_where_llama_cpp_ends(name: str, ends: set[int]) -> None:
     assert set(ending_ids(read_gguf_header(model_file(name)))) == ends
+
+
+# Older versions of transformers
+
+
+@pytest.mark.parametrize("architectures", [None, {}, {"llama": "llama"}])
+def test_transformers_is_given_the_vocabulary_where_its_tokenizer_takes_it_from_the_reader(
+    architectures: dict[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gguf
+    from transformers.integrations.gguf import gguf_tokenizer_mapping
+
+    if architectures is not None:
+        table = "GGUF_TOKENIZER_ARCHS"
+        monkeypatch.setattr(gguf_tokenizer_mapping, table, architectures, raising=False)
+    path = written(tmp_path / "m.gguf")
+    header = read_gguf_header(path)
+    with header_given(header):
+        field = gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"]
+
+    assert len(field.data) == header.length("tokenizer.ggml.tokens")
+    if architectures == {}:
+        texts = [bytes(field.parts[at]).decode() for at in field.data]
+        assert texts == header.get("tokenizer.ggml.tokens")

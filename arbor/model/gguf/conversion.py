@@ -27,7 +27,8 @@ TAKERS = (READER, f"{READER}.reader", f"{READER}.utils", "transformers.quantizer
 LINK = "model.gguf"
 # architectures that transformers converts as another, once it is told so
 ALIKE = {"smollm3": "llama"}
-# transformers' config takes of the vocabulary its length alone; its tokenizer reads the arrays anew
+# transformers' config takes of the vocabulary its length alone; its tokenizer reads the arrays anew.
+# Older versions, such as 5.17, do so for the architectures of a table alone.
 VOCABULARY, TOKENS = "tokenizer.ggml.", "tokenizer.ggml.tokens"
 
 _giving = threading.RLock()
@@ -49,7 +50,9 @@ def header_given(
     import gguf
 
     def reader(path: Any, *arguments: Any, **named: Any) -> Any:
-        return _Reader(header) if _is(path, header) else read(path, *arguments, **named)
+        if not _is(path, header):
+            return read(path, *arguments, **named)
+        return _Reader(header, whole=whole)
 
     def metadata(path: Any, string_arrays: Any = ()) -> Any:
         if not _is(path, header):
@@ -71,6 +74,9 @@ def header_given(
         _replace(restored, tokenizers, "generate_merges", derived_merges)
         own = _module(f"{READER}.reader")
         read_metadata: Any = getattr(own, "read_gguf_metadata", None)
+        by_itself = getattr(tokenizers, "GGUF_TOKENIZER_ARCHS", None)
+        known = by_itself is None or header.get("general.architecture") in by_itself
+        whole = read_metadata is None or not known
         for each in TAKERS if read_metadata else ():
             _replace(restored, _module(each), "read_gguf_metadata", metadata)
         yield _alone(restored, header.path)
@@ -145,10 +151,11 @@ class _Reader:
 
     Args:
         header: of the file.
+        whole: with the arrays of the vocabulary.
     """
 
-    def __init__(self, header: GGUFHeader) -> None:
-        self.fields = {key: _field(header, key) for key in header}
+    def __init__(self, header: GGUFHeader, *, whole: bool) -> None:
+        self.fields = {key: _field(header, key, whole) for key in header}
         counts = {"tensor_count": len(header.tensors), "kv_count": len(self.fields)}
         for name, value in ({"version": header.version} | counts).items():
             self.fields[f"GGUF.{name}"] = _Field([[value]], [0], [4])
@@ -208,11 +215,11 @@ class _Same:
         return self._part
 
 
-def _field(header: GGUFHeader, key: str) -> _Field:
+def _field(header: GGUFHeader, key: str, whole: bool) -> _Field:
     kind, length = header.type_of(key), header.length(key)
     if length is None:
         return _Field([_part(kind, header.get(key))], [0], [kind])
-    if key.startswith(VOCABULARY):
+    if key.startswith(VOCABULARY) and not whole:
         counted = range(length if key == TOKENS else 0)
         return _Field(_Same((0,)), counted, [min(NUMBERS)])
     values = header.get(key)
