@@ -332,7 +332,7 @@ class Solver:
         """Which shared spans rows read together."""
         from arbor.model.plan import least_saved_reads
 
-        fixed = LevelRule(least_saved_reads(runner.device))
+        fixed = LevelRule(least_saved_reads(runner.device, runner.backend))
         probe = "off" if self.setup.deterministic else self.setup.kv_probe
         if probe == "off":
             return fixed

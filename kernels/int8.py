@@ -15,12 +15,15 @@ exceeds the scale would change the codes of earlier ones.
 from __future__ import annotations
 
 import ctypes
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from arbor.kernels.native import LANES, NUMBERS, StoreJob, native_library
+from arbor.kernels.triton_module import triton_module
 
 GROUP = 32
 MOST_CODE = 127
@@ -112,6 +115,11 @@ def read_slots(pool: Tensor, slots: Tensor, dim: int) -> Tensor:
     return decode(rows, dim) if is_stored(pool) else rows
 
 
+@functools.cache
+def _on_cuda() -> Any:
+    return triton_module("int8_triton", "8-bit KV")
+
+
 DTYPES = {getattr(torch, name): number for name, number in NUMBERS.items()}
 
 
@@ -123,6 +131,11 @@ def store(pool: Tensor, slots: Tensor, x: Tensor) -> None:
         slots: int64 [T], on the pool's device.
         x: [T, H_kv, D], any floating-point dtype.
     """
+    if x.is_cuda and x.shape[2] % SCALE_BYTES == 0:
+        module = _on_cuda()
+        if module is not None:
+            module.store(pool, slots, x)
+            return
     library, number = native_library(), DTYPES.get(x.dtype)
     if library is None or number is None or not x.is_cpu or x.shape[2] % LANES:
         pool.index_copy_(0, slots, encode(x))

@@ -30,6 +30,7 @@ FUSION = {"enable_fp_fusion": True}
 # Keys of a path that are attended to in one part; the parts are merged in the order of the path.
 CHUNK_KEYS = 256
 BLOCK_KEYS = 64
+MERGED, MERGE_WARPS = 8, 1  # parts at a time
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -175,27 +176,30 @@ def merge_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """A row's parts for one head, merged one after the other; the next row's follow them."""
+    """A row's parts for one head, merged BLOCK at a time; the next row's follow them."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, PADDED)
-    part = tl.load(first_parts + row).to(tl.int64) * HEADS + head
-    end = tl.load(first_parts + row + 1).to(tl.int64) * HEADS
-    top = tl.load(part_lse + part)
-    state = tl.load(part_out + part * DIM + d, mask=d < DIM, other=0.0)
-    total = top * 0 + 1.0
-    part += HEADS
-    while part < end:
-        other = tl.load(part_lse + part)
-        new_top = tl.maximum(top, other)
-        kept = tl.exp(top - new_top)
-        added = tl.exp(other - new_top)
-        more = tl.load(part_out + part * DIM + d, mask=d < DIM, other=0.0)
-        state = state * kept + more * added
-        total = total * kept + added
+    part = tl.load(first_parts + row).to(tl.int64) + tl.arange(0, BLOCK)
+    end = tl.load(first_parts + row + 1).to(tl.int64)
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    state = tl.zeros((PADDED,), tl.float32)
+    for _ in range(tl.cdiv(end - tl.load(first_parts + row), BLOCK)):
+        own = tl.load(part_lse + part * HEADS + head, mask=part < end, other=float("-inf"))
+        held = (part < end)[:, None] & (d < DIM)[None, :]
+        place = (part * HEADS + head)[:, None] * DIM + d[None, :]
+        read = tl.load(part_out + place, mask=held, other=0.0)
+        new_top = tl.maximum(top, tl.max(own, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # of parts without a key
+        kept = tl.exp(top - base)
+        weights = tl.exp(own - base)
+        state = state * kept + tl.sum(read * weights[:, None], 0)
+        total = total * kept + tl.sum(weights, 0)
         top = new_top
-        part += HEADS
+        part += BLOCK
     value = state / total
     tl.store(out + (row * HEADS + head) * DIM + d, value.to(out.dtype.element_ty), mask=d < DIM)
     tl.store(lse + row * HEADS + head, top + tl.log(total))
@@ -208,13 +212,16 @@ def merge(
 
     Args:
         part_out: [parts, heads, D_v] float32; part_lse: [parts, heads] float32.
-        first_parts: int32 [rows + 1], where each row's parts begin, and where the last ones end.
+        first_parts: int32 [rows + 1], where each row's parts begin, and where the last ones end;
+            a row has one at least, and one of them a key.
         out: [rows, heads, D_v], contiguous; lse: [rows, heads] float32, contiguous.
     """
     rows, heads, dim = out.shape
     padded = max(16, triton.next_power_of_2(dim))
     merge_kernel[(rows, heads)](
-        part_out, part_lse, first_parts, out, lse, heads, dim, padded, num_warps=4, **FUSION
+        *(part_out, part_lse, first_parts, out, lse, heads, dim, padded, MERGED),
+        num_warps=MERGE_WARPS,
+        **FUSION,
     )
 
 

@@ -1,8 +1,8 @@
-"""Staging: the integers of a step, copied to the device at once."""
+"""Copies to and from a device that nothing waits for: the integers of a step, and its results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,18 @@ def pinned(size: int) -> Tensor:
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; does not wait for it."""
     return host.to(device, non_blocking=True)
+
+
+def download(there: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    """A copy on the host, and what waits until it is there; later work of the device is not waited
+    for."""
+    if not there.is_cuda:
+        return there, bool
+    host = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+    host.copy_(there, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(there.device))
+    return host, copied.synchronize
 
 
 def _part(whole: Tensor, begin: int, like: Tensor) -> Tensor:

@@ -35,8 +35,10 @@ from typing import Any
 
 from gpu_pieces import LIST, PiecesError, cut, keep, transfers
 
-# Whatever `import flashinfer` needs besides torch and what comes with torch and transformers.
+# Whatever `import flashinfer` needs besides torch and what comes with torch and transformers; and
+# what reads GGUF files.
 WHEELS = (
+    "gguf==0.19.0",
     "flashinfer-python==0.6.18",
     "apache-tvm-ffi==0.1.15.post2",
     "nvidia-ml-py==13.615.71",

@@ -80,9 +80,9 @@ def counted(solver: Solver, problems: Sequence[Problem], ratio: float) -> Forwar
                 found.decoding.append(len(batch))
             return super().run(parts, batch)
 
-        def step(self, batch: DecodeBatch) -> Any:
+        def step(self, batch: DecodeBatch, *begun: Any) -> Any:
             found.decoding.append(len(batch))
-            return super().step(batch)
+            return super().step(batch, *begun)
 
     vars(engine)["ForwardPasses"] = Counted
     try:

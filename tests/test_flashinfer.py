@@ -14,19 +14,21 @@ import pytest
 import torch
 import transformers
 from support import flashinfer_standin as standin
+from support import tree_standin
 from support.flashinfer_standin import Events, Wrapper
 from torch import Tensor
 
 from arbor import Solver
-from arbor.errors import OutOfMemory
+from arbor.errors import OutOfMemory, UsageError
 from arbor.kernels.attention import flashinfer_cascade
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout
 from arbor.kernels.attention.flashinfer_cascade import (
     FlashInferCascade,
-    FlashInferUnusable,
 )
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.attention.trial import BackendUnusable
+from arbor.kernels.attention.triton_tree import TritonTree
 from arbor.model import loading
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.plan import Piece, Segment, plan_forward
@@ -168,7 +170,7 @@ def test_a_missing_kernel_is_named(
     monkeypatch.setattr(Wrapper, "plan", missing)
 
     backend.probe([SHAPE])
-    with pytest.raises(FlashInferUnusable) as error:
+    with pytest.raises(BackendUnusable) as error:
         backend.probe([SHAPE, replace(SHAPE, window=9)])
 
     assert error.value.name == "prefill_swa"
@@ -191,7 +193,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     backend.probe([shape])
     monkeypatch.setattr(Wrapper, "run", natural)
 
-    with pytest.raises(FlashInferUnusable, match="wrongly"):
+    with pytest.raises(BackendUnusable, match="wrongly"):
         backend.probe([shape])
 
 
@@ -201,8 +203,9 @@ def test_a_kernel_that_computes_something_else_is_not_used(
 @pytest.fixture
 def on_cuda(package: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Solvers believe in a GPU and in FlashInfer; what they compute is on the CPU."""
-    monkeypatch.setattr("arbor.model.placement.find_spec", lambda name: object())
-    monkeypatch.setattr("arbor.model.checkpoint.find_spec", lambda name: object())
+    monkeypatch.setattr(
+        "arbor.model.placement.find_spec", lambda name: object() if name == "flashinfer" else None
+    )
     monkeypatch.setattr(
         "arbor.model.checkpoint.resolve_device", lambda device: torch.device("cuda")
     )
@@ -250,6 +253,56 @@ def test_auto_falls_back_to_torch_with_one_warning(
 
     (warning,) = caplog.messages
     assert words in warning and "torch" in warning
+
+
+@pytest.fixture
+def with_triton(on_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solvers believe in Triton too."""
+    monkeypatch.setattr("arbor.model.placement.find_spec", lambda name: object())
+    tree_standin.install(monkeypatch)
+    probe = TritonTree.probe
+    monkeypatch.setattr(
+        TritonTree,
+        "probe",
+        lambda self, shapes, dtype, device: probe(self, shapes, dtype, CPU),
+    )
+
+
+def test_auto_is_triton_where_it_is_measured_to_be_the_fastest(with_triton: None) -> None:
+    assert chosen(Solver(dtype="bfloat16").checkpoint) is TritonTree
+    assert chosen(Solver(dtype="float32").checkpoint) is TorchCascade
+    assert chosen(Solver(dtype="bfloat16", backend="flashinfer").checkpoint) is FlashInferCascade
+    whole = Solver(dtype="float32", kv_dtype="int8").checkpoint
+    assert whole.backend_name(whole.read().info) == "triton"
+
+
+def no_compiler(*given: Any) -> Any:
+    raise RuntimeError("Failed to find C compiler. Please specify via CC.")
+
+
+def wrong(*given: Any) -> Any:
+    out, lse = tree_standin.attend(*given)
+    return out, lse + 0.5
+
+
+@pytest.mark.parametrize(
+    ("attend", "words"), [(no_compiler, "Failed to find C compiler"), (wrong, "wrongly")]
+)
+def test_without_a_right_kernel_of_triton_auto_falls_back_to_flashinfer(
+    with_triton: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    attend: Any,
+    words: str,
+) -> None:
+    monkeypatch.setattr(sys.modules[tree_standin.KERNEL], "attend", attend)
+    with caplog.at_level(logging.WARNING):
+        assert chosen(Solver(dtype="bfloat16").checkpoint) is FlashInferCascade
+    (warning,) = caplog.messages
+    assert words in warning and "attention runs in flashinfer" in warning
+    for settings in ({"backend": "triton"}, {"kv_dtype": "int8"}):
+        with pytest.raises(UsageError, match=words):
+            Solver(dtype="bfloat16", **settings).load()
 
 
 def test_a_device_too_full_for_flashinfer_is_out_of_memory(

@@ -139,8 +139,8 @@ def test_a_small_budget_gives_the_tree_of_a_full_one(
     ("settings", "message", "hint"),
     [
         (
-            {"kv_dtype": "int8", "device": "cuda"},
-            "on a GPU --backend triton alone reads 8-bit KV, not auto",
+            {"kv_dtype": "int8", "device": "cuda", "backend": "torch"},
+            "on a GPU the package triton and --backend triton read 8-bit KV, not torch",
             "--backend triton",
         ),
         (

@@ -44,6 +44,11 @@ def test_it_reads_8_bit_kv() -> None:
 
 
 @pytest.mark.slow
+def test_8_bit_kv_is_written_as_on_a_cpu() -> None:
+    run_check("stored_int8", interpreted=True)
+
+
+@pytest.mark.slow
 def test_it_compiles_for_hopper() -> None:
     run_check("tree_hopper", interpreted=False)
 
@@ -91,7 +96,7 @@ def test_every_row_meets_every_key_once_and_no_program_has_more_than_its_share(
     assert keys.max() <= keys.sum() * LLAMA.num_kv_heads / PROGRAMS + STEP_KEYS
     assert (np.diff(keys) <= 0).all(), "the longest are taken first"
     assert sorted(work.places.tolist()) == list(range(counts.sum()))
-    most = most_work(LLAMA, leaves, levels=3, requests=2)
+    most = most_work(LLAMA, leaves, levels=3)
     assert len(items) <= most[0] and len(work.places) <= most[1]
 
 
@@ -113,8 +118,25 @@ def test_a_step_that_does_not_fit_a_buckets_buffers_is_told_so() -> None:
     fits, longer = layout_of(6, 64, 5), layout_of(6, 400_000, 5)
     fixed = TritonTree().fixed(LLAMA, Bucket(8, 3, 4), slots=1000)
     assert fixed is not None and bucket_of([fits]) == Bucket(8, 3, 4)
+    assert TritonTree().bucket([fits]) == Bucket(8, 4, 0)
     assert fixed.prepare(fits, trash=1000) is not None
     assert fixed.prepare(longer, trash=1000) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_deep_tree_has_a_bucket_with_room_for_it(seed: int) -> None:
+    layout = Tree(rows=40, seed=seed, depths=14).step().layout(None)
+    assert bucket_of([layout]) is None, "too deep for the cascade"
+    bucket = TritonTree().bucket([layout])
+    assert bucket is not None and bucket.levels == 16
+    fixed = TritonTree().fixed(LLAMA, bucket, slots=TRASH)
+    assert fixed is not None
+    lists = fixed.prepare(layout, TRASH)
+    assert lists is not None
+    wanted = keys_read(tree_work(layout, LLAMA).lists, layout.rows)
+    found = keys_read(lists, bucket.rows)
+    assert [*map(sorted, found[: layout.rows])] == [*map(sorted, wanted)]
+    assert found[layout.rows :] == [[TRASH]] * (bucket.rows - layout.rows)
 
 
 def test_a_bucket_whose_parts_would_take_too_much_memory_has_no_buffers() -> None:

@@ -165,7 +165,8 @@ def _score_batch(
     most_logits = max(1, MOST_LOGITS // int(runner.config.vocab_size))
     for parts in _forwards(edges, most_logits):
         plan = plan_forward(
-            [_segment(*part) for part in parts], min_saved_reads=least_saved_reads(runner.device)
+            [_segment(*part) for part in parts],
+            min_saved_reads=least_saved_reads(runner.device, runner.backend),
         )
         logits = runner.forward(plan, pool).logits
         rows, targets, places = [], [], []

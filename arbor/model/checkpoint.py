@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from arbor.errors import ModelError, UsageError
@@ -32,10 +31,11 @@ from arbor.model.placement import (
     check_backend,
     check_int8,
     device_of_model,
-    dtype_name,
+    flashinfer_computes,
     resolve_backend,
     resolve_device,
     runs_native,
+    triton_computes,
 )
 from arbor.support.garbage import no_collection
 from arbor.support.read_write_lock import ReadWriteLock
@@ -381,7 +381,7 @@ class Checkpoint:
                 files,
                 device=self.device,
                 backend=self.backend_name(files.info),
-                required=self.backend == FLASHINFER,
+                required=self.backend in (FLASHINFER, TRITON) or self.kv_dtype == INT8,
                 deterministic=self.deterministic,
                 cuda_graphs=self.cuda_graphs,
                 int8_kv=self.kv_dtype == INT8,
@@ -427,7 +427,8 @@ class Checkpoint:
         return info.with_int8_kv() if self.kv_dtype == INT8 else info
 
     def backend_name(self, info: ModelInfo) -> str:
-        """The attention backend; ``auto`` is FlashInfer on CUDA and native on a CPU, else torch.
+        """The attention backend; ``auto`` is triton or FlashInfer on CUDA and native on a CPU, else
+        torch.
 
         Each where it is installed and computes the model; deterministic: native or rowwise on a
         CPU, ``invariant`` on CUDA. Once the weights are loaded, the one in use.
@@ -464,19 +465,16 @@ class Checkpoint:
             return self.backend
         if native:
             return NATIVE
-        if self.device.type == "cuda" and find_spec(FLASHINFER) is not None:
-            import torch
-
-            from arbor.kernels.attention.flashinfer_cascade import DTYPES, HEAD_DIMS
-
-            dtype: torch.dtype = getattr(torch, info.dtype)
-            if dtype in DTYPES and set(info.head_dims) <= set(HEAD_DIMS):
+        if self.device.type == "cuda":
+            if self.backend == "auto" and (triton_computes(info) or self.kv_dtype == INT8):
+                return TRITON
+            if flashinfer_computes(info):
                 return FLASHINFER
             if self.backend == FLASHINFER:
                 heads = " and ".join(map(str, info.head_dims))
                 raise UsageError(
                     "backend",
-                    f"--backend flashinfer: no kernels for {dtype_name(dtype)} and heads of {heads}.",
+                    f"--backend flashinfer: no kernels for {info.dtype} and heads of {heads}.",
                     "Use --backend torch, or --dtype bfloat16 if it is the dtype.",
                 )
         return "torch"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionBackend, AttentionShape
-from arbor.kernels.attention.fixed import Bucket, FixedAttention, FixedBackend, bucket_of
+from arbor.kernels.attention.fixed import Bucket, FixedAttention, FixedBackend
 from arbor.kernels.staging import Staging
 from arbor.memory.pool import KVPool
 from arbor.model.attention import Attend, AttentionCall, written
@@ -164,6 +164,8 @@ class _Step:
         host = [torch.from_numpy(inputs), *(each for lists in due for each in lists)]
         there, *rest = self._staging.send(host)
         self._inputs.copy_(there)
+        if plan.ids_there is not None:
+            self._inputs[0, : plan.rows].copy_(plan.ids_there)
         for attention, lists in zip(self._attentions.values(), due, strict=True):
             attention.plan(rest[: len(lists)])
             rest = rest[len(lists) :]
@@ -279,7 +281,7 @@ class DecodeGraphs:
     def _bucket(self, plan: ForwardPlan) -> Bucket | None:
         if len(plan.logit_rows) != plan.rows:
             return None
-        return bucket_of([plan.layout(window) for window in self._windows])
+        return self._backend.bucket([plan.layout(window) for window in self._windows])
 
     def _follow(self, pool: KVPool) -> None:
         """Forget what belongs to another pool."""

@@ -19,6 +19,8 @@ FLASHINFER = "flashinfer"  # both the backend and its package
 INVARIANT = "invariant"
 TRITON = "triton"
 NATIVE = "native"
+HALF = ("float16", "bfloat16")
+WIDEST_ON_CUDA = 256  # channels of a head
 INT8_BACKENDS = ("native", "torch", "rowwise")  # those that read 8-bit KV on a CPU
 
 
@@ -117,6 +119,21 @@ def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> 
     return backend
 
 
+def flashinfer_computes(info: ModelInfo) -> bool:
+    """Whether FlashInfer is installed, and has kernels for a model."""
+    if find_spec(FLASHINFER) is None:
+        return False
+    from arbor.kernels.attention.flashinfer_cascade import HEAD_DIMS
+
+    return info.dtype in HALF and set(info.head_dims) <= set(HEAD_DIMS)
+
+
+def triton_computes(info: ModelInfo) -> bool:
+    """Whether Triton is installed, and measured to be the fastest for such models."""
+    widest = max(info.head_dims, default=0)
+    return find_spec("triton") is not None and info.dtype in HALF and widest <= WIDEST_ON_CUDA
+
+
 def _check_deterministic(backend: str, device: torch.device) -> None:
     """Refuse `deterministic` with a backend or on a device that has no such kernels.
 
@@ -155,12 +172,13 @@ def check_int8(backend: str, device: str) -> None:
     Raises:
         UsageError: names the value that works.
     """
-    if device != "cpu" and backend == TRITON:
-        return
     if device.startswith("cuda"):
+        if backend in ("auto", TRITON) and find_spec("triton") is not None:
+            return
         raise UsageError(
             "kv-dtype",
-            f"kv_dtype={INT8}: on a GPU --backend {TRITON} alone reads 8-bit KV, not {backend}.",
+            f"kv_dtype={INT8}: on a GPU the package triton and --backend {TRITON} read 8-bit KV, "
+            f"not {backend}.",
             f"Use --backend {TRITON}, or leave kv_dtype out.",
         )
     if backend not in ("auto", *INT8_BACKENDS):

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.kernels.attention.base import CascadeLayout
+from arbor.kernels.attention.base import AttentionBackend, CascadeLayout
 from arbor.model.level_rule import LevelRule
 from arbor.model.sharing import Context, Piece, SharedPrefix, Sharing, Slots, level_of
 
@@ -28,14 +28,15 @@ __all__ = [
     "visibility",
 ]
 
-# One more cascade level costs a launch and a merge per layer on a GPU: estimated to pay from here
-# on (Llama-8B shapes).
+# One more level of FlashInfer's cascade costs a launch and a merge per layer on a GPU: estimated to
+# pay from here on (Llama-8B shapes).
 CUDA_SAVED_READS = 12_000
 
 
-def least_saved_reads(device: torch.device) -> int:
-    """Key reads that a shared span must save on a device to be a cascade level of its own."""
-    return CUDA_SAVED_READS if device.type == "cuda" else 0
+def least_saved_reads(device: torch.device, backend: AttentionBackend) -> int:
+    """Key reads that a shared span must save to be a cascade level of its own."""
+    usual = CUDA_SAVED_READS if device.type == "cuda" else 0
+    return int(getattr(backend, "least_saved_reads", usual))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ class ForwardPlan:
         table: the segments.
         shared: what these share.
         layouts: window (None = full attention) -> layout, built on first use by `layout`.
+        ids_there: int64 [T] on the device of the model, in place of `ids`; None: `ids` are right.
         reads: int64 [n], per segment, keys read if every row read its whole path by itself.
         unique_reads: int64 [n], per segment, keys the full-attention cascade reads; a span that
             several segments share counts for the first of them.
@@ -185,6 +187,7 @@ class ForwardPlan:
     reads: NDArray[np.int64]
     unique_reads: NDArray[np.int64]
     layouts: dict[int | None, CascadeLayout] = field(default_factory=dict)
+    ids_there: Tensor | None = None
 
     def layout(self, window: int | None) -> CascadeLayout:
         """The layout for layers that look back `window` positions (None: all)."""

@@ -179,6 +179,11 @@ class ModelRunner:
             self.graphs = DecodeGraphs(backend, shapes, recorder, staging, self._run, self.dtype)
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether a forward returns before it is done."""
+        return self.device.type == "cuda" and self.followers is None
+
+    @property
     def weight_bytes(self) -> int:
         """What the model's weights take now, packed or not."""
         return weight_bytes(self.model)
@@ -410,6 +415,8 @@ class ModelRunner:
     ) -> ForwardResult:
         """`forward` without a graph."""
         ids, positions, write, logit_rows = self._send(plan)
+        if plan.ids_there is not None:
+            ids = plan.ids_there
         attend = _Attention(plan, pool, self.backend, write, asked or _Asked(), cells)
         if (
             self._whole is not None

@@ -13,6 +13,7 @@ from torch import Tensor
 from arbor import components
 from arbor.errors import ModelError, UsageError, logits_not_finite
 from arbor.kernels.attention.base import AttentionBackend
+from arbor.kernels.attention.trial import BackendUnusable
 from arbor.kernels.fused.parts import fused_ops
 from arbor.kernels.fused.rotary import rotary_ops
 from arbor.kernels.linear.layers import batch_dependent, pack_linears
@@ -48,7 +49,9 @@ from arbor.model.parallel.shards import Division, division_of
 from arbor.model.placement import (
     FLASHINFER,
     NATIVE,
+    TRITON,
     dtype_name,
+    flashinfer_computes,
     refuse_batch_dependent,
     runs_native,
 )
@@ -310,41 +313,53 @@ def _check_agreement(model: Any, runner: ModelRunner, own: torch.Tensor, attenti
 def _backend(
     files: Description, device: torch.device, name: str, required: bool
 ) -> tuple[str, AttentionBackend]:
-    """The attention backend and its name."""
-    if name == FLASHINFER:
+    """The attention backend and its name; on CUDA with every kernel this model needs tried once.
+
+    Args:
+        required: no other backend takes its place.
+
+    Raises:
+        UsageError: it is required and cannot run; the message names the module.
+    """
+    while name in (TRITON, FLASHINFER):
         assert isinstance(files, Files), "read for a GPU"
-        found = _flashinfer(files, device, required)
-        if found is not None:
-            return name, found
-        name = "torch"
+        try:
+            return name, _tried(files, device, name)
+        except BackendUnusable as error:
+            if required:
+                raise UsageError(
+                    "backend",
+                    f"--backend {name}: {error}",
+                    "Install arbor-search[cuda] and a C compiler (for FlashInfer the CUDA "
+                    "toolkit), or use --backend torch.",
+                    module=error.name,
+                ) from error
+            other = name == TRITON and flashinfer_computes(files.info)
+            name = FLASHINFER if other else "torch"
+            logger.warning("attention runs in %s, slower: %s", name, error)
     return name, cast(AttentionBackend, components.build("backend", name))
 
 
-def _flashinfer(files: Files, device: torch.device, required: bool) -> AttentionBackend | None:
-    """FlashInfer with every kernel this model needs tried once; None where ``auto`` has to do
-    without.
+def _tried(files: Files, device: torch.device, name: str) -> AttentionBackend:
+    """Triton's backend or FlashInfer's, tried.
 
     Raises:
-        UsageError: FlashInfer was asked for and cannot run; the message names the module.
+        BackendUnusable: it cannot run.
     """
-    from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade, FlashInferUnusable
-
+    dtype: torch.dtype = getattr(torch, files.info.dtype)
     try:
-        backend = FlashInferCascade(device, getattr(torch, files.info.dtype))
-        backend.probe(files.shapes)
-    except FlashInferUnusable as error:
-        if required:
-            raise UsageError(
-                "backend",
-                f"--backend flashinfer: {error}",
-                "Install arbor-search[cuda] and, to compile kernels, the CUDA toolkit; or use "
-                "--backend torch.",
-                module=error.name,
-            ) from error
-        logger.warning("attention runs in torch, slower: %s", error)
-        return None
+        if name == TRITON:
+            from arbor.kernels.attention.triton_tree import TritonTree
+
+            tree = TritonTree()
+            tree.probe(files.shapes, dtype, device)
+            return tree
+        from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
+
+        cascade = FlashInferCascade(device, dtype)
+        cascade.probe(files.shapes)
+        return cascade
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise weights_too_large(device, None) from error
-    return backend

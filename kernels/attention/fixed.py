@@ -30,7 +30,7 @@ class Bucket:
     Attributes:
         rows: of the padded batch, one request each on the last level.
         levels: of full attention, the last one included.
-        requests: of each shared level; at most `rows`.
+        requests: of each shared level; at most `rows`; 0 where they do not count.
     """
 
     rows: int
@@ -41,16 +41,23 @@ class Bucket:
         return f"{self.rows} rows, {self.levels} levels, {self.requests} shared requests"
 
 
-def bucket_of(layouts: Sequence[CascadeLayout]) -> Bucket | None:
+def bucket_of(
+    layouts: Sequence[CascadeLayout],
+    depths: Sequence[int] = range(1, MOST_LEVELS + 1),
+    requests: Sequence[int] = REQUESTS,
+) -> Bucket | None:
     """The smallest bucket of a decode step; None if a row has more than one token, or none fits.
 
     Args:
         layouts: of the step, one per window.
+        depths: numbers of levels that buckets have.
+        requests: of a shared level that they have; empty: they do not count.
     """
     rows = layouts[0].rows
     padded = next((size for size in ROWS if size >= rows), None)
-    levels = max(len(layout.levels) for layout in layouts)
-    if padded is None or levels > MOST_LEVELS:
+    deepest = max(len(layout.levels) for layout in layouts)
+    levels = next((depth for depth in depths if depth >= deepest), None)
+    if padded is None or levels is None:
         return None
     shared = 0
     for layout in layouts:
@@ -58,11 +65,11 @@ def bucket_of(layouts: Sequence[CascadeLayout]) -> Bucket | None:
         if len(last.qo_indptr) - 1 != rows:
             return None
         shared = max([shared, *(len(level.qo_indptr) - 1 for level in others)])
-    if shared == 0:
+    if shared == 0 or not requests:
         return Bucket(padded, levels, 0)
     needed = shared + (padded > rows)
-    requests = next((size for size in REQUESTS if size >= needed), None)
-    return None if requests is None else Bucket(padded, levels, min(requests, padded))
+    count = next((size for size in requests if size >= needed), None)
+    return None if count is None else Bucket(padded, levels, min(count, padded))
 
 
 def pad_shared(level: CascadeLevel, bucket: Bucket) -> CascadeLevel:
@@ -145,6 +152,14 @@ class FixedAttention(Protocol):
 @runtime_checkable
 class FixedBackend(Protocol):
     """A backend that can keep its buffers where they are."""
+
+    def bucket(self, layouts: Sequence[CascadeLayout]) -> Bucket | None:
+        """The bucket of a decode step; None if it has none.
+
+        Args:
+            layouts: of the step, one per window.
+        """
+        ...
 
     def fixed(self, shape: AttentionShape, bucket: Bucket, slots: int) -> FixedAttention | None:
         """Attention with buffers of its own; None if it would take more memory than stated.

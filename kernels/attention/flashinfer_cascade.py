@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel, apply_sinks
-from arbor.kernels.attention.fixed import Bucket, key_capacity, pad_last, pad_shared
+from arbor.kernels.attention.fixed import Bucket, bucket_of, key_capacity, pad_last, pad_shared
 from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.attention.trial import BackendUnusable, computes_a_tiny_attention, reason_of
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 BLOCK_THREADS = 1024  # of a CUDA thread block, at most
 MEBIBYTE = 1 << 20
 LENGTHS_BYTES = 4 * 32768  # a buffer of every wrapper, whatever its size
-
-
-class FlashInferUnusable(ImportError):
-    """The package or one of its kernels cannot be loaded or run here; `name` is the module."""
 
 
 @dataclass(slots=True)
@@ -75,7 +72,7 @@ class FlashInferCascade:
         dtype: of queries and pool: float16 or bfloat16 (float32 stays with `TorchCascade`).
 
     Raises:
-        FlashInferUnusable: flashinfer cannot be imported (``pip install 'arbor-search[cuda]'``).
+        BackendUnusable: flashinfer cannot be imported (``pip install 'arbor-search[cuda]'``).
         ValueError: a dtype FlashInfer has no kernels for.
 
     Example:
@@ -93,8 +90,8 @@ class FlashInferCascade:
             self._flashinfer = importlib.import_module("flashinfer")
         except Exception as error:  # a damaged installation fails in any way
             module = getattr(error, "name", None) or "flashinfer"
-            raise FlashInferUnusable(
-                f"flashinfer cannot be imported ({_reason(error)}).", name=module
+            raise BackendUnusable(
+                f"flashinfer cannot be imported ({reason_of(error)}).", name=module
             ) from error
         self.device = device
         self.dtype = dtype
@@ -115,7 +112,7 @@ class FlashInferCascade:
         in two levels where levels are used, so that each module is found, loaded and run once.
 
         Raises:
-            FlashInferUnusable: a module is missing, cannot be built, or computes something else.
+            BackendUnusable: a module is missing, cannot be built, or computes something else.
             ValueError: a head dimension FlashInfer has no kernel for.
         """
         distinct = tuple(dict.fromkeys(shapes))
@@ -133,40 +130,18 @@ class FlashInferCascade:
         for shape in variants.values():
             name = _variant_name(shape, self.dtype)
             try:
-                right = self._try(shape)
+                right = computes_a_tiny_attention(self, shape, self.dtype, self.device)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # compilers, loaders and CUDA fail in many ways
                 module = getattr(getattr(error, "spec", None), "name", None) or name
-                raise FlashInferUnusable(
+                raise BackendUnusable(
                     f"FlashInfer has no usable kernel for {name}: "
-                    f"module {module}: {type(error).__name__}: {_reason(error)}",
+                    f"module {module}: {type(error).__name__}: {reason_of(error)}",
                     name=module,
                 ) from error
             if not right:
-                raise FlashInferUnusable(f"FlashInfer computes {name} wrongly.", name=name)
-
-    def _try(self, shape: AttentionShape) -> bool:
-        """Whether two rows over a shared and a private key give the average of equal values."""
-        if shape.window is None:
-            levels: tuple[CascadeLevel, ...] = (
-                _tiny_level([0, 2], [0, 1], [0], causal=False),
-                _tiny_level([0, 1, 2], [0, 1, 2], [1, 2], causal=True),
-            )
-            visible = 2
-        else:
-            levels = (_tiny_level([0, 1, 2], [0, 2, 4], [0, 1, 0, 2], causal=True),)
-            visible = min(2, shape.window)
-        q = torch.zeros(2, shape.num_qo_heads, shape.head_dim_qk, dtype=self.dtype).to(self.device)
-        keys = torch.zeros(3, shape.num_kv_heads, shape.head_dim_qk, dtype=self.dtype)
-        values = torch.ones(3, shape.num_kv_heads, shape.head_dim_vo, dtype=self.dtype)
-        plan = self.plan(CascadeLayout(2, levels), shape)
-        out, lse = self.run(plan, q, keys.to(self.device), values.to(self.device))
-        out, lse = out.float().cpu(), lse.cpu()  # waits for the kernels: their errors come up here
-        expected = torch.full_like(lse, math.log(visible))
-        return torch.allclose(out, torch.ones_like(out), atol=1e-2) and torch.allclose(
-            lse, expected, atol=1e-2
-        )
+                raise BackendUnusable(f"FlashInfer computes {name} wrongly.", name=name)
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> FlashInferPlan:
         """Plan every level; see `AttentionBackend.plan`.
@@ -213,6 +188,10 @@ class FlashInferCascade:
         self._placed = list(zip(levels, lists, strict=True))
 
     # Buffers at fixed places
+
+    def bucket(self, layouts: Sequence[CascadeLayout]) -> Bucket | None:
+        """See `FixedBackend.bucket`."""
+        return bucket_of(layouts)
 
     def fixed(self, shape: AttentionShape, bucket: Bucket, slots: int) -> FixedCascade | None:
         """See `FixedBackend.fixed`."""
@@ -467,25 +446,12 @@ def _state(shape: AttentionShape, q: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(rows, shape.num_qo_heads, dtype=torch.float32)
 
 
-def _tiny_level(rows: list[int], ends: list[int], slots: list[int], causal: bool) -> CascadeLevel:
-    qo_indptr, kv_indptr, indices = (
-        torch.tensor(numbers, dtype=torch.int32) for numbers in (rows, ends, slots)
-    )
-    return CascadeLevel(qo_indptr, kv_indptr, indices, causal)
-
-
 def _variant_name(shape: AttentionShape, dtype: torch.dtype) -> str:
     dims = " and ".join(map(str, dict.fromkeys((shape.head_dim_qk, shape.head_dim_vo))))
     extras = ["a window"] if shape.window is not None else []
     extras += ["a soft cap"] if shape.softcap is not None else []
     with_extras = f" with {' and '.join(extras)}" if extras else ""
     return f"{str(dtype).removeprefix('torch.')} heads of {dims}{with_extras}"
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error's message, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 MOST_WORKSPACE_BYTES = 256 << 20

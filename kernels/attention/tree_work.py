@@ -56,19 +56,20 @@ def wide_tile(shape: AttentionShape) -> int:
     return max(group, WIDE if widest <= WIDEST_HEAD else NARROW)
 
 
-def most_work(shape: AttentionShape, rows: int, levels: int, requests: int) -> tuple[int, int]:
+def most_work(shape: AttentionShape, rows: int, levels: int) -> tuple[int, int]:
     """Items and parts of a decode step, at most.
+
+    Spans that are nested in each other, no two of them of the same rows, are fewer than the rows.
 
     Args:
         shape: of the layers.
         rows: of the step, each with a request of its own on the last level.
         levels: the last one included.
-        requests: of each shared level.
     """
     tile_rows = wide_tile(shape) // shape.group
     cuts = PROGRAMS // shape.num_kv_heads
     more = 0 if shape.window is None else rows  # a window may begin between two cuts
-    shared = (levels - 1) * (requests + -(-rows // tile_rows))
+    shared = rows + (levels - 1) * -(-rows // tile_rows) if levels > 1 else 0
     return rows + more + shared + cuts, levels * rows + more + cuts * tile_rows
 
 

@@ -8,7 +8,7 @@ graph may be given other trees, and tokens that rows append to one need no new i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,17 @@ import torch
 from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
-from arbor.kernels.attention.fixed import Bucket, key_capacity, pad_last, pad_shared
+from arbor.kernels.attention.fixed import Bucket, bucket_of, key_capacity, pad_last
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.attention.tree_work import COLUMNS, ROOM, appends, most_work, tree_work
+from arbor.kernels.attention.trial import BackendUnusable, computes_a_tiny_attention, reason_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_PART_BYTES = 256 << 20
+DEPTHS = (1, 2, 4, 8, 16)  # levels of a step by a graph; more than there are cost nothing
+# Key reads that a shared span must save to be a level of its own: its partial result is written
+# and read, which takes about as long as reading 8 keys for each row.
+SAVED_READS = 128
 
 
 @dataclass(slots=True)
@@ -55,8 +60,33 @@ class TritonTree:
             out, lse = backend.run(plan, q, k_pool, v_pool)  # [T, 32, 128], [T, 32]
     """
 
+    least_saved_reads = SAVED_READS
+
     def __init__(self) -> None:
         self._torch = TorchCascade()
+
+    def probe(
+        self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Compile and try the kernels of these shapes.
+
+        Raises:
+            BackendUnusable: one cannot be compiled or run here, or computes something else.
+        """
+        for shape in dict.fromkeys(shapes):
+            what = f"heads of {shape.head_dim_qk} in {str(dtype).removeprefix('torch.')}"
+            try:
+                right = computes_a_tiny_attention(self, shape, dtype, device)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # compilers and CUDA fail in many ways
+                raise BackendUnusable(
+                    f"Triton has no usable kernel for {what}: "
+                    f"{type(error).__name__}: {reason_of(error)}",
+                    name="triton",
+                ) from error
+            if not right:
+                raise BackendUnusable(f"Triton computes {what} wrongly.", name="triton")
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> TreePlan:
         """See `AttentionBackend.plan`."""
@@ -94,10 +124,14 @@ class TritonTree:
             plan.by_hand = self._torch.plan(plan.layout, plan.shape)
         return self._torch.mass(plan.by_hand, q, k_pool, lse, heads, by_head=by_head)
 
+    def bucket(self, layouts: Sequence[CascadeLayout]) -> Bucket | None:
+        """See `FixedBackend.bucket`: rows added read nothing but the trash slot."""
+        return bucket_of(layouts, DEPTHS, ())
+
     def fixed(self, shape: AttentionShape, bucket: Bucket, slots: int) -> FixedTree | None:
         """See `FixedBackend.fixed`."""
         levels = bucket.levels if shape.window is None else 1
-        items, parts = most_work(shape, bucket.rows, levels, bucket.requests)
+        items, parts = most_work(shape, bucket.rows, levels)
         if 4 * parts * shape.num_qo_heads * (shape.head_dim_vo + 1) > MOST_PART_BYTES:
             return None
         keys = key_capacity(shape, slots, last=True) + ROOM * bucket.rows
@@ -162,8 +196,7 @@ class FixedTree:
             grown = torch.tensor([due.grown], dtype=torch.int32)
             return [added, held.next + held.grown, grown]
         *shared, last = layout.levels
-        levels = [pad_shared(level, self._bucket) for level in shared]
-        padded = (*levels, pad_last(last, self._bucket, trash))
+        padded = (*shared, pad_last(last, self._bucket, trash))
         growing = layout.rows if self._shape.window is None else 0
         work = tree_work(CascadeLayout(self._bucket.rows, padded), self._shape, growing)
         lists = [each.view(-1) for each in work.lists]

@@ -19,16 +19,48 @@ from arbor.kernels.invariant_triton import merge
 
 ITEM = tl.constexpr(8)  # numbers of an item
 CHANNELS = tl.constexpr(GROUP)  # that share a scale in 8-bit KV
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def read(pool, head, d, mask, like, DIM: tl.constexpr):
-    """K or V of a tile as queries are: numbers, or 8-bit codes times the scales behind them."""
-    found = tl.load(pool + head + d, mask=mask, other=0)
+def decoded(codes, scales, like, BEFORE: tl.constexpr, DIM: tl.constexpr, AFTER: tl.constexpr):
+    """Numbers of 8-bit codes [BEFORE, DIM, AFTER] and the scales of their groups of channels."""
+    groups: tl.constexpr = scales.shape[1]
+    parts = tl.reshape(codes, (BEFORE, groups, DIM // groups, AFTER)).to(tl.float32)
+    parts *= tl.reshape(scales, (BEFORE, groups, 1, AFTER)).to(tl.float32)
+    return parts.to(like.dtype)
+
+
+@triton.jit
+def read_k(pool, places, held, like, DIM: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr):
+    """K of N slots that begin at `places`, [PADDED, N]: numbers, or 8-bit codes times scales."""
+    d = tl.arange(0, PADDED)
+    mask = held[None, :] & (d < DIM)[:, None]
+    found = tl.load(pool + places[None, :] + d[:, None], mask=mask, other=0)
     if pool.dtype.element_ty == tl.int8:
-        scales = (pool + head + DIM).to(tl.pointer_type(tl.float16))
-        scale = tl.load(scales + d // CHANNELS, mask=mask, other=0)
-        found = (found.to(tl.float32) * scale.to(tl.float32)).to(like.dtype)
+        groups: tl.constexpr = (PADDED + CHANNELS - 1) // CHANNELS
+        g = tl.arange(0, groups)
+        scales = (pool + places[None, :] + DIM).to(tl.pointer_type(tl.float16)) + g[:, None]
+        mask = held[None, :] & (g * CHANNELS < DIM)[:, None]
+        scale = tl.load(scales, mask=mask, other=0)[None]
+        found = tl.reshape(decoded(found, scale, like, 1, PADDED, N), (PADDED, N))
+    return found
+
+
+@triton.jit
+def read_v(pool, places, held, like, DIM: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr):
+    """V of N slots, [N, PADDED]; see `read_k`."""
+    d = tl.arange(0, PADDED)
+    mask = held[:, None] & (d < DIM)[None, :]
+    found = tl.load(pool + places[:, None] + d[None, :], mask=mask, other=0)
+    if pool.dtype.element_ty == tl.int8:
+        groups: tl.constexpr = (PADDED + CHANNELS - 1) // CHANNELS
+        g = tl.arange(0, groups)
+        scales = (pool + places[:, None] + DIM).to(tl.pointer_type(tl.float16)) + g[None, :]
+        mask = held[:, None] & (g * CHANNELS < DIM)[None, :]
+        scale = tl.load(scales, mask=mask, other=0)
+        found = tl.reshape(decoded(found, scale, like, N, PADDED, 1), (N, PADDED))
     return found
 
 
@@ -64,7 +96,10 @@ def attend_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """An item in a tile of BLOCK_M pairs of a row and a query head of one group."""
+    """An item in a tile of BLOCK_M pairs of a row and a query head of one group.
+
+    Logits are of base 2.
+    """
     m = tl.arange(0, BLOCK_M)
     number = m // GROUP
     present = number < end_row - first_row
@@ -85,22 +120,23 @@ def attend_tile(
         key = start + tl.arange(0, BLOCK_N)
         listed = key < end_key
         slot = tl.load(slots + key, mask=listed, other=0).to(tl.int64)
-        held = listed[None, :] & (d_qk < DIM_QK)[:, None]
-        place = slot[None, :] * k_slot + kv_head * k_head
-        k = read(k_pool, place, d_qk[:, None], held, queries, DIM_QK)
-        logits = tl.dot(queries, k, input_precision="ieee") * scaling
+        place = slot * k_slot + kv_head * k_head
+        k = read_k(k_pool, place, listed, queries, DIM_QK, PADDED_QK, BLOCK_N)
+        logits = tl.dot(queries, k, input_precision="ieee")
         if softcap > 0:
-            logits = softcap * (2 * tl.sigmoid(2 * (logits / softcap)) - 1)
+            capped = 2 * tl.sigmoid(2 * (logits * (scaling / softcap))) - 1
+            logits = capped * (softcap * LOG2_E)
+        else:
+            logits *= scaling * LOG2_E
         distance = (row + offset)[:, None] - key[None, :]
         seen = (distance >= 0) & (distance < span) & listed[None, :]
         logits = tl.where(seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # of rows that have read no key yet
-        kept = tl.exp(top - base)
-        weights = tl.exp(logits - base[:, None])
-        held = listed[:, None] & (d_vo < DIM_VO)[None, :]
-        place = slot[:, None] * v_slot + kv_head * v_head
-        v = read(v_pool, place, d_vo[None, :], held, queries, DIM_VO)
+        kept = tl.exp2(top - base)
+        weights = tl.exp2(logits - base[:, None])
+        place = slot * v_slot + kv_head * v_head
+        v = read_v(v_pool, place, listed, queries, DIM_VO, PADDED_VO, BLOCK_N)
         total = total * kept + tl.sum(weights, 1)
         state = state * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
@@ -112,7 +148,7 @@ def attend_tile(
         state / total[:, None],
         mask=present[:, None] & (d_vo < DIM_VO)[None, :],
     )
-    tl.store(part_lse + part, top + tl.log(total), mask=present)
+    tl.store(part_lse + part, top * LN_2 + tl.log(total), mask=present)
 
 
 @triton.jit
@@ -187,7 +223,7 @@ def tile(shape: AttentionShape, dtype: torch.dtype) -> dict[str, Any]:
         "PADDED_VO": max(16, triton.next_power_of_2(shape.head_dim_vo)),
         "WIDE": wide,
         "NARROW": NARROW,
-        "BLOCK_N": 16 if dtype == torch.float32 else 64 if widest <= 128 else 32,
+        "BLOCK_N": 16 if dtype == torch.float32 else 32,
         "num_warps": 4 if widest <= 128 else 8,
         "num_stages": 2 if dtype == torch.float32 else 3,
     }

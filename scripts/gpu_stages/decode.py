@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,7 +110,8 @@ def cells(part: str, small: bool) -> list[Cell]:
     model = LLAMA_8B if part == "llama" else QWEN_7B
     first = [shipped, graphs, on_graphs, off_graphs, on, off]
     # attention level by level, or in two launches, also of 8-bit KV
-    launches = (graphs, *(Variant(graphs=True, triton=True, int8=int8) for int8 in (False, True)))
+    triton = Variant(graphs=True, triton=True)
+    launches = (graphs, triton, replace(triton, sharing="on"), replace(triton, int8=True))
     found = [
         (tree, leaves, variant)
         for tree, leaves in ((CONFIG_S, 64), (CONFIG_L, 256), (CONFIG_S, 1))

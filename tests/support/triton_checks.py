@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arbor.engine import sampling as sampler
+from arbor.kernels import int8_triton
 from arbor.kernels import invariant as reductions
 from arbor.kernels import invariant_triton as kernels
 from arbor.kernels.attention import triton_tree_kernel
@@ -193,6 +194,26 @@ def attend_tree(
     close(mass, reference.mass(right, q, k, wanted_lse), 1e-3)
 
 
+def stored_int8() -> None:
+    """8-bit KV is written with the bits of `encode`, whatever the numbers are."""
+    for dtype, dim in itertools.product(DTYPES, (12, 40, 64, 128)):
+        torch.manual_seed(dim)
+        x = torch.randn(5, 4, dim)[:, 1:] * torch.tensor([1e-6, 1.0, 1e4])[None, :, None]
+        x[0, 0], x[1, 1, 3], x[2, 1, 3], x[3, 1, -1] = 0.0, torch.nan, torch.inf, -3e38
+        x = x.to(dtype)
+        slots = torch.tensor([3, 0, 6, 2, 5])
+        pool = torch.full((7, 3, stored_width(dim)), 7, dtype=torch.int8)
+        wanted = pool.index_copy(0, slots, encode(x))
+        int8_triton.store(pool, slots, x)
+        assert torch.equal(pool, wanted), (dtype, dim)
+    half = torch.arange(-127, 128).float() + 0.5  # ties: the scale is 1
+    x = torch.stack([half[:32].clamp(-127, 127), half[-33:-1]])
+    x[:, 0] = 127.0
+    pool = torch.zeros(2, 1, stored_width(32), dtype=torch.int8)
+    int8_triton.store(pool, torch.arange(2), x[:, None])
+    assert torch.equal(pool, encode(x[:, None]))
+
+
 def tree_int8() -> None:
     """Tree attention over 8-bit KV; heads of 32 and 16 channels, and of a part of a scale's."""
     for dtype, shape in itertools.product(
@@ -230,6 +251,9 @@ def tree_hopper() -> None:
             assert "cp.async" in ptx, (dtype, dim)
             assert ("wgmma" in ptx) == (dtype != torch.float32), (dtype, dim)
             assert not re.search(r"ld\.global\S*\.[bsu]8", ptx), "codes are read one by one"
+    pointers = {"x": "*bf16", "pool": "*i8", "slots": "*i64", "x_row": "i32", "x_head": "i32"}
+    sizes = {"pool_slot": 8 * 136, "pool_head": 136, "DIM": 128, "GROUPS": 4, "CHANNELS": 32}
+    compiled(int8_triton.store_kernel, pointers, sizes | {"MOST": 127.0, "num_warps": 1})
 
 
 def segments() -> list[Segment]:
@@ -490,7 +514,7 @@ def hopper() -> None:
 
 
 SUM = {"DEPTH": 4096, "BLOCK": kernels.SUM_BLOCK, "num_warps": 4, **kernels.FUSION}
-MERGE = {"HEADS": 32, "DIM": 128, "PADDED": 128, **kernels.FUSION}
+MERGE = {"HEADS": 32, "DIM": 128, "PADDED": 128, "BLOCK": kernels.MERGED, **kernels.FUSION}
 SHARED_BYTES = 227 << 10  # of an H100's multiprocessor, for one thread block
 
 
@@ -553,7 +577,7 @@ def sum_products_in_one_order() -> None:
 CHECKS = {
     each.__name__: each
     for each in (
-        *(products, sums, attention, models, hopper, tree, tree_int8, tree_hopper),
+        *(products, sums, attention, models, hopper, tree, tree_int8, stored_int8, tree_hopper),
         *(fused, fused_hopper, rotary, rotary_hopper, row_sums, row_sums_hopper),
     )
 }

@@ -108,11 +108,12 @@ class RewardEngine:
         """
         if self._engine is None:
             self._checkpoint.tokens = self._tags
+            runner = self._checkpoint.load().runner
             self._engine = Engine(
-                self._checkpoint.load().runner,
+                runner,
                 self.tokenizer,
                 policy=POLICIES["reentry"],
-                levels=LevelRule(least_saved_reads(self._checkpoint.device)),
+                levels=LevelRule(least_saved_reads(runner.device, runner.backend)),
                 debug=self._debug,
             )
         return self._engine

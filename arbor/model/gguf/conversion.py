@@ -27,8 +27,8 @@ TAKERS = (READER, f"{READER}.reader", f"{READER}.utils", "transformers.quantizer
 LINK = "model.gguf"
 # architectures that transformers converts as another, once it is told so
 ALIKE = {"smollm3": "llama"}
-# transformers' config takes of the vocabulary its length alone; its tokenizer reads the arrays anew.
-# Older versions, such as 5.17, do so for the architectures of a table alone.
+# transformers' config takes of the vocabulary its length alone; its tokenizer reads the arrays
+# anew. Older versions, such as 5.17, do so for the architectures of a table alone.
 VOCABULARY, TOKENS = "tokenizer.ggml.", "tokenizer.ggml.tokens"
 
 _giving = threading.RLock()
