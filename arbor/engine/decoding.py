@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arbor.engine.ahead import Ahead
 from arbor.engine.forest_state import ForestState, head
 from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.operation import Growing, Row, Siblings
 from arbor.engine.prefix_sharing import PrefixSharing
-from arbor.engine.sampling import ArithmeticCode
+from arbor.engine.sampling import ArithmeticCode, Drawing
 from arbor.engine.scheduler import Schedulers
 from arbor.engine.stop_rule import StopReason
-from arbor.engine.token_source import CheckedSource, TokenSource
+from arbor.engine.token_source import CheckedSource, ModelSampler, TokenSource
 from arbor.events import Boundary, Sampled
 from arbor.forest import by_tree
 from arbor.tree import NO_SLOT, Certainty, Node, NodeState, paths_of
@@ -42,6 +43,8 @@ class Decoding:
         self._memory = state.memory
         self._forwards = forwards
         self._source = source
+        # sources that are derived from it choose in their own way
+        self._sampler = source if type(source) is ModelSampler else None
         self._schedulers = schedulers
         self._sharing = PrefixSharing(state)
         self._cut_changes = 0  # of the forest, when contexts were last set
@@ -90,7 +93,12 @@ class Decoding:
                     row.context = (*row.context, *head(row.node, row.tail_from))
             row.context_length = sum(len(piece.slots) for piece in row.context)
 
-    def choose(self, rows: Sequence[Row], logits: Tensor | Sequence[Tensor]) -> list[Row]:
+    def choose(
+        self,
+        rows: Sequence[Row],
+        logits: Tensor | Sequence[Tensor],
+        ahead: Ahead | None = None,
+    ) -> list[Row]:
         """Append one token to each row's block, and decide whether it ends the block.
 
         Where the token source fails, the operations it fails for are given the error.
@@ -98,6 +106,7 @@ class Decoding:
         Args:
             rows: of any operations.
             logits: [n, V] float32, or n times [V].
+            ahead: the step that computes these tokens may begin before the host knows them.
 
         Returns:
             the rows that are to be compared with their siblings.
@@ -107,11 +116,22 @@ class Decoding:
             return watched
         stacked = logits if isinstance(logits, Tensor) else torch.stack(list(logits))
         began = self._forwards.stopwatch.start()
-        tokens = self._tokens(rows, stacked)
+        drawing = None
+        if ahead is not None and self._sampler is not None:
+            drawing = self._sampler.begin(rows, stacked)
+        if ahead is not None and drawing is not None:
+            self._forwards.stopwatch.stop(began)  # the step ahead has a time of its own
+            ahead.begin(drawing.tokens)
+            began = self._forwards.stopwatch.start()
+        tokens = self._tokens(rows, stacked, drawing)
+        if ahead is not None and drawing is not None:
+            ahead.learn(tokens, drawing.was_final)
+        there = ahead is not None and ahead.waiting
         for row, token in zip(rows, tokens, strict=True):
             if token is None or row.operation.error is not None:
                 continue
-            row.node.tree.append(row.node, token)
+            if not there:
+                row.node.tree.append(row.node, token)
             if row.siblings is not None:
                 watched.append(row)
             try:
@@ -170,7 +190,9 @@ class Decoding:
         growing.held = [row for row in growing.held if row not in mine]
         self._schedulers.resume(mine)
 
-    def _tokens(self, rows: Sequence[Row], logits: Tensor) -> list[int | None]:
+    def _tokens(
+        self, rows: Sequence[Row], logits: Tensor, drawing: Drawing | None = None
+    ) -> list[int | None]:
         """A token for each row; None where the source fails for the row's operation."""
         codes: list[ArithmeticCode] = []
         if isinstance(self._source, CheckedSource) and _are_several(rows):
@@ -180,7 +202,14 @@ class Decoding:
             for row, code in zip(rows, codes, strict=False):
                 row.code = code
 
-        return _answers(self._source.choose, rows, logits, again)
+        sampler = self._sampler
+
+        def ask(some: Sequence[Row], given: Tensor) -> Sequence[int]:
+            if sampler is not None and drawing is not None and some is rows:
+                return sampler.end(some, given, drawing)
+            return self._source.choose(some, given)
+
+        return _answers(ask, rows, logits, again)
 
     def end(self, done: Sequence[Row], logits: Tensor) -> None:
         """Close blocks that have reached their boundary.

@@ -201,6 +201,21 @@ class Part:
     ways: dict[int, Way] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A decode step that was given to the device.
+
+    Attributes:
+        plan: its rows.
+        logits: [n, V] float32; a GPU may still be computing them.
+        streamed: bytes of KV in host memory that it has read.
+    """
+
+    plan: ForwardPlan
+    logits: Tensor
+    streamed: int
+
+
 class ForwardPasses:
     """Runs the model over the open trees.
 
@@ -223,6 +238,17 @@ class ForwardPasses:
         self.levels = levels
         self.stopwatch = Stopwatch(runner.device)  # of the steps whose time was not read yet
         self._range = nvtx_range if nvtx_is_on() else nullcontext
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a decode step may be given to the device before the host knows its tokens: the
+        device works by itself, and nobody looks at the step."""
+        return (
+            self.runner.is_asynchronous
+            and self.observer is None
+            and self._memory.staging is None
+            and not self._memory.debug
+        )
 
     def run(self, parts: Sequence[Part], batch: DecodeBatch | None = None) -> Tensor:
         """One forward over segments, reported at once, and over the rows that decode if there are
@@ -272,16 +298,31 @@ class ForwardPasses:
             self._report(opened, part.kind, once)
         return logits
 
-    def step(self, batch: DecodeBatch) -> Tensor:
-        """One decode step, reported together with those after it; logits [n, V] float32."""
+    def step(self, batch: DecodeBatch, begun: Begun | None = None) -> Tensor:
+        """One decode step, reported together with those after it; logits [n, V] float32.
+
+        Args:
+            begun: the same step, if it was begun before.
+        """
+        if begun is None:
+            begun = self.begin(batch)
+        self._memory.commit()
+        self._count(begun.plan, batch, begun.streamed)
+        return begun.logits
+
+    def begin(self, batch: DecodeBatch, ids: Tensor | None = None) -> Begun:
+        """Run a decode step whose K/V count for nothing before `step` has counted it.
+
+        Args:
+            ids: int64 [n] on the device, each row's last token, where the host does not know it.
+        """
         began = self.stopwatch.start()
         plan = batch.plan()
+        plan.ids_there = ids
         with self._range("decode"):
             logits, streamed = self._forward(plan, "decode")
-        self._memory.commit()
-        self._count(plan, batch, streamed)
         self.stopwatch.stop(began)
-        return logits
+        return Begun(plan, logits, streamed)
 
     def report_steps(self, opened: OpenTree) -> None:
         """Report a tree's decode steps since its last forward of another kind."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbor.errors import logits_not_finite
 from arbor.kernels.fused.choice import NativeChoice, logit_sums, native_choice, row_sums
+from arbor.kernels.staging import download
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
 
@@ -173,19 +174,56 @@ def sample(
                 raise logits_not_finite()
             return Draws(list(map(int, tokens)), logprob, top1, left, share)
         first = drawn
-    vocabulary = logits.shape[1]
-    uniform = _upload(uniforms, logits)
-    width = _first_width(vocabulary, sampling)
-    found = first(logits, uniform, sampling, width).cpu()
-    if found[_TOP1].isnan().any():  # one such logit makes all of its row NaN
-        raise logits_not_finite()
-    while len(again := (found[_SETTLED] == 0).nonzero().squeeze(1)):
-        width = min(vocabulary, _WIDEN * width)
-        slices = again.split(_slice_rows(logits, vocabulary))
-        parts = ((logits[part], uniform[part]) for part in slices)
-        found[:, again] = _draw_all(parts, sampling, width).cpu()
-    _, logprob, top1, left, share, _ = found.tolist()
-    return Draws(found[_TOKEN].long().tolist(), logprob, top1, left, share)
+    return Drawing(logits, uniforms, sampling, first).result()
+
+
+class Drawing:
+    """Tokens that a device is choosing.
+
+    Nothing waits for it before `result`: what was asked of the device in between, such as the
+    forward of these tokens, runs in the meantime.
+
+    Args:
+        logits, uniforms, sampling: see `sample`.
+        first: draws from the tokens that are examined first, see `drawn`.
+
+    Attributes:
+        was_final: `result` gave every row the token in `tokens`.
+    """
+
+    def __init__(
+        self, logits: Tensor, uniforms: list[float], sampling: Sampling, first: Draw
+    ) -> None:
+        self._logits, self._sampling = logits, sampling
+        self._uniform = _upload(uniforms, logits)
+        self._width = _first_width(logits.shape[1], sampling)
+        self._drawn = first(logits, self._uniform, sampling, self._width)
+        self._found, self._arrived = download(self._drawn)
+        self.was_final = False
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [n], on the device; rows that need more tokens may be given others by `result`."""
+        return self._drawn[_TOKEN].long()
+
+    def result(self) -> Draws:
+        """What was drawn; waits for it.
+
+        Raises:
+            ModelError: see `sample`.
+        """
+        self._arrived()
+        found, width, vocabulary = self._found, self._width, self._logits.shape[1]
+        if found[_TOP1].isnan().any():  # one such logit makes all of its row NaN
+            raise logits_not_finite()
+        self.was_final = bool(found[_SETTLED].all())
+        while len(again := (found[_SETTLED] == 0).nonzero().squeeze(1)):
+            width = min(vocabulary, _WIDEN * width)
+            slices = again.split(_slice_rows(self._logits, vocabulary))
+            parts = ((self._logits[part], self._uniform[part]) for part in slices)
+            found[:, again] = _draw_all(parts, self._sampling, width).cpu()
+        _, logprob, top1, left, share, _ = found.tolist()
+        return Draws(found[_TOKEN].long().tolist(), logprob, top1, left, share)
 
 
 def likeliest(logits: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:

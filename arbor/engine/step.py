@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arbor.engine.ahead import Ahead
 from arbor.engine.decoding import Decoding
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import DecodeBatch, ForwardPasses, Part
@@ -58,6 +59,9 @@ class Stepper:
         self._decoding = decoding
         self._schedulers = schedulers
         self._batch = DecodeBatch(self._memory, forwards.runner.layer_count, forwards.levels)
+        self._ahead: Ahead | None = None  # where nothing would wait while it runs
+        if forwards.may_run_ahead:
+            self._ahead = Ahead(self._memory, forwards, self._batch)
         self._changed = True  # the rows that decode, or what they read
         self._ready: list[tuple[Scheduler, int]] = []  # how many of each budget are in the batch
         # of the step in progress: what joined, and the logits where rows of it begin
@@ -85,7 +89,9 @@ class Stepper:
         return [each for each in self._schedulers.operations if each.opened is opened]
 
     def undo_interrupted(self) -> None:
-        """Undo what an interruption left of a step."""
+        """Undo what an interruption left of a step, and a step ahead."""
+        if self._ahead is not None:
+            self._ahead.drop()
         if self._memory.pending:  # its undoing was cut off itself
             self._rehydration.undo()
 
@@ -106,7 +112,9 @@ class Stepper:
 
         Where nothing can join, the schedulers are not asked, and nothing is laid out but the batch.
         """
-        self.undo_interrupted()
+        is_ahead = self._ahead is not None and self._ahead.waiting
+        if self._memory.pending and (self._changed or not is_ahead):
+            self.undo_interrupted()
         operations = self._schedulers.operations
         if not operations:
             return
@@ -115,6 +123,7 @@ class Stepper:
             groups = self._schedulers.groups
             asking = [group for group in groups if group.asks and group.may_admit()]
             if asking:
+                self._drop_ahead()
                 self._join(asking)
             joining = False
             self._forward()
@@ -244,11 +253,16 @@ class Stepper:
         joined = None if self._joined is NOTHING else self._joined
         if self._changed:
             self._hold_ready()
-        if self._make_room():
+        ahead = self._ahead
+        if ahead is not None and not ahead.waiting:
+            ahead = None
+        if ahead is None and self._make_room():
             self._hold_ready()
         rows = self._batch.rows
         parts = self._parts() if joined else []
-        if parts:
+        if ahead is not None:
+            logits = ahead.take()
+        elif parts:
             logits = self._forwards.run(parts, self._batch if rows else None)
         elif rows:
             logits = self._forwards.step(self._batch)
@@ -402,6 +416,7 @@ class Stepper:
         for opened in list(self._state.trees.values()):
             if opened.account.part is None or opened.account.free >= 0:
                 continue
+            self._drop_ahead()
             group = self._schedulers.within(opened.tree)
             if group is not None and group.rows:
                 self._serving = group
@@ -478,9 +493,28 @@ class Stepper:
         if some:
             some_logits = logits if len(some) == len(rows) else logits[some]
             chosen = [rows[i] for i in some]
-            watched = self._decoding.choose(chosen, some_logits)
+            ahead = self._ahead
+            if ahead is not None and not (len(some) == len(rows) and self._may_run_ahead()):
+                ahead = None
+            watched = self._decoding.choose(chosen, some_logits, ahead)
             if watched and self._decoding.compare(watched):
                 self._changed = True
+
+    def _may_run_ahead(self) -> bool:
+        """Whether the next step needs nothing of the host but the tokens of this one's rows: they
+        stay, nothing joins or leaves, and each has a free slot."""
+        return (
+            self._joined is NOTHING
+            and not self._changed
+            and not self._residency.acts_by_time
+            and all(group.account.free >= rows for group, rows in self._ready)
+            and not any(group.asks and group.may_admit() for group in self._schedulers.groups)
+            and not any(row.siblings is not None for row in self._batch.rows)
+        )
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.drop()
 
     def _interrupt(self, operation: Growing) -> None:
         """Give up the unfinished blocks of an operation."""
@@ -491,6 +525,7 @@ class Stepper:
 
     def _leave(self, operation: Operation) -> None:
         """Remove all work of an operation."""
+        self._drop_ahead()
         rows = [row for row in self._schedulers.rows if row.operation is operation]
         self._changed = self._changed or bool(rows)
         self._schedulers.leave(rows)
@@ -517,6 +552,7 @@ class Stepper:
 
     def _undo(self) -> None:
         """Take back the step in progress: what joined waits again."""
+        self._drop_ahead()
         self._rehydration.undo()
         for row in self._joined.rows:
             if row in self._schedulers.rows:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from arbor.engine.grammar import Grammar
 from arbor.engine.operation import Growth, Row
-from arbor.engine.sampling import Draws, confidence, first_draw, likeliest, sample
+from arbor.engine.sampling import Drawing, Draws, confidence, first_draw, likeliest, sample
 from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.text import added, before
 from arbor.errors import UsageError
+from arbor.kernels.fused.choice import NativeChoice
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
 
@@ -55,6 +56,19 @@ class ModelSampler:
         self._tokenizer = tokenizer
         self._top = top
         self._first = first_draw() if graphs is None else graphs.draw
+
+    def begin(self, rows: Sequence[Row], logits: Tensor) -> Drawing | None:
+        """Have a device draw what `choose` would return; None: it takes the host."""
+        growth = rows[0].growth
+        alike = growth.grammar is None and all(row.growth is growth for row in rows)
+        if isinstance(self._first, NativeChoice) or not alike:
+            return None
+        numbers = [row.code.number for row in rows]
+        return Drawing(logits, numbers, growth.sampling, self._first)
+
+    def end(self, rows: Sequence[Row], logits: Tensor, drawing: Drawing) -> list[int]:
+        """What `choose` returns, drawn by `begin`."""
+        return self._take(rows, logits, drawing.result())
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """One sampled token per row."""

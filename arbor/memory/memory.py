@@ -440,6 +440,13 @@ class KVMemory:
             self.check()
         return slots
 
+    def name_appended(self, tokens: Sequence[int]) -> None:
+        """Say which tokens the last `append` was given slots for, where they were not known."""
+        assert self._appended is not None, "tokens are named before they are committed"
+        last = self._appended.last
+        last.token[:] = tokens
+        self.table.token[last.spans.slot[last.at]] = last.token
+
     def rewrite(
         self,
         node: Node,
