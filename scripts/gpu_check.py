@@ -48,6 +48,7 @@ PARTS = (
     Part(1, "environment", "all", 30),
     Part(2, "attention", "flashinfer", 45, cuda_only=True),
     Part(2, "attention", "torch", 35),
+    Part(2, "attention", "triton", 45, cuda_only=True),
     Part(2, "attention", "rowwise", 40),
     Part(4, "agreement", "all", 45),
     Part(3, "peaks", "all", 20, cuda_only=True),
@@ -88,9 +89,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--require",
-        choices=("flashinfer", "torch", "none"),
-        help="exit with 1 unless results of this backend were checked; by default flashinfer on "
-        "cuda and torch on a CPU, so that a run without FlashInfer never passes for a check of it",
+        choices=("triton", "flashinfer", "torch", "none"),
+        help="exit with 1 unless results of this backend were checked; by default triton on cuda "
+        "and torch on a CPU",
     )
     parser.add_argument(
         "--slower", type=float, help="factor on every time limit; by default 1, and 4 on a CPU"
@@ -111,7 +112,7 @@ def parse() -> argparse.Namespace:
     if arguments.slower is None:
         arguments.slower = 4.0 if arguments.device == "cpu" else 1.0
     if arguments.require is None:
-        arguments.require = "flashinfer" if arguments.device == "cuda" else "torch"
+        arguments.require = "triton" if arguments.device == "cuda" else "torch"
     return arguments
 
 

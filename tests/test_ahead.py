@@ -28,10 +28,11 @@ SEARCHES: dict[str, dict[str, Any]] = {
     },
     "chain, greedy": {"controller": "chain", "sampling": {"temperature": 0.0}},
     "lossy": {"policy": "streaming", "budget": "100tok"},
+    "a policy that acts by time": {"policy": "ends,above=0.8", "budget": "100tok"},
     "attention observed": {"policy": "h2o", "budget": "100tok"},
 }
-# no step runs ahead that somebody looks at, or for which something has to leave
-NEVER = ("attention observed", "mcts at the smallest budget")
+# no step runs ahead that somebody looks at, or before which something may have to leave
+NEVER = ("attention observed", "mcts at the smallest budget", "a policy that acts by time")
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def searched(monkeypatch: pytest.MonkeyPatch, late: bool, **settings: Any) -> tu
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "is_asynchronous", late)
         patch.setattr(token_source, "first_draw", lambda: sampling.drawn)
-        with Solver(seed=3, listeners=[note], **settings) as solver:
+        with Solver(seed=3, max_expansions=8, listeners=[note], **settings) as solver:
             solution = solver.solve(PROBLEM, trace_level="tokens")
     return solution, happened
 
@@ -91,6 +92,7 @@ def test_all_that_happens_is_what_happens_on_a_device_that_is_waited_for(
     else:
         assert counts["take"] > counts["step"] / 3, "many steps run ahead"
         assert counts["begin"] == counts["take"] + counts["drop"]
+        assert counts["drop"] < counts["take"] / 8, "few run in vain"
 
 
 def test_a_step_is_begun_before_the_host_learns_the_tokens_it_computes(
@@ -155,7 +157,7 @@ def test_after_a_failure_in_between_the_next_search_is_as_ever(
     counts: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with Solver(seed=3, budget=0.25) as solver:
+    with Solver(seed=3, budget=0.25, max_expansions=4) as solver:
         wanted = solver.solve(PROBLEM)
         with monkeypatch.context() as patch:
             broken(patch, failure, after)
@@ -179,6 +181,7 @@ def test_a_search_that_is_stopped_while_a_step_waits_leaves_none(
                 if isinstance(event, Forwarded) and (counts["begin"] > 3 or not ahead):
                     break
             stream.close()
+            checked(solver)
         assert solver.solve(PROBLEM).finish_reason != "interrupted"
         checked(solver)
 
@@ -186,12 +189,12 @@ def test_a_search_that_is_stopped_while_a_step_waits_leaves_none(
 def test_searches_that_come_and_go_find_what_they_find_alone(
     counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems = [PROBLEM, "1 2 3 4", "3 3 8 8", "2 3 5 12", "1 5 5 5"]
+    problems = [PROBLEM, "1 2 3 4", "3 3 8 8", "2 3 5 12"]
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "is_asynchronous", False)
-        with Solver(seed=3, budget=0.5) as solver:
+        with Solver(seed=3, budget=0.5, max_expansions=4) as solver:
             wanted = [tree_of(solver.solve(problem)) for problem in problems]
-    with Solver(seed=3, budget=0.5) as solver:
+    with Solver(seed=3, budget=0.5, max_expansions=4) as solver:
         found = [tree_of(each) for each in solver.solve_batch(problems, concurrency=3)]
     assert found == wanted
     assert counts["take"]

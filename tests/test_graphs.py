@@ -190,6 +190,16 @@ def test_replayed_steps_give_what_the_model_gives(
     assert tape.replays == 18, "every step was replayed, the first of a bucket too"
 
 
+def test_a_step_whose_tokens_only_the_device_knows_is_replayed(runner: ModelRunner) -> None:
+    pool, tree = pool_of(runner), Tree(5, 3)
+    for _ in range(3):
+        plan = tree.step()
+        want = eager(runner, plan, twin_of(pool))
+        plan.ids_there, plan.ids = plan.ids, torch.zeros_like(plan.ids)
+        assert relative_error(runner.forward(plan, pool).logits, want) < 0.03
+    assert len(graphs_of(runner).buckets) == 1
+
+
 def test_steps_over_8_bit_kv_are_replayed(monkeypatch: pytest.MonkeyPatch, tape: Tape) -> None:
     tree_standin.install(monkeypatch)
     monkeypatch.setattr(int8, "native_library", lambda: None)  # a GPU writes by tensor operations

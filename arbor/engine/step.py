@@ -552,7 +552,6 @@ class Stepper:
 
     def _undo(self) -> None:
         """Take back the step in progress: what joined waits again."""
-        self._drop_ahead()
         self._rehydration.undo()
         for row in self._joined.rows:
             if row in self._schedulers.rows:

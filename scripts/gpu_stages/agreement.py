@@ -36,9 +36,11 @@ QUESTION = (5, 6)
 def run(job: Job) -> None:
     """Check every backend of the device, and graphs, each with a full and a small budget."""
     device = torch.device(job.device)
-    ways = [("torch", False)] if job.small else [("flashinfer", False), ("flashinfer", True)]
+    ways = [("torch", False)]
     if not job.small:
-        ways.append(("torch", False))
+        ways = [
+            (name, graphs) for graphs in (True, False) for name in ("triton", "flashinfer")
+        ] + ways
     shape = TINY if job.small else LLAMA_8B
     todo = [(name, graphs, budget) for name, graphs in ways for budget in ("full", "small")]
     exact = model = engine = None
@@ -64,7 +66,7 @@ def run(job: Job) -> None:
 
 
 def label(name: str, graphs: bool, budget: str) -> str:
-    """``flashinfer, graphs, small budget``."""
+    """``triton, graphs, small budget``."""
     return f"{name}{', graphs' if graphs else ''}, {budget} budget"
 
 

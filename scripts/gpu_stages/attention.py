@@ -294,8 +294,8 @@ def backends_of(part: str, device: torch.device) -> list[str]:
     """Names of the backends that a part checks: its own, and with `rowwise` those added later."""
     if part != "rowwise":
         return [part]
-    elsewhere = {"native"} if device.type == "cuda" else {"invariant", "triton"}
-    others = {*registry.names("backend")} - {"rowwise", "torch", *elsewhere}
+    elsewhere = {"native"} if device.type == "cuda" else {"invariant"}
+    others = {*registry.names("backend")} - {"rowwise", "torch", "triton", *elsewhere}
     return [part, *sorted(others)]
 
 

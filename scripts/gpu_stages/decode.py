@@ -109,9 +109,13 @@ def cells(part: str, small: bool) -> list[Cell]:
         ]
     model = LLAMA_8B if part == "llama" else QWEN_7B
     first = [shipped, graphs, on_graphs, off_graphs, on, off]
-    # attention level by level, or in two launches, also of 8-bit KV
-    triton = Variant(graphs=True, triton=True)
-    launches = (graphs, triton, replace(triton, sharing="on"), replace(triton, int8=True))
+    # attention in two launches or level by level, also of 8-bit KV, and steps that wait
+    launches = (
+        graphs,
+        replace(graphs, flashinfer=True),
+        replace(graphs, waits=True),
+        replace(graphs, int8=True),
+    )
     found = [
         (tree, leaves, variant)
         for tree, leaves in ((CONFIG_S, 64), (CONFIG_L, 256), (CONFIG_S, 1))

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from arbor import Solver
 from arbor.engine.engine import Engine
+from arbor.engine.token_source import ModelSampler
 from arbor.errors import UsageError
 from arbor.model.fuse.parts import unfuse
 from arbor.model.level_rule import LevelRule
@@ -21,6 +22,10 @@ from arbor.tree import Node, NodeState, ThoughtTree
 SHARING = {"on": 0, "off": 1 << 60}  # saved key reads that make a span a level of its own
 LOGIT_SIZE = 6.0  # standard deviation: a distribution about as narrow as a trained model's
 AT_ONCE = 16  # leaves whose paths are filled in one forward
+
+
+class Waiting(ModelSampler):
+    """The model's sampler with no step ahead, as sources that are derived from it have none."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Variant:
         deterministic: the setting of that name.
         statistics: attention is observed.
         unfused: norms and activations are transformers' own.
-        triton: attention by the backend ``triton``.
+        flashinfer: attention by FlashInfer, where Triton's is the default.
+        waits: no step runs ahead of the host.
         int8: KV in 8 bits.
     """
 
@@ -42,13 +48,17 @@ class Variant:
     deterministic: bool = False
     statistics: bool = False
     unfused: bool = False
-    triton: bool = False
+    flashinfer: bool = False
+    waits: bool = False
     int8: bool = False
 
     @property
     def name(self) -> str:
         """``shipped+graphs``."""
-        words = ("graphs", "deterministic", "statistics", "unfused", "triton", "int8")
+        words = (
+            *("graphs", "deterministic", "statistics", "unfused"),
+            *("flashinfer", "waits", "int8"),
+        )
         return "+".join([self.sharing, *(word for word in words if getattr(self, word))])
 
 
@@ -89,7 +99,11 @@ def make_engine(
         solver = Solver(
             model,
             tokenizer=NoText(),
-            backend="auto" if variant.deterministic else "triton" if variant.triton else backend,
+            backend="auto"
+            if variant.deterministic
+            else "flashinfer"
+            if variant.flashinfer
+            else backend,
             deterministic=variant.deterministic,
             policy="h2o" if variant.statistics else policy,
             debug=debug,
@@ -101,6 +115,8 @@ def make_engine(
             raise NotAvailable(str(error)) from error
         raise
     engine = solver.engine
+    if variant.waits:
+        engine._source.__class__ = Waiting
     if variant.sharing in SHARING:
         engine.levels = LevelRule(SHARING[variant.sharing])
     if variant.unfused:
