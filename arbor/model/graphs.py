@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: captured per bucket, checked on first use, replayed afterwards."""
+"""CUDA graphs of small steps: captured per bucket, checked on first use, replayed afterwards."""
 
 from __future__ import annotations
 
@@ -181,21 +181,24 @@ class _Step:
         """Forget the logits of the last run."""
         self._output.fill_(torch.nan)
 
-    def output(self, rows: int) -> Tensor:
-        """The logits of the last run, [rows, V] float32, in memory of their own."""
-        return self._output[:rows].clone()
+    def output(self, plan: ForwardPlan) -> Tensor:
+        """The logits of the last run, [n, V] float32, in memory of their own."""
+        if len(plan.logit_rows) == plan.rows:
+            return self._output[: plan.rows].clone()
+        return self._output[plan.logit_rows.to(self._output.device)]
 
-    def replay(self, rows: int) -> Tensor:
-        """Run the loaded step: logits [rows, V] float32."""
+    def replay(self, plan: ForwardPlan) -> Tensor:
+        """Run the loaded step: logits [n, V] float32 of the plan's logit rows."""
         assert self.recording is not None
         self.recording.replay()
-        return self.output(rows)
+        return self.output(plan)
 
 
 class DecodeGraphs:
-    """Runs decode steps of one model by graphs where that gives what the model gives.
+    """Runs small steps of one model by graphs where that gives what the model gives.
 
-    A step has one token per row; it is padded to its bucket: rows added read and write the trash
+    A step decodes, and where the backend has a bucket for them reads a few tokens of prompts,
+    questions and paths as well. It is padded to its bucket: rows added read and write the trash
     slot. A bucket's first use runs the step without a graph, then padded, then captured, and
     compares: the logits, replayed and padded, must be equal in every bit, and in every row they and
     the attention of each shape must be those without padding up to rounding. Each run writes the
@@ -266,6 +269,8 @@ class DecodeGraphs:
         self._follow(pool)
         step = self._steps.get(bucket)
         if step is None:
+            if not len(plan.logit_rows):
+                return eager()  # nothing would be compared
             self._met[bucket] += 1
             if self._met[bucket] <= PATIENCE:
                 return eager()
@@ -276,11 +281,9 @@ class DecodeGraphs:
         except Exception as error:  # the planner of the backend fails in many ways
             self._end(error)
             loaded = False
-        return step.replay(plan.rows) if loaded else eager()
+        return step.replay(plan) if loaded else eager()
 
     def _bucket(self, plan: ForwardPlan) -> Bucket | None:
-        if len(plan.logit_rows) != plan.rows:
-            return None
         return self._backend.bucket([plan.layout(window) for window in self._windows])
 
     def _follow(self, pool: KVPool) -> None:
@@ -303,7 +306,7 @@ class DecodeGraphs:
         self._forget()
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
-        logger.warning("decode steps run without CUDA graphs: %s", reason)
+        logger.warning("steps run without CUDA graphs: %s", reason)
 
     def _begin(
         self, bucket: Bucket, plan: ForwardPlan, pool: KVPool, eager: Callable[[], Tensor]
@@ -318,11 +321,11 @@ class DecodeGraphs:
                 return self._refuse(bucket, reason, wanted)
             run = step.over(pool, self._run_model)
             run()
-            padded = step.output(plan.rows)
+            padded = step.output(plan)
             step.recording = self.recorder.record(run)
             step.clear()  # so that only a replay that writes them passes
             pool.poison(plan.write.numpy().astype(np.int32))
-            got = step.replay(plan.rows)
+            got = step.replay(plan)
         except Exception as error:  # models, compilers and CUDA fail in many ways
             self._end(error)
             return eager()
@@ -340,7 +343,7 @@ class DecodeGraphs:
     def _refuse(self, bucket: Bucket, reason: str, logits: Tensor) -> Tensor:
         """Never use a bucket; the logits of its step without a graph."""
         self._refused.add(bucket)
-        logger.warning("decode steps of %s run without a CUDA graph: %s", bucket, reason)
+        logger.warning("steps of %s run without a CUDA graph: %s", bucket, reason)
         return logits
 
     def _attention_differs(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel
 
-# Rows of a padded decode step. Decoding up to 256 rows mostly reads weights, so a third more rows
+# Rows of a padded step. Decoding up to 256 rows mostly reads weights, so a third more rows
 # costs little; more rows run without a graph.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Requests of a shared level. Few requests allow large query tiles, which read shared keys once for
@@ -25,10 +25,10 @@ REPEATED_KEYS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The sizes that decode steps of one graph have in common.
+    """The sizes that steps of one graph have in common.
 
     Attributes:
-        rows: of the padded batch, one request each on the last level.
+        rows: of the padded batch.
         levels: of full attention, the last one included.
         requests: of each shared level; at most `rows`; 0 where they do not count.
     """
@@ -46,12 +46,13 @@ def bucket_of(
     depths: Sequence[int] = range(1, MOST_LEVELS + 1),
     requests: Sequence[int] = REQUESTS,
 ) -> Bucket | None:
-    """The smallest bucket of a decode step; None if a row has more than one token, or none fits.
+    """The smallest bucket of a step; None if none fits.
 
     Args:
         layouts: of the step, one per window.
         depths: numbers of levels that buckets have.
-        requests: of a shared level that they have; empty: they do not count.
+        requests: of a shared level that they have, each row one of its own on the last; empty:
+            requests do not count.
     """
     rows = layouts[0].rows
     padded = next((size for size in ROWS if size >= rows), None)
@@ -62,7 +63,7 @@ def bucket_of(
     shared = 0
     for layout in layouts:
         *others, last = layout.levels
-        if len(last.qo_indptr) - 1 != rows:
+        if requests and len(last.qo_indptr) - 1 != rows:
             return None
         shared = max([shared, *(len(level.qo_indptr) - 1 for level in others)])
     if shared == 0 or not requests:
@@ -88,14 +89,14 @@ def pad_shared(level: CascadeLevel, bucket: Bucket) -> CascadeLevel:
 
 
 def pad_last(level: CascadeLevel, bucket: Bucket, trash: int) -> CascadeLevel:
-    """A last level of a bucket's rows; each row added reads the trash slot."""
-    ends = level.kv_indptr.numpy()
-    missing = bucket.rows + 1 - len(ends)
-    added = np.arange(1, missing + 1) + ends[-1]
+    """A last level of a bucket's rows; each row added is a request that reads the trash slot."""
+    rows, ends = level.qo_indptr.numpy(), level.kv_indptr.numpy()
+    missing = bucket.rows - int(rows[-1])
+    added = np.arange(1, missing + 1)
     slots = np.concatenate((level.kv_indices.numpy(), np.full(missing, trash)))
     return CascadeLevel(
-        qo_indptr=torch.arange(bucket.rows + 1, dtype=torch.int32),
-        kv_indptr=_int32(np.concatenate((ends, added))),
+        qo_indptr=_int32(np.concatenate((rows, added + rows[-1]))),
+        kv_indptr=_int32(np.concatenate((ends, added + ends[-1]))),
         kv_indices=_int32(slots) if missing else level.kv_indices,
         causal=level.causal,
     )
@@ -154,7 +155,7 @@ class FixedBackend(Protocol):
     """A backend that can keep its buffers where they are."""
 
     def bucket(self, layouts: Sequence[CascadeLayout]) -> Bucket | None:
-        """The bucket of a decode step; None if it has none.
+        """The bucket of a step; None if it has none.
 
         Args:
             layouts: of the step, one per window.

@@ -57,13 +57,13 @@ def wide_tile(shape: AttentionShape) -> int:
 
 
 def most_work(shape: AttentionShape, rows: int, levels: int) -> tuple[int, int]:
-    """Items and parts of a decode step, at most.
+    """Items and parts of a step, at most.
 
     Spans that are nested in each other, no two of them of the same rows, are fewer than the rows.
 
     Args:
         shape: of the layers.
-        rows: of the step, each with a request of its own on the last level.
+        rows: of the step.
         levels: the last one included.
     """
     tile_rows = wide_tile(shape) // shape.group
@@ -77,10 +77,13 @@ def appends(before: CascadeLayout, now: CascadeLayout) -> bool:
     """Whether a layout is an earlier one with one more key at the end of each row's own list.
 
     Args:
-        before, now: of steps with one token a row; shared levels that stay are the same objects.
+        before: of a step with one token a row.
+        now: of a step; shared levels that stay are the same objects.
     """
     (*shared, last), (*others, own) = before.levels, now.levels
     if before.rows != now.rows or len(shared) != len(others):
+        return False
+    if len(own.kv_indptr) != len(last.kv_indptr):
         return False
     if any(one is not other for one, other in zip(shared, others, strict=True)):
         return False

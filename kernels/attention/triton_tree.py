@@ -125,7 +125,7 @@ class TritonTree:
         return self._torch.mass(plan.by_hand, q, k_pool, lse, heads, by_head=by_head)
 
     def bucket(self, layouts: Sequence[CascadeLayout]) -> Bucket | None:
-        """See `FixedBackend.bucket`: rows added read nothing but the trash slot."""
+        """See `FixedBackend.bucket`; steps with several tokens of a path have one too."""
         return bucket_of(layouts, DEPTHS, ())
 
     def fixed(self, shape: AttentionShape, bucket: Bucket, slots: int) -> FixedTree | None:
@@ -197,7 +197,8 @@ class FixedTree:
             return [added, held.next + held.grown, grown]
         *shared, last = layout.levels
         padded = (*shared, pad_last(last, self._bucket, trash))
-        growing = layout.rows if self._shape.window is None else 0
+        decodes = len(last.qo_indptr) - 1 == layout.rows
+        growing = layout.rows if decodes and self._shape.window is None else 0
         work = tree_work(CascadeLayout(self._bucket.rows, padded), self._shape, growing)
         lists = [each.view(-1) for each in work.lists]
         if any(len(each) > n for each, n in zip(lists, self._sizes, strict=True)):
