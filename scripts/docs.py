@@ -74,7 +74,7 @@ def events_part() -> str:
     for kind in (*EVENTS, KV):
         name = getattr(kind, "name", "kv")
         title = f"### `{name}`" + (f" ({kind.__name__})" if kind.__name__.lower() != name else "")
-        parts.append("\n".join([title, "", about(kind), "", *fields_table(kind)]))
+        parts.append("\n".join([title, about(kind), "", *fields_table(kind)]))
     return "\n\n".join(parts)
 
 
