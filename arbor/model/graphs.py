@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Steps of a bucket that run without a graph before one is captured: a capture costs about as much
 # as ten steps, and many buckets are met for a few steps only.
 PATIENCE = 8
-MOST_GRAPHS = 32  # the least recently used one leaves
+MOST_GRAPHS = 40  # the least recently used one leaves; as many buckets as Triton's attention has
 HALF = (torch.float16, torch.bfloat16)
 # Largest difference of a row's attention from that without padding, relative to its size: keys are
 # split at other places. One layer shows it; a missing key among some tens shows as well.

@@ -23,7 +23,7 @@ from arbor.kernels.attention.trial import BackendUnusable, computes_a_tiny_atten
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_PART_BYTES = 256 << 20
-DEPTHS = (1, 2, 4, 8, 16)  # levels of a step by a graph; more than there are cost nothing
+DEPTHS = (1, 4, 16)  # levels of a step by a graph; more than there are cost next to nothing
 # Key reads that a shared span must save to be a level of its own: its partial result is written
 # and read, which takes about as long as reading 8 keys for each row.
 SAVED_READS = 128
