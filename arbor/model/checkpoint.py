@@ -363,11 +363,10 @@ class Checkpoint:
             followers = Followers(self._settings, self.tp, torch.get_num_threads())
         try:
             weights = self._load(files, followers.ranks)
-            followers.wait("ready")
+            followers.wait_until_ready()
         except BaseException:
             followers.close()
             raise
-        followers.ranks.hurry()
         self._followers = weights.runner.followers = followers
         return weights
 
