@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from arbor.model.parallel.ranks import Ranks
     from arbor.model.weights import Weights
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by it in each process
+
 
 def _model(given: Any) -> Any:
     """A name or a path, or a ready model."""
@@ -499,3 +501,10 @@ def _check_ranks(settings: ModelSettings, *, ready: bool) -> None:
     for what, (given, instead) in refused.items():
         if given:
             raise cannot(settings.tp, what, instead)
+    if TORCHRUN in os.environ:
+        raise UsageError(
+            "tp",
+            f"--tp {settings.tp}: torchrun began this process and others, and arbor begins its own.",
+            "Run the same with python, on one machine.",
+            tp=settings.tp,
+        )
