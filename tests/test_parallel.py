@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ SEARCHES: list[dict[str, Any]] = [
     {"controller": "beam,beam_size=2,width=2", "budget": 0.3, "debug": True},
     {"controller": "beam,beam_size=3", "mode": "lossy", "budget": 0.3},
     {"controller": "beam,beam_size=2", "mode": "lossy", "budget": 0.3, "policy": "snapkv"},
+    {"mode": "lossy", "budget": 0.3, "policy": "expected"},  # asks how positions are encoded
 ]
 MORE_SEARCHES: list[dict[str, Any]] = [
     {"controller": "mcts,simulations=6", "budget": 0.3},
@@ -76,6 +78,17 @@ def test_cuts_are_between_blocks() -> None:
     assert cuts(10, 3, 1) == [0, 4, 7, 10]
 
 
+def test_the_parts_of_a_rank_are_fused(pair: Solver) -> None:
+    alone = Solver(device="cpu")
+    alone.load()
+    fused, wanted = (
+        Counter(type(each).__name__ for each in solver.engine.runner.model.modules())
+        for solver in (pair, alone)
+    )
+    for kind in ("FusedLlamaRMSNorm", "FusedLlamaMLP", "FusedLlamaAttention"):
+        assert fused[kind] == wanted[kind]
+
+
 def test_streams_and_batches_run_together(pair: Solver) -> None:
     stream = pair.stream(PROBLEM, max_tokens=100)
     alone = Solver(device="cpu").solve(PROBLEM, max_tokens=100)
@@ -101,6 +114,7 @@ def test_a_stop_ends_the_search_and_not_the_processes(pair: Solver) -> None:
         ({"host": "1MiB"}, "KV in host memory"),
         ({"policy": "ams,granularity=head", "mode": "lossy"}, "tokens of their own"),
         ({"keep_kv": "1GiB"}, "keep_kv"),
+        ({"verifier": "cgee,levels=both"}, "leaves between layers"),
     ],
 )
 def test_what_runs_on_one_process_only_is_refused_by_name(
@@ -110,6 +124,13 @@ def test_what_runs_on_one_process_only_is_refused_by_name(
         Solver(**{**TWO, **settings})
     assert refused.value.code == "tp"
     assert refused.value.hint
+
+
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(UsageError, match="torchrun began this process") as refused:
+        Solver(**TWO)
+    assert "with python" in refused.value.hint
 
 
 def test_workers_of_several_processes_are_refused() -> None:

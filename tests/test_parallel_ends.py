@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from arbor.errors import RankLost
 from arbor.events import Ended, Event, Forwarded
 from arbor.trace.read import read_trace
 
-KILLS = 20
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from kill_ranks import children_of, kill_one, still_running
+
+KILLS = 4
 LONG = {**TWO, "controller": "mcts,simulations=200"}
-PROC = Path("/proc")
 LEAST_BYTES = 400  # of a file that the command writes once it searches
 
 
@@ -73,55 +76,17 @@ def test_a_rank_that_ends_or_stands_still_ends_the_search(
     assert events[-1].status == "error"
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes that a process has begun."""
-    return [int(each.parent.name) for each in PROC.glob("[0-9]*/stat") if parent_of(each) == pid]
-
-
-def parent_of(stat: Path) -> int:
-    try:
-        return int(stat.read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended
-        return 0
-
-
-def all_end(processes: list[int], seconds: float = 10) -> bool:
+def all_end(processes: list[int]) -> bool:
     """Whether none of these runs any more, soon."""
-    until = time.monotonic() + seconds
-    while any(map(is_running, processes)) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not any(map(is_running, processes))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return not still_running(processes, time.monotonic() + 10)
 
 
 @pytest.mark.slow
-def test_random_kills_of_a_rank_lose_nothing(tmp_path: Path) -> None:
-    draw = random.Random(0)
-    for number in range(KILLS):
-        trace = tmp_path / f"{number}.arbor.jsonl"
-        at, count = draw.randrange(1, 12), 0
-        victims: list[int] = []
-
-        def hear(event: Event, at: int = at, victims: list[int] = victims) -> None:
-            nonlocal count
-            count += isinstance(event, Forwarded)
-            if count == at and not victims:
-                assert solver.engine.runner.followers is not None
-                victims.append(solver.engine.runner.followers.processes[0].pid)
-                os.kill(victims[0], signal.SIGKILL)
-
-        with Solver(**LONG, listeners=[hear], seed=number) as solver, pytest.raises(RankLost):
-            solver.solve(PROBLEM, trace=trace)
-        assert all_end(victims)
-        events = read_trace(trace).events
-        assert sum(isinstance(each, Forwarded) for each in events) == at
-        assert isinstance(events[-1], Ended)
+def test_random_kills_of_a_rank_lose_and_leave_nothing() -> None:
+    draw = random.Random(1)
+    kills = [kill_one(2, draw) for _ in range(KILLS)]
+    assert {each.victim for each in kills} == {0, 1}
+    assert [each for each in kills if each.running or each.left or each.lost or each.unsaid] == []
 
 
 def command(*arguments: str, trace: Path) -> subprocess.Popen[bytes]:

@@ -276,6 +276,18 @@ class OwnsModel(Protocol):
         ...
 
 
+@runtime_checkable
+class MayLeave(Protocol):
+    """The part of a verifier whose questions may leave the search's model between its layers.
+
+    Attributes:
+        may_leave: whether any of them may, with these settings.
+    """
+
+    @property
+    def may_leave(self) -> bool: ...
+
+
 class VerifierModel(Protocol):
     """The model of a verifier, with an engine of its own.
 

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from arbor.model.parallel.ranks import Ranks
     from arbor.model.weights import Weights
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by it in each process
+
 
 def _model(given: Any) -> Any:
     """A name or a path, or a ready model."""
@@ -363,11 +365,10 @@ class Checkpoint:
             followers = Followers(self._settings, self.tp, torch.get_num_threads())
         try:
             weights = self._load(files, followers.ranks)
-            followers.wait("ready")
+            followers.wait_until_ready()
         except BaseException:
             followers.close()
             raise
-        followers.ranks.hurry()
         self._followers = weights.runner.followers = followers
         return weights
 
@@ -498,3 +499,10 @@ def _check_ranks(settings: ModelSettings, *, ready: bool) -> None:
     for what, (given, instead) in refused.items():
         if given:
             raise cannot(settings.tp, what, instead)
+    if TORCHRUN in os.environ:
+        raise UsageError(
+            "tp",
+            f"--tp {settings.tp}: torchrun began this process and others, and arbor begins its own.",
+            "Run the same with python, on one machine.",
+            tp=settings.tp,
+        )

@@ -358,7 +358,8 @@ class ModelRunner:
         with self._turn:
             missing = [layer for layer in layers if layer not in self._rotations]
             if missing:
-                self._rotations |= rotations_of(self.model, missing)
+                with nullcontext() if self.ranks is None else self.ranks.alone():
+                    self._rotations |= rotations_of(self.model, missing)
             return {layer: self._rotations[layer] for layer in layers}
 
     @torch.inference_mode()
@@ -372,6 +373,8 @@ class ModelRunner:
             "", or why the layers run one by one.
         """
         self._whole = None
+        if self.ranks is not None:
+            return "other processes have a part of each"
         if not isinstance(self.backend, NativeCascade) or self.device.type != "cpu":
             return "its attention does not run by the native kernels"
         reason = ""

@@ -254,7 +254,7 @@ def load_weights(
             rounding = round_weights(model, runner.device, deterministic=deterministic)
     elif runner.device.type == "cpu" or deterministic:
         pack_linears(model, deterministic=deterministic)
-    ops = fused_ops(runner.device) if ranks is None else None
+    ops = fused_ops(runner.device)
     if ops is not None and deterministic and not ops.row_invariant:
         ops = None
     if ops is None:

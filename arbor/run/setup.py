@@ -22,6 +22,7 @@ from arbor.run.settings import Settings, recorded, sampling_with
 from arbor.tasks.base import BlockLimits, Task
 from arbor.tasks.worded import Worded
 from arbor.verifiers.base import (
+    MayLeave,
     OwnsModel,
     Placement,
     TakesCalibration,
@@ -113,15 +114,16 @@ class Setup(Settings):
 
 
 def check_ranks(settings: Settings) -> None:
-    """Refuses what is done with KV outside of a forward, where each process has a part of it.
+    """Refuses what several processes that hold one model do not do together: they run forwards.
 
     Raises:
         UsageError: names the setting, and what to give instead.
     """
     policy = settings.policy
+    parts = parts_of(settings.verifier)
     refused = {
         "KV in host memory": (settings.host is not None, "no --host"),
-        "KV on a disk": (settings.disk is not None, "no --disk"),
+        "KV on a disk": (settings.disk is not None, "no disk"),
         "keep_kv": (settings.keep_kv is not None, "no keep_kv"),
         f"the policy '{policy.name}', where KV heads keep tokens of their own,": (
             policy.by_head,
@@ -130,6 +132,10 @@ def check_ranks(settings: Settings) -> None:
         f"the policy '{policy.name}', which observes some of the heads,": (
             policy.observation.heads is not None,
             "one that observes all of them",
+        ),
+        "a verification that leaves between layers": (
+            any(isinstance(part, MayLeave) and part.may_leave for part in parts),
+            "levels=skip",
         ),
     }
     for what, (given, instead) in refused.items():

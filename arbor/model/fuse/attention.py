@@ -30,7 +30,7 @@ from arbor.model.attention import (
     answered_by,
     answering,
 )
-from arbor.model.fuse.parts import Fused, install, joins_dense, random_rows, remove
+from arbor.model.fuse.parts import Folded, Fused, install, joins_dense, random_rows, remove
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +179,12 @@ def _parts(module: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, str] | N
     return None
 
 
+def _of_known_structure(module: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, str] | None]:
+    parts = _parts(module)
+    assert parts is not None, "of a known structure"
+    return parts
+
+
 def _calls(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     """The attention layers of a known structure and what a forward of `ROWS` tokens gives them."""
     found: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
@@ -260,6 +266,17 @@ def _fuse_layer(module: Any, arguments: dict[str, Any], ops: RotaryOps) -> str:
         random["position_ids"] = FAR + torch.randint(
             FAR, positions.shape, generator=generator, device=x.device, dtype=positions.dtype
         )
+    _, output, _ = _of_known_structure(module)
+    last = module.get_submodule(output)
+    setattr(module, output, Folded(x.shape[-1]))  # the time of its product, and other processes
+    try:
+        return _fuse_tried(module, random, ops)
+    finally:
+        setattr(module, output, last)
+
+
+def _fuse_tried(module: Any, random: dict[str, Any], ops: RotaryOps) -> str:
+    """Fuse a layer in the form that gives the same for random arguments; the reason if it stays."""
     own = _Answer(ops)
     with answered_by(own):
         wanted = module(**random)
@@ -317,9 +334,7 @@ def _join(
 
 def _forms(module: nn.Module, call: AttentionCall) -> Iterator[AttentionForm]:
     """The forms a layer may have, each projection packed with the others where that is possible."""
-    parts = _parts(module)
-    assert parts is not None, "of a known structure"
-    projections, output, norms = parts
+    projections, output, norms = _of_known_structure(module)
     layers = [module.get_submodule(name) for name in projections]
     joint = joint_linear(layers) if len(layers) > 1 else None
     for whole, rotary in product((False, True) if norms else (False,), (*ROTARY_FORMS, None)):

@@ -269,7 +269,7 @@ def _fuse_gated(module: nn.Module, ops: FusedOps) -> str:
     try:
         for number, name in enumerate(names):
             setattr(module, name, _Spread(outputs, 7 + 4 * number))
-        module.down_proj = _Folded(width)
+        module.down_proj = Folded(width)
         reason = _compare(module, kind, ops, ACTIVATIONS, inputs, errors)
     finally:
         for name, each in own.items():
@@ -294,7 +294,7 @@ class _Spread(nn.Module):
         return x[..., (self._places % x.shape[-1]).to(x.device)]
 
 
-class _Folded(nn.Module):
+class Folded(nn.Module):
     """In place of the last projection in a trial: sums of the numbers that lie so far apart."""
 
     def __init__(self, outputs: int) -> None:

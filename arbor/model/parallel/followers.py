@@ -116,6 +116,16 @@ class Followers:
                     break
                 raise self._fail(self._reported(number, message))
 
+    def wait_until_ready(self) -> None:
+        """Wait until all others have loaded the model; from now on they answer soon.
+
+        Raises:
+            RankLost, ArborError: as of `wait`.
+        """
+        self.wait("ready")
+        shutil.rmtree(self._folder, ignore_errors=True)  # all have met: a kill leaves no file
+        self.ranks.hurry()
+
     @property
     def ordered_bytes(self) -> int:
         """Bytes that the others were sent, of orders."""

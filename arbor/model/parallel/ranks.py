@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -36,6 +37,7 @@ class Ranks:
         self.sent_bytes = 0
         self.number, self.count, self.loaded = number, count, loaded
         self.has_heads = True
+        self._is_alone = False
         torch.distributed.init_process_group(
             "gloo",
             store=FileStore(meeting, count),
@@ -49,6 +51,18 @@ class Ranks:
         group = torch.distributed.group.WORLD
         assert group is not None, "it was made above"
         _set_pg_timeout(PATIENCE, group)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within, this rank waits for no other: it takes its own part for that of each.
+
+        For forwards whose numbers do not matter, of which the others know nothing.
+        """
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum over the ranks."""
@@ -73,12 +87,14 @@ class Ranks:
     def at_first(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """`joined` on the first rank; zeros on the others."""
         x = _padded(x, max(sizes)).contiguous()
-        if self.number:
+        parts = [x for _ in sizes]
+        if self.number and not self._is_alone:
             self.sent_bytes += x.nbytes
             torch.distributed.gather(x, dst=0)
             return x.new_zeros(()).expand(*x.shape[:-1], sum(sizes))
-        parts = [torch.empty_like(x) for _ in sizes]
-        torch.distributed.gather(x, parts, dst=0)
+        if not self._is_alone:
+            parts = [torch.empty_like(x) for _ in sizes]
+            torch.distributed.gather(x, parts, dst=0)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
     def mean(self, x: Tensor) -> Tensor:
@@ -86,6 +102,8 @@ class Ranks:
         return self.summed(x) / self.count
 
     def _from_all(self, x: Tensor) -> list[Tensor]:
+        if self._is_alone:
+            return [x] * self.count
         x = x.contiguous()
         found = [torch.empty_like(x) for _ in range(self.count)]
         self.sent_bytes += x.nbytes * (self.count - 1)

@@ -130,6 +130,11 @@ class CGEE:
         own = isinstance(self.verifier, Compares) and self.verifier.compares
         return own or self.levels != "exit"
 
+    @property
+    def may_leave(self) -> bool:
+        """Questions may, by level 2."""
+        return self.levels != "skip"
+
     def calibrated(self, model: str, revision: str | None, task: str) -> CGEE:
         """With the thresholds calibrated for a model and a task, where it takes any."""
         if None not in (self.confidence, self.gap) and self.exit_rule != LayerExit():
