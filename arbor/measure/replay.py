@@ -290,6 +290,7 @@ class _NoModel:
     dtype = kv_dtype = torch.float32
     device = torch.device("cpu")
     weight_bytes = 0
+    is_asynchronous = False
 
     specs = (LayerSpec(AttentionShape(1, 1, 1, 1, scaling=1.0), False, True, 1),)
 
