@@ -149,6 +149,8 @@ def main() -> None:
     parser.add_argument("--with", type=Path, nargs="+", dest="other", help="as many others")
     args = parser.parse_args()
     if args.compare:
+        if len(args.other or ()) != len(args.compare):
+            parser.error("--with names as many trainings as --compare")
         compare(args.compare, args.other)
         return
     if args.work is None:
@@ -171,7 +173,10 @@ def main() -> None:
         np.save(args.work / name, shares)
         return shares
 
-    before = np.load(args.work / BEFORE) if checkpoint.exists() else measured(BEFORE)
+    kept = args.work / BEFORE
+    before = np.load(kept) if kept.exists() else np.empty(0)
+    if len(before) != args.measure:
+        before = measured(BEFORE)
     if checkpoint.exists():
         training.restore(checkpoint)
     with Solver(controller=args.controller, **common) as solver:
@@ -183,7 +188,7 @@ def main() -> None:
             solver.update_weights(training.model.state_dict())
             first = training.step * args.puzzles
             problems = [puzzles[(first + i) % len(puzzles)] for i in range(args.puzzles)]
-            seed = 1_000_000 * args.seed + training.step
+            seed = 1_000_000 * args.seed + first
             rollouts = list(solver.rollouts(problems, seed=seed))
             training.learn(rollouts)
             training.seconds = time.process_time() - began
