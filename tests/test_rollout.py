@@ -137,7 +137,7 @@ def test_advantages_of_chains_leave_one_out(three: list[Rollout]) -> None:
             assert np.allclose(found[thoughts], want)
 
 
-def test_advantages_compare_a_block_with_its_siblings_leaves(three: list[Rollout]) -> None:
+def test_advantages_compare_a_blocks_paths_with_the_other_paths(three: list[Rollout]) -> None:
     # 0 -> 1 -> (3, 4, 5), 0 -> 2 -> 6, and 7 of 2 was pruned
     tree = dataclasses.replace(
         three[0],
@@ -145,10 +145,16 @@ def test_advantages_compare_a_block_with_its_siblings_leaves(three: list[Rollout
         leaves=np.array([6, 3, 4, 5]),
         rewards=np.array([0.0, 1.0, 0.0, 1.0]),
     )
+    dead = dataclasses.replace(tree, rewards=np.array([1.0, 0.0, 0.0, 0.0]))
+    single = dataclasses.replace(tree, leaves=np.array([6]), rewards=np.array([1.0]))
+    unfinished = dataclasses.replace(tree, leaves=np.array([], np.int64), rewards=np.array([]))
 
     assert tree.paths.tolist() == [4, 3, 1, 1, 1, 1, 1, 0]
-    # nothing else goes through 2, so 6 is compared with what goes through 1
-    assert np.allclose(tree.advantages(), [0, 2 / 3, -2 / 3, 0.5, -1, 0.5, -2 / 3, 0])
+    assert np.allclose(tree.advantages(), [0, 2 / 9, -2 / 3, 2 / 3, -2 / 3, 2 / 3, -2 / 3, 0])
+    # below 1 nothing is better than anything else, wherever the tree branches there
+    assert np.allclose(dead.advantages(), [0, -1 / 3, 1, -1 / 3, -1 / 3, -1 / 3, 1, 0])
+    assert not single.advantages().any()
+    assert not unfinished.advantages().any()
 
 
 def test_greedy_tokens_are_drawn_with_certainty() -> None:

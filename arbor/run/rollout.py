@@ -90,29 +90,20 @@ class Rollout:
         return self._below(np.ones(len(self.leaves))).astype(np.int64)
 
     def advantages(self) -> NDArray[np.float64]:
-        """How much better each block did than other paths from the same place, float64 [b].
+        """How much better the finished paths through each block did than others, float64 [b].
 
-        The mean reward of the finished paths through a block, less that of the other finished paths
-        through the block above it; where there are none, those through the next one above that
-        count. It is 0 where no path goes through a block, or every one. For chains these are the
-        leave-one-out advantages of RLOO (Ahmadian et al., ACL 2024, arXiv 2402.14740). A baseline
-        does not depend on the block's own tokens, so the gradient has no bias where siblings are
-        drawn independently and neither values nor tokens decide where the tree grows.
+        The mean, over these paths, of a path's reward less the mean reward of all other paths of
+        the tree; 0 where no path goes through a block. For chains these are the leave-one-out
+        advantages of RLOO (Ahmadian et al., ACL 2024, arXiv 2402.14740).
 
-        Differs from TreeRL (Hou et al., arXiv 2506.11902): it adds the difference from the root's
-        mean to that from the parent's, both with the block's own paths, and divides by the square
-        root of the number of paths.
+        Differs from TreeRL (Hou et al., arXiv 2506.11902), which adds the difference from the
+        parent's mean, and divides by the square root of the number of paths. A tree that branches
+        before improbable tokens compares these alone with their siblings: where no path succeeds,
+        only probable tokens are then worse than the tree, and training makes them less probable.
         """
-        count, total = self.paths, self._below(self.rewards)
-        baseline = np.zeros(len(count))
-        compared = np.zeros(len(count), np.bool_)
-        for block, parent in enumerate(self.parents[1:], 1):
-            others = count[parent] - count[block]
-            rest = total[parent] - total[block]
-            baseline[block] = rest / others if others else baseline[parent]
-            compared[block] = others > 0 or compared[parent]
-        found = total / np.maximum(count, 1) - baseline
-        return np.where((count > 0) & compared, found, 0.0)
+        count = len(self.leaves)
+        above_mean = self.rewards - self.rewards.sum() / max(1, count)
+        return self._below(above_mean) / np.maximum(self.paths, 1) * count / max(1, count - 1)
 
     def _below(self, each: NDArray[np.float64]) -> NDArray[np.float64]:
         """The sum of a number of each finished path over those through each block."""
