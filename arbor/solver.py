@@ -640,7 +640,8 @@ class Solver:
 
         Args:
             problems: read `concurrency` ahead.
-            group: trees for each problem, one after another, with the seeds from `seed` on.
+            group: trees for each problem, one after another. Every tree has a seed of its own,
+                from `seed` on, so that no two draw with the same random numbers.
             concurrency: as in `as_completed`.
             options: the same for every problem, so no ``trace``.
 
@@ -663,7 +664,7 @@ class Solver:
             def seeded() -> Iterator[tuple[str | Problem, Options]]:
                 for place, (problem, each) in enumerate(jobs):
                     given[place] = problem
-                    yield problem, {**each, "seed": first + place % group}
+                    yield problem, {**each, "seed": first + place}
 
             def listen(place: int, event: Event) -> None:
                 folds[place](event)
