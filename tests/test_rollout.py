@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,18 +167,43 @@ def test_greedy_tokens_are_drawn_with_certainty() -> None:
     assert (rollout.logprobs[rollout.sampled] < 0).any()
 
 
-def test_rows_make_a_table_of_arrow(three: list[Rollout]) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    table = pyarrow.Table.from_pylist([row for each in three for row in each.rows()])
+def test_finished_paths_are_a_table_of_pandas_and_arrow(three: list[Rollout]) -> None:
+    pandas = pytest.importorskip("pandas")
+    answered = dataclasses.replace(three[0], answers=("1 + 2", "3", None))
+    unanswered = dataclasses.replace(
+        three[1], answers=(None,) * 3, rewards=np.full(3, math.nan), leaves=three[1].leaves[::-1]
+    )
+    table = pandas.concat([answered.to_pandas(), unanswered.to_pandas()], ignore_index=True)
 
-    assert table.num_rows == sum(len(each.leaves) for each in three) == 6
-    assert pyarrow.types.is_list(table.schema.field("ids").type)
-    row, rollout = table.to_pylist()[0], three[0]
-    at = rollout.path(int(rollout.leaves[0]))
-    assert row["ids"] == rollout.tokens[at].tolist()
-    assert row["boundaries"][0] == rollout.starts[1]
-    assert row["boundaries"][-1] == len(at)
-    assert len(row["values"]) == len(row["boundaries"]) - 1
+    assert len(table) == 6
+    assert table.problem.tolist() == [PUZZLES[0]] * 3 + [PUZZLES[1]] * 3
+    assert table.answer.isna().tolist() == [False] * 2 + [True] * 4
+    assert table.reward.isna().tolist() == [False] * 3 + [True] * 3
+    for row, rollout in ((table.loc[0], answered), (table.loc[3], unanswered)):
+        leaf = int(rollout.leaves[0])
+        at = rollout.path(leaf)
+        for column in ("sampled", "logprobs", "drawn"):
+            assert np.array_equal(row[column], getattr(rollout, column)[at])
+        assert np.array_equal(row.ids, rollout.tokens[at])
+        assert row.leaf == rollout.nodes[leaf]
+        assert row.boundaries[0] == rollout.starts[1]
+        assert row.boundaries[-1] == len(at)
+        assert len(row["values"]) == len(row.boundaries) - 1
+    pyarrow = pytest.importorskip("pyarrow")
+    schema = pyarrow.Table.from_pandas(unanswered.to_pandas()).schema
+    for name in ("ids", "boundaries"):
+        assert schema.field(name).type.value_type == pyarrow.int64()
+    assert schema.field("reward").type == pyarrow.float64()
+    assert "string" in str(schema.field("answer").type)
+
+
+def test_a_table_without_pandas_is_refused(
+    three: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match="pandas is not installed") as refused:
+        three[0].to_pandas()
+    assert refused.value.hint == "pip install pandas"
 
 
 @pytest.mark.parametrize(

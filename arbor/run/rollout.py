@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event, Opened, Sampled, Terminal, Verified
 from arbor.run.setup import Setup
-from arbor.run.solution import Solution
+from arbor.run.solution import Solution, import_pandas
 from arbor.tasks.base import Problem, Task
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -113,34 +116,37 @@ class Rollout:
             total[self.parents[block]] += total[block]
         return total
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The finished paths as plain data, each with all of its tokens.
+    def to_pandas(self) -> pandas.DataFrame:
+        """The finished paths as a table, a row for each with all of its tokens.
 
-        Each has ``problem``, ``seed``, ``leaf`` (its last block in the search), ``ids``,
-        ``sampled``, ``logprobs`` and ``drawn`` of its tokens, ``boundaries`` (where its blocks
-        begin after the prompt, and the end), ``values`` of these, ``answer`` and ``reward``.
+        Returns:
+            With the columns ``problem``, ``seed``, ``leaf`` (the path's last block in the search),
+            ``ids``, ``sampled``, ``logprobs`` and ``drawn`` (arrays, of its tokens), ``boundaries``
+            (where its blocks begin after the prompt, and the end), ``values`` of these blocks,
+            ``answer`` and ``reward``; values and rewards are NaN where there is none.
+
+        Raises:
+            UsageError: pandas is not installed.
         """
-        rows = []
-        for leaf, answer, reward in zip(self.leaves, self.answers, self.rewards, strict=True):
-            at = self.path(int(leaf))
-            blocks = list(dict.fromkeys(self.blocks[at].tolist()))
-            lengths = np.diff(self.starts)[blocks]
-            rows.append(
-                {
-                    "problem": self.problem.text,
-                    "seed": self.solution.seed,
-                    "leaf": int(self.nodes[leaf]),
-                    "ids": self.tokens[at].tolist(),
-                    "sampled": self.sampled[at].tolist(),
-                    "logprobs": self.logprobs[at].tolist(),
-                    "drawn": self.drawn[at].tolist(),
-                    "boundaries": np.cumsum(lengths).tolist(),
-                    "values": [_known(value) for value in self.values[blocks[1:]].tolist()],
-                    "answer": answer,
-                    "reward": _known(float(reward)),
-                }
-            )
-        return rows
+        pandas = import_pandas()
+        paths = [self.path(int(leaf)) for leaf in self.leaves]
+        blocks = [np.unique(self.blocks[at]) for at in paths]
+        lengths = np.diff(self.starts)
+        return pandas.DataFrame(
+            {
+                "problem": self.problem.text,
+                "seed": self.solution.seed,
+                "leaf": self.nodes[self.leaves],
+                "ids": [self.tokens[at] for at in paths],
+                "sampled": [self.sampled[at] for at in paths],
+                "logprobs": [self.logprobs[at] for at in paths],
+                "drawn": [self.drawn[at] for at in paths],
+                "boundaries": [np.cumsum(lengths[each]) for each in blocks],
+                "values": [self.values[each[1:]] for each in blocks],
+                "answer": pandas.array(self.answers, dtype="string"),
+                "reward": self.rewards,
+            }
+        )
 
 
 class RolloutFold:
@@ -289,7 +295,3 @@ def _reward(task: Task, problem: Problem, answer: str | None) -> float:
     if problem.expected is None:
         return math.nan
     return float(task.grade(problem, answer).correct)
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
