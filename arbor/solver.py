@@ -362,8 +362,9 @@ class Solver:
             weights: by the names of the model's ``state_dict()``; either name of tied ones. They
                 are copied, in the dtype and to the device of those before.
             drain: let the searches in progress end first, with the former weights, and begin no
-                other. A loop over a batch may ask for that: what was in progress is handed out
-                next, and the problems left are searched with the new weights.
+                other, but those that a loop in another thread waits for; such a loop has to go on,
+                or be closed. A loop over a batch may ask for that: what was in progress is handed
+                out next, and the problems left are searched with the new weights.
 
         Raises:
             UsageError: searches are in progress, without `drain` or in this thread; a weight that
@@ -523,7 +524,7 @@ class Solver:
         keep_threads()
         job = SearchJob(Run(self._setup, problem, Request.of(options)), keeps_events=keeps_events)
         self._worker.add(job)
-        return SearchStream(job, self._refuse_waiting)
+        return SearchStream(job, self._waiting)
 
     def _start_soon(self) -> None:
         """Start the worker when the other tasks of this turn of the event loop have added theirs,
@@ -639,7 +640,8 @@ class Solver:
 
         Args:
             problems: read `concurrency` ahead.
-            group: trees for each problem, one after another, with the seeds from `seed` on.
+            group: trees for each problem, one after another. Every tree has a seed of its own,
+                from `seed` on, so that no two draw with the same random numbers.
             concurrency: as in `as_completed`.
             options: the same for every problem, so no ``trace``.
 
@@ -662,7 +664,7 @@ class Solver:
             def seeded() -> Iterator[tuple[str | Problem, Options]]:
                 for place, (problem, each) in enumerate(jobs):
                     given[place] = problem
-                    yield problem, {**each, "seed": first + place % group}
+                    yield problem, {**each, "seed": first + place}
 
             def listen(place: int, event: Event) -> None:
                 folds[place](event)
@@ -794,7 +796,7 @@ class Solver:
             raise _busy()
         held = False
         try:
-            with self._next:
+            with self.checkpoint.use.waiting(), self._next:
                 held = self._busy.acquire()
             self._thread = threading.get_ident()
             self._run = run
@@ -807,10 +809,12 @@ class Solver:
 
     def _contended(self) -> bool:
         """Whether another thread waits for the engine, or to change the weights."""
-        return self._next.locked() or self.checkpoint.use.wanted
+        return self._next.locked() or self.checkpoint.use.is_due
 
-    def _refuse_waiting(self, in_loop: bool) -> None:
-        """Refuse to wait for a stream in the thread that holds the engine.
+    @contextmanager
+    def _waiting(self, in_loop: bool) -> Iterator[None]:
+        """While it lasts, this thread waits for a stream, which may begin before new weights do if
+        the thread is in a loop that reads the former ones.
 
         Args:
             in_loop: an event loop waits, in which another task may go on with a batch.
@@ -821,6 +825,8 @@ class Solver:
         here = self._thread == threading.get_ident()
         if here and not (in_loop and isinstance(self._run, Batch)):
             raise _busy()
+        with self.checkpoint.use.waiting():
+            yield
 
     def _computing(self) -> AbstractContextManager[None]:
         """The solver's number of torch threads, in this thread."""

@@ -2,6 +2,7 @@
 
     python scripts/train_on_trees.py --work build/trees --controller eptree,chains=4,forks=6,width=2
     python scripts/train_on_trees.py --work build/chains --controller chain,samples=16
+    python scripts/train_on_trees.py --compare build/trees-* --with build/chains-*
 
 A step searches some puzzles of the training split, each by one tree, and changes the weights once:
 Adam on the policy gradient, the mean over tokens of log probability times advantage
@@ -9,7 +10,7 @@ Adam on the policy gradient, the mean over tokens of log probability times advan
 tree (`Rollout.mask`). Training ends with `--tokens` generated or after `--minutes` of CPU time.
 
 Started again with the same `--work`, it goes on from the last checkpoint, and with nothing left to
-train it only measures.
+train it only measures. Trainings of several seeds are compared pair by pair, in the order given.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ from arbor.measure.statistics import bootstrap
 from arbor.model.loading import BUILTIN
 from arbor.run.rollout import Rollout
 
+Shares = np.ndarray[Any, Any]  # of each problem
+
 INDEPENDENT = {"temperature": 1.0, "arithmetic": False}
 TRAINED = 2000  # problems of the training split
 MEASURED = 10**9  # seed of the chains that are measured
+RESAMPLES = 10_000
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.csv"
+BEFORE, AFTER = "before.npy", "after.npy"  # share of right chains of each problem
 
 
 class Training:
@@ -130,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--work", type=Path, required=True, help="checkpoint and log")
+    parser.add_argument("--work", type=Path, help="checkpoint, log and what was measured")
     add_model_and_problems(parser)
     parser.add_argument("--controller", default="eptree,chains=4,forks=6,width=2")
     parser.add_argument("--puzzles", type=int, default=8, help="of a step")
@@ -140,7 +145,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--measure", type=int, default=200, help="problems of the test split")
     parser.add_argument("--samples", type=int, default=8, help="chains of each of them")
+    parser.add_argument("--compare", type=Path, nargs="+", help="trainings; none begins")
+    parser.add_argument("--with", type=Path, nargs="+", dest="other", help="as many others")
     args = parser.parse_args()
+    if args.compare:
+        if len(args.other or ()) != len(args.compare):
+            parser.error("--with names as many trainings as --compare")
+        compare(args.compare, args.other)
+        return
+    if args.work is None:
+        parser.error("--work names the folder of the checkpoint")
     if args.model.endswith(".gguf"):
         parser.error("--model is a GGUF file: give a directory of safetensors, or a Hub id")
     torch.set_num_threads(1)
@@ -151,13 +165,18 @@ def main() -> None:
     common["verifier"] = verifier_of_chains(task_of(args))
     chains = f"chain,samples={args.samples}"
 
-    def measured() -> np.ndarray[Any, Any]:
+    def measured(name: str) -> Shares:
         with Solver(controller=chains, seed=MEASURED, **common) as solver:
             solver.update_weights(training.model.state_dict())
             problems = problems_of(args, solver.task, args.measure)
-            return np.array([each.rewards.mean() for each in solver.rollouts(problems)])
+            shares = np.array([each.rewards.mean() for each in solver.rollouts(problems)])
+        np.save(args.work / name, shares)
+        return shares
 
-    before = measured()
+    kept = args.work / BEFORE
+    before = np.load(kept) if kept.exists() else np.empty(0)
+    if len(before) != args.measure:
+        before = measured(BEFORE)
     if checkpoint.exists():
         training.restore(checkpoint)
     with Solver(controller=args.controller, **common) as solver:
@@ -169,14 +188,14 @@ def main() -> None:
             solver.update_weights(training.model.state_dict())
             first = training.step * args.puzzles
             problems = [puzzles[(first + i) % len(puzzles)] for i in range(args.puzzles)]
-            seed = 1_000_000 * args.seed + training.step
+            seed = 1_000_000 * args.seed + first
             rollouts = list(solver.rollouts(problems, seed=seed))
             training.learn(rollouts)
             training.seconds = time.process_time() - began
             training.save(checkpoint)
             right = np.mean([each.rewards.mean() for each in rollouts])
             note(args.work / LOG, training, float(right))
-    after = measured()
+    after = measured(AFTER)
     for name, values in (("before", before), ("after", after), ("difference", after - before)):
         low, high = bootstrap(values)
         print(f"{name}: {100 * values.mean():.1f} % ({100 * low:.1f} to {100 * high:.1f})")
@@ -185,6 +204,24 @@ def main() -> None:
         f"{training.computed:,} computed, {training.trained:,} trained, {training.packed:,} in trees, "
         f"{training.unpacked:,} in paths"
     )
+
+
+def compare(some: list[Path], others: list[Path]) -> None:
+    """Print by how much more some trainings gained than others, with a 95 % interval.
+
+    Pairs are of a seed and of a problem. Resampled are seeds and problems, each by itself, so that
+    the interval is one of other seeds and other problems; of few seeds it is narrow.
+    """
+    gains = [np.load(each / AFTER) - np.load(each / BEFORE) for each in some + others]
+    pairs = np.array(gains[: len(some)]) - np.array(gains[len(some) :])
+    drawn = np.random.default_rng(0)
+    means = [
+        pairs[np.ix_(*(drawn.integers(n, size=n) for n in pairs.shape))].mean()
+        for _ in range(RESAMPLES)
+    ]
+    low, high = np.percentile(means, (2.5, 97.5))
+    print("each seed: " + ", ".join(f"{100 * each:.1f}" for each in pairs.mean(1)))
+    print(f"difference: {100 * pairs.mean():.1f} points ({100 * low:.1f} to {100 * high:.1f})")
 
 
 def note(log: Path, training: Training, right: float) -> None:

@@ -974,6 +974,9 @@ def main() -> None:
         "--minutes", type=float, default=80, help="wall-clock budget of the whole schedule"
     )
     parser.add_argument(
+        "--steps", type=int, help="of the whole schedule, in place of --minutes; with --level 1"
+    )
+    parser.add_argument(
         "--work", type=Path, default=Path("build/sapling"), help="checkpoints, log, evaluation"
     )
     parser.add_argument(
@@ -1102,11 +1105,11 @@ def main() -> None:
     sums = torch.zeros(3, len(KINDS), device=device)
     counted = -1  # tokens at the last line of the log
     waited = 0.0
-    while spent < budget:
+    while (share := step / args.steps if args.steps else spent / budget) < 1:
         mark = time.monotonic()
         micro = queue.get()
         waited += time.monotonic() - mark
-        factor = rate(spent / budget)
+        factor = rate(share)
         for optimiser, rates in zip(optimisers, base, strict=True):
             for group, lr in zip(optimiser.param_groups, rates, strict=True):
                 group["lr"] = lr * factor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def three() -> list[Rollout]:
     with Solver(controller="chain,samples=3", sampling=SAMPLING) as solver:
-        return list(solver.rollouts(PUZZLES))
+        return list(solver.rollouts(PUZZLES, seed=26))  # some answers are right
 
 
 def of_tokens(rollout: Rollout, logits: Tensor, at: np.ndarray[Any, Any]) -> Tensor:
@@ -95,13 +96,14 @@ def test_one_forward_with_the_tree_mask_computes_every_path(model: Any) -> None:
         assert np.abs(found - rollout.logprobs[at][1:])[mine].max(initial=0) < 1e-4
 
 
-def test_a_group_has_the_seeds_from_the_first_on_and_the_trees_of_solve() -> None:
+def test_trees_have_the_seeds_from_the_first_on_and_are_those_of_solve() -> None:
     with Solver(controller="chain,samples=3", sampling=SAMPLING, seed=5) as solver:
         rollouts = list(solver.rollouts(PUZZLES, group=2))
-        alone = [solver.solve(puzzle, seed=seed) for puzzle in PUZZLES for seed in (5, 6)]
+        seeds = zip([PUZZLES[0]] * 2 + [PUZZLES[1]] * 2, (5, 6, 7, 8), strict=True)
+        alone = [solver.solve(puzzle, seed=seed) for puzzle, seed in seeds]
 
     assert [r.problem.text for r in rollouts] == [PUZZLES[0]] * 2 + [PUZZLES[1]] * 2
-    assert [r.solution.seed for r in rollouts] == [5, 6, 5, 6]
+    assert [r.solution.seed for r in rollouts] == [5, 6, 7, 8]
     for rollout, solution in zip(rollouts, alone, strict=True):
         assert len(rollout.leaves) == 3
         want = {each.node: each for each in solution.candidates}
@@ -137,7 +139,7 @@ def test_advantages_of_chains_leave_one_out(three: list[Rollout]) -> None:
             assert np.allclose(found[thoughts], want)
 
 
-def test_advantages_compare_a_block_with_its_siblings_leaves(three: list[Rollout]) -> None:
+def test_advantages_compare_a_blocks_paths_with_the_other_paths(three: list[Rollout]) -> None:
     # 0 -> 1 -> (3, 4, 5), 0 -> 2 -> 6, and 7 of 2 was pruned
     tree = dataclasses.replace(
         three[0],
@@ -145,10 +147,16 @@ def test_advantages_compare_a_block_with_its_siblings_leaves(three: list[Rollout
         leaves=np.array([6, 3, 4, 5]),
         rewards=np.array([0.0, 1.0, 0.0, 1.0]),
     )
+    dead = dataclasses.replace(tree, rewards=np.array([1.0, 0.0, 0.0, 0.0]))
+    single = dataclasses.replace(tree, leaves=np.array([6]), rewards=np.array([1.0]))
+    unfinished = dataclasses.replace(tree, leaves=np.array([], np.int64), rewards=np.array([]))
 
     assert tree.paths.tolist() == [4, 3, 1, 1, 1, 1, 1, 0]
-    # nothing else goes through 2, so 6 is compared with what goes through 1
-    assert np.allclose(tree.advantages(), [0, 2 / 3, -2 / 3, 0.5, -1, 0.5, -2 / 3, 0])
+    assert np.allclose(tree.advantages(), [0, 2 / 9, -2 / 3, 2 / 3, -2 / 3, 2 / 3, -2 / 3, 0])
+    # below 1 nothing is better than anything else, wherever the tree branches there
+    assert np.allclose(dead.advantages(), [0, -1 / 3, 1, -1 / 3, -1 / 3, -1 / 3, 1, 0])
+    assert not single.advantages().any()
+    assert not unfinished.advantages().any()
 
 
 def test_greedy_tokens_are_drawn_with_certainty() -> None:
@@ -159,18 +167,43 @@ def test_greedy_tokens_are_drawn_with_certainty() -> None:
     assert (rollout.logprobs[rollout.sampled] < 0).any()
 
 
-def test_rows_make_a_table_of_arrow(three: list[Rollout]) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    table = pyarrow.Table.from_pylist([row for each in three for row in each.rows()])
+def test_finished_paths_are_a_table_of_pandas_and_arrow(three: list[Rollout]) -> None:
+    pandas = pytest.importorskip("pandas")
+    answered = dataclasses.replace(three[0], answers=("1 + 2", "3", None))
+    unanswered = dataclasses.replace(
+        three[1], answers=(None,) * 3, rewards=np.full(3, math.nan), leaves=three[1].leaves[::-1]
+    )
+    table = pandas.concat([answered.to_pandas(), unanswered.to_pandas()], ignore_index=True)
 
-    assert table.num_rows == sum(len(each.leaves) for each in three) == 6
-    assert pyarrow.types.is_list(table.schema.field("ids").type)
-    row, rollout = table.to_pylist()[0], three[0]
-    at = rollout.path(int(rollout.leaves[0]))
-    assert row["ids"] == rollout.tokens[at].tolist()
-    assert row["boundaries"][0] == rollout.starts[1]
-    assert row["boundaries"][-1] == len(at)
-    assert len(row["values"]) == len(row["boundaries"]) - 1
+    assert len(table) == 6
+    assert table.problem.tolist() == [PUZZLES[0]] * 3 + [PUZZLES[1]] * 3
+    assert table.answer.isna().tolist() == [False] * 2 + [True] * 4
+    assert table.reward.isna().tolist() == [False] * 3 + [True] * 3
+    for row, rollout in ((table.loc[0], answered), (table.loc[3], unanswered)):
+        leaf = int(rollout.leaves[0])
+        at = rollout.path(leaf)
+        for column in ("sampled", "logprobs", "drawn"):
+            assert np.array_equal(row[column], getattr(rollout, column)[at])
+        assert np.array_equal(row.ids, rollout.tokens[at])
+        assert row.leaf == rollout.nodes[leaf]
+        assert row.boundaries[0] == rollout.starts[1]
+        assert row.boundaries[-1] == len(at)
+        assert len(row["values"]) == len(row.boundaries) - 1
+    pyarrow = pytest.importorskip("pyarrow")
+    schema = pyarrow.Table.from_pandas(unanswered.to_pandas()).schema
+    for name in ("ids", "boundaries"):
+        assert schema.field(name).type.value_type == pyarrow.int64()
+    assert schema.field("reward").type == pyarrow.float64()
+    assert "string" in str(schema.field("answer").type)
+
+
+def test_a_table_without_pandas_is_refused(
+    three: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match="pandas is not installed") as refused:
+        three[0].to_pandas()
+    assert refused.value.hint == "pip install pandas"
 
 
 @pytest.mark.parametrize(

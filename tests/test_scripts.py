@@ -108,7 +108,10 @@ SLOW: dict[str, tuple[str, ...]] = {
     "train_on_trees": (
         "--work FOLDER/work --controller chain,samples=2 --puzzles 1 --tokens 100 --measure 1",
     ),
-    "train_sapling": ("--minutes 0.02 --work FOLDER/work --out FOLDER/model --set hidden_size=64",),
+    "train_sapling": (
+        "--minutes 0.02 --work FOLDER/work --out FOLDER/model --set hidden_size=64",
+        "--steps 2 --level 1 --rows 1 1 --work FOLDER/work --set hidden_size=64",
+    ),
 }
 
 # Their own processes import them as the main module.

@@ -89,3 +89,23 @@ def test_going_on_from_a_checkpoint_is_training_on(
     for one, other, before in zip(weights(first), weights(second), begin, strict=True):
         assert torch.equal(one, other)
         assert not torch.equal(one, before)
+
+
+def test_trainings_are_compared_pair_by_pair(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = np.random.default_rng(0)
+    before = drawn.random(100)
+    common = drawn.random((2, 100))
+    folders: list[list[Path]] = [[], []]
+    for kind, more in enumerate((0.05, 0.0)):
+        for seed in range(2):
+            folder = tmp_path / f"{kind}-{seed}"
+            folder.mkdir()
+            np.save(folder / script.BEFORE, before)
+            np.save(folder / script.AFTER, common[seed] + more)
+            folders[kind].append(folder)
+
+    script.compare(*folders)
+
+    assert capsys.readouterr().out == "each seed: 5.0, 5.0\ndifference: 5.0 points (5.0 to 5.0)\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import shutil
@@ -31,6 +32,7 @@ from arbor.model.gguf.conversion import header_given
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.kv_identity import kv_identity
 from arbor.run.rollout import Rollout
+from arbor.support.read_write_lock import ReadWriteLock
 
 SAPLING = Path(arbor.__file__).parent / "sapling"
 PUZZLES = ("4 5 6 10", "3 3 8 8", "1 2 3 4", "2 2 6 6", "5 5 5 1")
@@ -228,6 +230,20 @@ def test_another_thread_waits_for_a_loop(small: Any, folder: Path) -> None:
         assert updated[1:] == [solver.checkpoint.updated] * 3
 
 
+def test_new_weights_are_due_unless_they_wait_for_another_reading() -> None:
+    use = ReadWriteLock()
+    with use.announced(), use.waiting():
+        assert use.is_due
+    with use.reading(), use.announced():
+        assert use.is_due
+        with use.reading():
+            assert not use.is_due
+        with use.waiting():
+            assert not use.is_due
+        assert use.is_due
+    assert not use.is_due
+
+
 def test_streams_end_first(small: Any, folder: Path) -> None:
     new = moved(small, 1)
     with Solver(folder, **SMALL) as solver:
@@ -240,6 +256,44 @@ def test_streams_end_first(small: Any, folder: Path) -> None:
         assert stream.solution.candidates == before.candidates
         with loaded_with(small, new) as fresh:
             assert searched(solver) == searched(fresh)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("other", ["stream", "queue", "coroutine", "batch", "thread"])
+def test_another_thread_waits_for_what_a_loop_waits_for(
+    other: str, small: Any, folder: Path
+) -> None:
+    new = moved(small, 1)
+    with Solver(folder, **SMALL) as first, Solver(folder, **SMALL) as second:
+        second.checkpoint = first.checkpoint
+        results = first.as_completed([(each, {}) for each in PUZZLES[:3]], concurrency=1)
+        next(results)
+        queue = [second.stream(each) for each in PUZZLES * 2] if other == "queue" else []
+        drain = threading.Thread(target=first.update_weights, args=[new], kwargs={"drain": True})
+        drain.start()
+        while not first.checkpoint.use.wanted:
+            pass
+        if other == "stream":
+            stream = second.stream(PUZZLES[0])
+            assert list(stream)
+            found = [stream.solution]
+        elif other == "queue":
+            found = [each.solution for each in queue]
+        elif other == "coroutine":
+            found = [asyncio.run(second.asolve(PUZZLES[0]))]
+        elif other == "batch":
+            found = second.solve_batch(PUZZLES, concurrency=2)
+        else:
+            thread = threading.Thread(target=second.solve, args=[PUZZLES[0]])
+            thread.start()
+            while not second._busy.locked():
+                pass
+            found = [second.solve(PUZZLES[0])]
+            thread.join(10)
+        assert all("updated_weights" not in each.config for each in found)
+        updated = [solution.config.get("updated_weights") for _, solution in results]
+        drain.join()
+        assert updated == [first.checkpoint.updated] * 2
 
 
 @pytest.mark.parametrize("drain", [False, True])

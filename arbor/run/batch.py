@@ -244,7 +244,7 @@ class Batch:
     def _begin(
         self, engine: Engine, place: int, run: Run | Exception, idle: bool
     ) -> Steps[Solution] | None:
-        if self._stopped is not None or self._setup.checkpoint.use.wanted:
+        if self._stopped is not None or self._setup.checkpoint.use.is_due:
             return None
         if isinstance(run, Run) and not self._pool.admits(run, self._running.values(), idle):
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event, Opened, Sampled, Terminal, Verified
 from arbor.run.setup import Setup
-from arbor.run.solution import Solution
+from arbor.run.solution import Solution, import_pandas
 from arbor.tasks.base import Problem, Task
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -90,29 +93,20 @@ class Rollout:
         return self._below(np.ones(len(self.leaves))).astype(np.int64)
 
     def advantages(self) -> NDArray[np.float64]:
-        """How much better each block did than other paths from the same place, float64 [b].
+        """How much better the finished paths through each block did than others, float64 [b].
 
-        The mean reward of the finished paths through a block, less that of the other finished paths
-        through the block above it; where there are none, those through the next one above that
-        count. It is 0 where no path goes through a block, or every one. For chains these are the
-        leave-one-out advantages of RLOO (Ahmadian et al., ACL 2024, arXiv 2402.14740). A baseline
-        does not depend on the block's own tokens, so the gradient has no bias where siblings are
-        drawn independently and neither values nor tokens decide where the tree grows.
+        The mean, over these paths, of a path's reward less the mean reward of all other paths of
+        the tree; 0 where no path goes through a block. For chains these are the leave-one-out
+        advantages of RLOO (Ahmadian et al., ACL 2024, arXiv 2402.14740).
 
-        Differs from TreeRL (Hou et al., arXiv 2506.11902): it adds the difference from the root's
-        mean to that from the parent's, both with the block's own paths, and divides by the square
-        root of the number of paths.
+        Differs from TreeRL (Hou et al., arXiv 2506.11902), which adds the difference from the
+        parent's mean, and divides by the square root of the number of paths. A tree that branches
+        before improbable tokens compares these alone with their siblings: where no path succeeds,
+        only probable tokens are then worse than the tree, and training makes them less probable.
         """
-        count, total = self.paths, self._below(self.rewards)
-        baseline = np.zeros(len(count))
-        compared = np.zeros(len(count), np.bool_)
-        for block, parent in enumerate(self.parents[1:], 1):
-            others = count[parent] - count[block]
-            rest = total[parent] - total[block]
-            baseline[block] = rest / others if others else baseline[parent]
-            compared[block] = others > 0 or compared[parent]
-        found = total / np.maximum(count, 1) - baseline
-        return np.where((count > 0) & compared, found, 0.0)
+        count = len(self.leaves)
+        above_mean = self.rewards - self.rewards.sum() / max(1, count)
+        return self._below(above_mean) / np.maximum(self.paths, 1) * count / max(1, count - 1)
 
     def _below(self, each: NDArray[np.float64]) -> NDArray[np.float64]:
         """The sum of a number of each finished path over those through each block."""
@@ -122,34 +116,37 @@ class Rollout:
             total[self.parents[block]] += total[block]
         return total
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The finished paths as plain data, each with all of its tokens.
+    def to_pandas(self) -> pandas.DataFrame:
+        """The finished paths as a table, a row for each with all of its tokens.
 
-        Each has ``problem``, ``seed``, ``leaf`` (its last block in the search), ``ids``,
-        ``sampled``, ``logprobs`` and ``drawn`` of its tokens, ``boundaries`` (where its blocks
-        begin after the prompt, and the end), ``values`` of these, ``answer`` and ``reward``.
+        Returns:
+            With the columns ``problem``, ``seed``, ``leaf`` (the path's last block in the search),
+            ``ids``, ``sampled``, ``logprobs`` and ``drawn`` (arrays, of its tokens), ``boundaries``
+            (where its blocks begin after the prompt, and the end), ``values`` of these blocks,
+            ``answer`` and ``reward``; values and rewards are NaN where there is none.
+
+        Raises:
+            UsageError: pandas is not installed.
         """
-        rows = []
-        for leaf, answer, reward in zip(self.leaves, self.answers, self.rewards, strict=True):
-            at = self.path(int(leaf))
-            blocks = list(dict.fromkeys(self.blocks[at].tolist()))
-            lengths = np.diff(self.starts)[blocks]
-            rows.append(
-                {
-                    "problem": self.problem.text,
-                    "seed": self.solution.seed,
-                    "leaf": int(self.nodes[leaf]),
-                    "ids": self.tokens[at].tolist(),
-                    "sampled": self.sampled[at].tolist(),
-                    "logprobs": self.logprobs[at].tolist(),
-                    "drawn": self.drawn[at].tolist(),
-                    "boundaries": np.cumsum(lengths).tolist(),
-                    "values": [_known(value) for value in self.values[blocks[1:]].tolist()],
-                    "answer": answer,
-                    "reward": _known(float(reward)),
-                }
-            )
-        return rows
+        pandas = import_pandas()
+        paths = [self.path(int(leaf)) for leaf in self.leaves]
+        blocks = [np.unique(self.blocks[at]) for at in paths]
+        lengths = np.diff(self.starts)
+        return pandas.DataFrame(
+            {
+                "problem": self.problem.text,
+                "seed": self.solution.seed,
+                "leaf": self.nodes[self.leaves],
+                "ids": [self.tokens[at] for at in paths],
+                "sampled": [self.sampled[at] for at in paths],
+                "logprobs": [self.logprobs[at] for at in paths],
+                "drawn": [self.drawn[at] for at in paths],
+                "boundaries": [np.cumsum(lengths[each]) for each in blocks],
+                "values": [self.values[each[1:]] for each in blocks],
+                "answer": pandas.array(self.answers, dtype="string"),
+                "reward": self.rewards,
+            }
+        )
 
 
 class RolloutFold:
@@ -298,7 +295,3 @@ def _reward(task: Task, problem: Problem, answer: str | None) -> float:
     if problem.expected is None:
         return math.nan
     return float(task.grade(problem, answer).correct)
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -226,12 +226,7 @@ class Solution:
                 kept.
             TraceError: the trace cannot be read.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise UsageError(
-                "pandas-missing", "pandas is not installed.", "pip install pandas"
-            ) from error
+        pandas = import_pandas()
         blocks = list(self.replay().blocks.values())
         columns = {
             "parent": pandas.array([block.parent for block in blocks], dtype="Int64"),
@@ -369,3 +364,18 @@ def failed_solution(
         config=config,
         error=error.to_dict(),
     )
+
+
+def import_pandas() -> Any:
+    """The module pandas, which arbor does not install.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise UsageError(
+            "pandas-missing", "pandas is not installed.", "pip install pandas"
+        ) from error
+    return pandas

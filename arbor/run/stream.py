@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Self
 
 from arbor.events import Event
@@ -163,22 +163,23 @@ class SearchStream:
 
     Args:
         job: the search, with its events.
-        refuse: called before waiting, with whether in an event loop; raises where the thread would
-            wait for itself.
+        waiting: entered while a thread waits, with whether in an event loop; raises where the
+            thread would wait for itself.
     """
 
-    def __init__(self, job: SearchJob, refuse: Callable[[bool], None]) -> None:
+    def __init__(
+        self, job: SearchJob, waiting: Callable[[bool], AbstractContextManager[None]]
+    ) -> None:
         self._job = job
-        self._refuse = refuse
+        self._waiting = waiting
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Event:
         job = self._job
-        if job.events.empty():
-            self._refuse(False)
-        event = job.events.get()
+        with self._waiting(False) if job.events.empty() else nullcontext():
+            event = job.events.get()
         if event is None:
             job.events.put(None)  # a second loop ends at once
             job.wait()
@@ -190,8 +191,8 @@ class SearchStream:
         try:
             while True:
                 if job.events.empty():
-                    self._refuse(True)
-                    await called(job.at_news)
+                    with self._waiting(True):
+                        await called(job.at_news)
                     continue
                 event = job.events.get()
                 if event is None:
@@ -214,13 +215,12 @@ class SearchStream:
         Raises:
             Exception: the error that ended the search.
         """
-        if not self._job.ended:
-            self._refuse(True)
-        try:
-            await called(self._job.at_end)
-        except BaseException:  # cancelled, or closed with its event loop
-            self.stop()
-            raise
+        with nullcontext() if self._job.ended else self._waiting(True):
+            try:
+                await called(self._job.at_end)
+            except BaseException:  # cancelled, or closed with its event loop
+                self.stop()
+                raise
         return self._job.solution()
 
     def stop(self, status: Status = "interrupted") -> None:
@@ -243,9 +243,8 @@ class SearchStream:
         Raises:
             Exception: the error that ended the search.
         """
-        if not self._job.ended:
-            self._refuse(False)
-        return self._job.solution()
+        with nullcontext() if self._job.ended else self._waiting(False):
+            return self._job.solution()
 
 
 async def called(notify: Callable[[Callable[[], object]], None]) -> None:
@@ -258,7 +257,7 @@ async def called(notify: Callable[[Callable[[], object]], None]) -> None:
             called.set_result(None)
 
     def call() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and what waited in it
+        with suppress(RuntimeError):  # the loop is closed, and what waited in it
             loop.call_soon_threadsafe(finish)
 
     notify(call)

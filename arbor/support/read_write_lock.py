@@ -10,18 +10,27 @@ from contextlib import contextmanager
 class ReadWriteLock:
     """Many threads may read at a time; one writes while nobody reads.
 
-    No reader begins while a writer waits, except in a thread that reads already.
+    No reader begins while a writer waits, unless the writer waits for it in any case: in a thread
+    that reads already, or while a thread that reads waits for others (`waiting`).
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._readers: list[int] = []  # threads
         self._writers = 0  # those that wait, and the one that writes
+        self._held_up = 0  # readers that wait for other threads
 
     @property
     def wanted(self) -> bool:
         """Whether a writer waits, or writes."""
         return self._writers > 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a writer waits for the end of what this thread reads, and for no reading around
+        it."""
+        once = self._readers.count(threading.get_ident()) < 2
+        return self.wanted and once and not self._held_up
 
     @property
     def is_read(self) -> bool:
@@ -38,7 +47,9 @@ class ReadWriteLock:
         """While it lasts, nobody writes."""
         thread = threading.get_ident()
         with self._changed:
-            self._changed.wait_for(lambda: not self._writers or thread in self._readers)
+            self._changed.wait_for(
+                lambda: not self._writers or self._held_up or thread in self._readers
+            )
             self._readers.append(thread)
         try:
             yield
@@ -48,8 +59,21 @@ class ReadWriteLock:
                 self._changed.notify_all()
 
     @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While it lasts, this thread waits for others; if it reads, they may begin to."""
+        held_up = self.is_read_here
+        with self._changed:
+            self._held_up += held_up
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held_up -= held_up
+
+    @contextmanager
     def announced(self) -> Iterator[None]:
-        """While it lasts, no other thread begins to read."""
+        """While it lasts, no other thread begins to read, unless one that reads waits for it."""
         with self._changed:
             self._writers += 1
         try:

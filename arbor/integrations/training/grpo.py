@@ -63,7 +63,8 @@ class TreeRollouts:
             self.solver.update_weights(model.state_dict())
             self._step = step
         found: list[dict[str, Any]] = []
-        for tree in self.solver.rollouts(prompts[::count], seed=self.solver.seed + step):
+        problems = prompts[::count]
+        for tree in self.solver.rollouts(problems, seed=self.solver.seed + step * len(problems)):
             if len(tree.leaves) != count:
                 raise UsageError(
                     "trl",
