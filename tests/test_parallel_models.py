@@ -35,7 +35,9 @@ DIVIDED = (
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_trees_of_an_architecture_are_the_same(name: str, tmp_path: Path) -> None:
+    # with seed 0 a number falls between two tokens of llama_mha, within the rounding of its logits
     case = {"path_tokens": 60, "step_tokens": 15, "budget": 0.3, "controller": "beam,beam_size=2"}
+    case["seed"] = 1
     model = save(tmp_path / "model", name)
     with Solver(model, **TWO, **case) as two, Solver(model, device="cpu", **case) as one:
         assert_same(two, one, tmp_path)
