@@ -1,4 +1,4 @@
-"""Copies to and from a device that nothing waits for: the integers of a step, and its results."""
+"""Copies between host and device that do not block: the integers of a step, and its results."""
 
 from __future__ import annotations
 

@@ -149,8 +149,9 @@ def checked(solver: Solver) -> None:
     assert not memory.pending
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ModelError("logits", "NaN.")])
-@pytest.mark.parametrize("after", [2, 9])
+@pytest.mark.parametrize(
+    ("failure", "after"), [(KeyboardInterrupt(), 9), (ModelError("logits", "NaN."), 2)]
+)
 def test_after_a_failure_in_between_the_next_search_is_as_ever(
     failure: BaseException,
     after: int,

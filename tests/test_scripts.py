@@ -43,6 +43,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "report": ("--check --tables",),
 }
 SLOW: dict[str, tuple[str, ...]] = {
+    "kill_ranks": ("--rounds 1 --csv FOLDER/out.csv",),
     "bench_int8": (
         "answers --of weights --n 2 --csv FOLDER/out.csv",
         "decode --of kv --size 5m --shapes F1 --rounds 1 --csv FOLDER/other.csv",
