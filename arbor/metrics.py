@@ -62,10 +62,9 @@ class Metrics:
         streamed_bytes: KV that attention read in host memory.
         rows: rows run through the model, of every kind.
         steps: forward passes.
-        read_tokens: keys read if every row read its whole path by itself.
-        unique_read_tokens: keys read when each shared span is read once.
-        rounds: times the controller chose leaves.
-        expansions: leaves grown.
+        read_tokens, unique_read_tokens: keys read if every row read its whole path by itself; when
+            each shared span is read once.
+        rounds, expansions: times the controller chose leaves; leaves grown.
         nodes: blocks opened, the root included.
         part: the part of full retention that the budget is; 0 where it is an amount.
         budget_tokens: slots of the budget; of a part, the most it came to.
@@ -79,23 +78,20 @@ class Metrics:
         mean_tokens: device slots held, averaged over forward passes.
         peak_host_tokens, peak_compressed_tokens, peak_disk_tokens: most slots the lower tiers held.
         evicted_tokens: tokens that left the device.
-        evictions: times tokens left the device.
-        rehydrations: times missing tokens came back.
-        transitions: times the running leaves changed.
-        transition_distance: edges of all transitions.
+        evictions, rehydrations: times tokens left the device; times missing ones came back.
+        transitions, transition_distance: times the running leaves changed; edges of all of them.
         pressure_events: times more slots were needed than were free.
         verified: candidates valued.
         asked: candidates the model judged.
-        verifications: verifications that a gate decided about.
-        skipped_verifications: those of them that were skipped.
+        verifications, skipped_verifications: those that a gate decided about; that were skipped.
         left_early: candidates whose question left before the last layer.
         layers_skipped: layers that these questions did not run through, in all.
-        audited_verifications: verifications computed twice, to be compared.
-        disagreements: those of them that prefer another candidate.
+        audited_verifications, disagreements: verifications computed twice, to be compared; those
+            that prefer another candidate.
         reward_s: seconds in forward passes of reward models.
         reward_path_tokens: tokens of the paths that reward models scored.
-        reward_tokens: tokens that reward models computed.
-        reward_recomputed: those of them whose KV had been evicted.
+        reward_tokens, reward_recomputed: tokens that reward models computed; those of them whose KV
+            had been evicted.
         reward_peak_tokens: most slots that a reward model held at any instant.
     """
 

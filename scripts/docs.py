@@ -124,7 +124,10 @@ def fields_table(kind: type[Any]) -> list[str]:
             common.append(name)
         else:
             rows.append(f"| {name} | {choices + ': ' if choices else ''}{text} |")
-    return ["| field | |", "|---|---|", *([f"| {', '.join(common)} | |"] if common else []), *rows]
+    first = [f"| {', '.join(common)} | |"] if common else []
+    return (
+        ["| field | |", "|---|---|", *first, *rows] if rows else [f"Fields: {', '.join(common)}."]
+    )
 
 
 def chosen(hint: Any) -> str:
