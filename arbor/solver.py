@@ -330,9 +330,9 @@ class Solver:
 
     def _levels(self, runner: ModelRunner, model: str, backend: str) -> LevelRule:
         """Which shared spans rows read together."""
-        from arbor.model.plan import least_saved_reads
+        from arbor.model.plan import usual_levels
 
-        fixed = LevelRule(least_saved_reads(runner.device, runner.backend))
+        fixed = usual_levels(runner.device, runner.backend)
         probe = "off" if self.setup.deterministic else self.setup.kv_probe
         if probe == "off":
             return fixed

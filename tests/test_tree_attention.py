@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from arbor.kernels.attention.tree_work import (
     wide_tile,
 )
 from arbor.kernels.attention.triton_tree import FixedTree, TritonTree
+from arbor.model.plan import Piece, Segment, plan_forward, usual_levels
 
 LLAMA = AttentionShape(32, 8, 128, 128, scaling=128**-0.5)
 TRASH = 300  # the slot of no token
@@ -137,6 +139,25 @@ def test_a_deep_tree_has_a_bucket_with_room_for_it(seed: int) -> None:
     found = keys_read(lists, bucket.rows)
     assert [*map(sorted, found[: layout.rows])] == [*map(sorted, wanted)]
     assert found[layout.rows :] == [[TRASH]] * (bucket.rows - layout.rows)
+
+
+def test_a_deeper_tree_than_any_bucket_is_read_in_as_many_levels_as_there_are() -> None:
+    chain = tuple(
+        Piece(place, np.arange(9) + 9 * place, np.arange(9) + 9 * place) for place in range(25)
+    )
+    ends = [9 * place for place in range(1, 26)]
+    segments = [
+        Segment(chain[: place + 1], [1], np.array([end]), *(np.array([300 + place]),) * 2, 1)
+        for place, end in enumerate(ends)
+    ]
+    plain = plan_forward(segments).layout(None)
+    assert len(plain.levels) > 16 and TritonTree().bucket([plain]) is None
+    levels = usual_levels(torch.device("cpu"), TritonTree())
+    layout = plan_forward(segments, levels=replace(levels, min_saved_reads=0)).layout(None)
+    assert len(layout.levels) == 16 and TritonTree().bucket([layout]) is not None
+    found = keys_read(tree_work(layout, LLAMA).lists, layout.rows)
+    wanted = keys_read(tree_work(plain, LLAMA).lists, plain.rows)
+    assert [*map(sorted, found)] == [*map(sorted, wanted)]
 
 
 def test_a_bucket_whose_parts_would_take_too_much_memory_has_no_buffers() -> None:

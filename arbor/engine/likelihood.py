@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from arbor.engine.sampling import likelihoods
 from arbor.engine.scheduler import MOST_NEW
 from arbor.memory.pool import KVPool
-from arbor.model.plan import Segment, least_saved_reads, plan_forward
+from arbor.model.plan import Segment, plan_forward, usual_levels
 from arbor.model.runner import ModelRunner
 from arbor.model.sharing import Piece
 
@@ -166,7 +166,7 @@ def _score_batch(
     for parts in _forwards(edges, most_logits):
         plan = plan_forward(
             [_segment(*part) for part in parts],
-            min_saved_reads=least_saved_reads(runner.device, runner.backend),
+            levels=usual_levels(runner.device, runner.backend),
         )
         logits = runner.forward(plan, pool).logits
         rows, targets, places = [], [], []

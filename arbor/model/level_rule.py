@@ -24,13 +24,18 @@ class LevelRule:
         least_rows: the fewest rows for which it pays, by length in buckets of 64 tokens (the last
             for all longer spans; `NEVER`: for none), as a KV probe measured; empty: not
             measured. It replaces `min_saved_reads`.
+        most_levels: spans within as many others are never levels; None: there is no limit.
     """
 
     min_saved_reads: int = 0
     least_rows: tuple[int, ...] = ()
+    most_levels: int | None = None
 
-    def pays(self, rows: int, tokens: int) -> bool:
-        """Whether a span of so many tokens, shared by so many rows, becomes a level."""
+    def pays(self, rows: int, tokens: int, level: int = 0) -> bool:
+        """Whether a span of so many tokens, shared by so many rows, becomes a level below so many
+        others."""
+        if self.most_levels is not None and level >= self.most_levels:
+            return False
         if not self.least_rows:
             return (rows - 1) * tokens > self.min_saved_reads
         least = self.least_rows[min(tokens // BUCKET, len(self.least_rows) - 1)]

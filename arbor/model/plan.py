@@ -21,10 +21,10 @@ __all__ = [
     "Segment",
     "SegmentTable",
     "joined",
-    "least_saved_reads",
     "plan_forward",
     "plan_table",
     "select_rows",
+    "usual_levels",
     "visibility",
 ]
 
@@ -33,10 +33,11 @@ __all__ = [
 CUDA_SAVED_READS = 12_000
 
 
-def least_saved_reads(device: torch.device, backend: AttentionBackend) -> int:
-    """Key reads that a shared span must save to be a cascade level of its own."""
+def usual_levels(device: torch.device, backend: AttentionBackend) -> LevelRule:
+    """Which shared spans are levels of their own where nothing was measured."""
     usual = CUDA_SAVED_READS if device.type == "cuda" else 0
-    return int(getattr(backend, "least_saved_reads", usual))
+    saved = getattr(backend, "least_saved_reads", usual)
+    return LevelRule(saved, most_levels=getattr(backend, "most_shared_levels", None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,11 @@ class ForwardPlan:
 
 
 def plan_forward(
-    segments: Sequence[Segment], *, min_saved_reads: int = 0, shared: SharedPrefix | None = None
+    segments: Sequence[Segment],
+    *,
+    min_saved_reads: int = 0,
+    levels: LevelRule | None = None,
+    shared: SharedPrefix | None = None,
 ) -> ForwardPlan:
     """Lower segments to one ragged batch.
 
@@ -208,11 +213,14 @@ def plan_forward(
         segments: neighbours that share context next to each other (depth-first order of the tree).
         min_saved_reads: a shared span becomes a cascade level of its own only if it saves more key
             reads than this.
+        levels: in place of `min_saved_reads`.
         shared: the sharing of the same contexts from an earlier plan, to be used again.
     """
     table = SegmentTable.of(segments)
     if shared is None:
-        shared = Sharing(LevelRule(min_saved_reads)).of(table.contexts, table.counts.tolist())
+        shared = Sharing(levels or LevelRule(min_saved_reads)).of(
+            table.contexts, table.counts.tolist()
+        )
     return plan_table(table, shared)
 
 

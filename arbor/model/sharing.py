@@ -132,7 +132,7 @@ class Sharing:
             outer = around[-1]
             slots = self._taken(contexts[first], ((outer.depth, depth),), known)
             level, private = outer.level, outer.private
-            if len(slots) and self._rule.pays(begins[end] - begins[first], len(slots)):
+            if len(slots) and self._rule.pays(begins[end] - begins[first], len(slots), level):
                 if level == len(spans):
                     spans.append([])
                 spans[level].append(_Span(first, end, slots))

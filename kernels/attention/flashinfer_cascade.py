@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, CascadeLevel, apply_sinks
-from arbor.kernels.attention.fixed import Bucket, bucket_of, key_capacity, pad_last, pad_shared
+from arbor.kernels.attention.fixed import (
+    MOST_LEVELS,
+    Bucket,
+    bucket_of,
+    key_capacity,
+    pad_last,
+    pad_shared,
+)
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.attention.trial import BackendUnusable, computes_a_tiny_attention, reason_of
 
@@ -82,6 +89,8 @@ class FlashInferCascade:
             plan = backend.plan(layout, AttentionShape(32, 8, 128, 128, scaling=128**-0.5))
             out, lse = backend.run(plan, q, k_pool, v_pool)  # [T, 32, 128], [T, 32]
     """
+
+    most_shared_levels = MOST_LEVELS - 1
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         if dtype not in DTYPES:

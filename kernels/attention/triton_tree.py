@@ -60,7 +60,7 @@ class TritonTree:
             out, lse = backend.run(plan, q, k_pool, v_pool)  # [T, 32, 128], [T, 32]
     """
 
-    least_saved_reads = SAVED_READS
+    least_saved_reads, most_shared_levels = SAVED_READS, DEPTHS[-1] - 1
 
     def __init__(self) -> None:
         self._torch = TorchCascade()

@@ -12,10 +12,9 @@ from arbor.budget import Budget, Footprint, Plan
 from arbor.engine.engine import Engine
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError, logits_not_finite
 from arbor.events import Listener
-from arbor.model.level_rule import LevelRule
 from arbor.model.loading import load_config
 from arbor.model.model_info import ModelInfo
-from arbor.model.plan import least_saved_reads
+from arbor.model.plan import usual_levels
 from arbor.model.scoring import ScoreCheckpoint, label_count, no_head
 from arbor.registry import name_of
 from arbor.retention.policy import POLICIES
@@ -113,7 +112,7 @@ class RewardEngine:
                 runner,
                 self.tokenizer,
                 policy=POLICIES["reentry"],
-                levels=LevelRule(least_saved_reads(runner.device, runner.backend)),
+                levels=usual_levels(runner.device, runner.backend),
                 debug=self._debug,
             )
         return self._engine
