@@ -182,7 +182,6 @@ def test_a_search_that_is_stopped_while_a_step_waits_leaves_none(
                 if isinstance(event, Forwarded) and (counts["begin"] > 3 or not ahead):
                     break
             stream.close()
-            checked(solver)
         assert solver.solve(PROBLEM).finish_reason != "interrupted"
         checked(solver)
 
