@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -246,13 +246,12 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.fixture(params=["key", "dispatch"])
-def interception(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def interception(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of replacing torch's functions: the fast one, and the one for any torch."""
-    invariant._interception.cache_clear()
-    if request.param == "dispatch":
+    if request.param == "dispatch":  # a key cannot be registered twice, so the cache stays as it is
         monkeypatch.setattr(invariant, "_by_key", refuse)
-    yield request.param
-    invariant._interception.cache_clear()
+        monkeypatch.setattr(invariant, "_interception", invariant._interception.__wrapped__)
+    return str(request.param)
 
 
 def refuse(*_: object) -> None:

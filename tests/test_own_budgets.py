@@ -23,6 +23,7 @@ from arbor.events import Allocated, Event, Evicted, Pressure, Rehydrated
 from arbor.model.checkpoint import Checkpoint
 from arbor.retention.base import Blocks, Scorer
 from arbor.retention.policy import Policy, Trigger
+from arbor.run.solution import Solution
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree
 
@@ -196,6 +197,16 @@ def solved(solver: Any, budgets: list[Any], concurrency: int) -> tuple[list[Any]
     return results, together.most
 
 
+def numbers(solution: Solution) -> list[tuple[float, float]]:
+    """Of its candidates: without native kernels their last bits depend on what else is computed."""
+    return [(each.value, each.logprob) for each in solution.candidates]
+
+
+def without_numbers(solution: Solution) -> tuple[Any, ...]:
+    plain = [replace(each, value=0.0, logprob=0.0) for each in solution.candidates]
+    return (*found(replace(solution, candidates=tuple(plain)))[:6],)
+
+
 @pytest.mark.parametrize(
     ("budgets", "most"),
     [
@@ -217,6 +228,7 @@ def test_each_search_is_held_to_its_own_budget(
 
     assert at_once == most
     for one, other in zip(results, alone, strict=True):
-        assert found(one)[:6] == found(other)[:6]
+        assert without_numbers(one) == without_numbers(other)
+        np.testing.assert_allclose(numbers(one), numbers(other), rtol=1e-4)
         assert one.metrics.budget_tokens == other.metrics.budget_tokens
         assert one.metrics.peak_tokens <= one.metrics.budget_tokens

@@ -133,9 +133,10 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "with python" in refused.value.hint
 
 
-def test_workers_of_several_processes_are_refused() -> None:
-    with pytest.raises(UsageError, match="a worker is one process"):
-        check_workers("exact", "cpu", 2)
+def test_workers_of_several_processes_on_gpus_are_refused() -> None:
+    check_workers("exact", "cpu", 2)
+    with pytest.raises(UsageError, match="several processes hold a model on CPUs"):
+        check_workers("exact", "cuda", 2)
 
 
 def test_a_group_that_is_there_already_is_refused(pair: Solver) -> None:

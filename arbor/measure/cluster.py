@@ -67,11 +67,11 @@ def check_workers(share: str, device: str, tp: int = 1) -> None:
             "which worker had which problem.",
             "Leave out --workers, or take --set share=exact.",
         )
-    if tp > 1:
+    if tp > 1 and device.startswith("cuda"):
         raise UsageError(
             "workers",
-            f"--tp {tp} with --workers: a worker is one process.",
-            "Leave out one of them.",
+            f"--device {device} with --workers and --tp {tp}: several processes hold a model on CPUs.",
+            "Take --device cpu, or leave out --tp.",
         )
     if device.startswith("cuda:"):
         raise UsageError(

@@ -423,7 +423,7 @@ class Workers:
 
 
 def _threads(solver: Solver, number: int | None) -> int:
-    """CPU threads of each worker: as given, one for a small model, else a part of the cores."""
+    """CPU threads of each process: as given, one for a small model, else a part of the cores."""
     if solver.setup.threads is not None:
         return solver.setup.threads
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -431,7 +431,7 @@ def _threads(solver: Solver, number: int | None) -> int:
         return int(given)
     if number is None or solver.describe().parameters < SMALL_MODEL:
         return 1
-    return max(1, (os.cpu_count() or 1) // number)
+    return max(1, (os.cpu_count() or 1) // (number * solver.setup.tp))
 
 
 def _received(delivered: Delivered) -> JobOutcome:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbor._version import __version__
-from arbor.errors import ArborError, ModelError, UsageError
+from arbor.errors import ArborError, ModelError, RankLost, UsageError
 from arbor.measure.cluster import (
     RUNNING,
     Broken,
@@ -71,7 +71,7 @@ class EngineProcess:
         self._concurrency = concurrency
         self._version = version
         self._given: queue.SimpleQueue[tuple[Job, bool]] = queue.SimpleQueue()
-        self._found: queue.SimpleQueue[Delivered | str] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[Delivered | RankLost | str] = queue.SimpleQueue()
         self._in_progress = 0
 
     def load(self) -> str | ArborError:
@@ -106,17 +106,21 @@ class EngineProcess:
         for job in jobs:
             self._given.put((job, alone))
 
-    def take(self) -> list[Delivered] | str:
+    def take(self) -> list[Delivered] | RankLost | str:
         """What was found since the last call, at least one outcome; waits for it.
 
         Returns:
-            outcomes, or the traceback of a bug, after which nothing follows.
+            outcomes; or why nothing follows: a process that held the model with this one has ended,
+            or the traceback of a bug.
         """
         delivered: list[Delivered] = []
         while not delivered or not self._found.empty():
             each = self._found.get()
-            if isinstance(each, str):
+            if isinstance(each, str) or (isinstance(each, RankLost) and not delivered):
                 return each
+            if isinstance(each, RankLost):
+                self._found.put(each)  # the next call's: nothing else follows
+                break
             delivered.append(each)
         return delivered
 
@@ -127,11 +131,17 @@ class EngineProcess:
             with tempfile.TemporaryDirectory(prefix="arbor-traces-") as folder:
                 while True:
                     self._search(solver, Path(folder))
+        except RankLost as lost:
+            self._found.put(lost)
         except BaseException:
             self._found.put(traceback.format_exc())
 
     def _search(self, solver: Solver, folder: Path) -> None:
-        """Search until nothing is in progress and nothing is given."""
+        """Search until nothing is in progress and nothing is given.
+
+        Raises:
+            RankLost: nothing more can be computed.
+        """
         first = self._first()
         self._in_progress = 0
         wanted: dict[int, Path | None] = {}  # where the sender wants its trace
@@ -152,6 +162,8 @@ class EngineProcess:
                 yield job
 
         for outcome in outcomes(solver, jobs(), self._concurrency):
+            if isinstance(outcome.result, RankLost):
+                raise outcome.result
             self._in_progress -= 1
             path, data = outcome.job.trace, None
             if outcome.traced and path is not None:
@@ -181,15 +193,16 @@ class EngineProcess:
 class RayCluster:
     """A `Cluster` of actors of Ray.
 
-    An actor asks for one GPU where the device is CUDA, and for as many CPUs as it has threads.
+    An actor asks for one GPU where the device is CUDA, and for as many CPUs as it has threads; one
+    that begins others to hold its model with it (``tp``) for those of all, on one machine.
     Ray places them, adds machines where it may, and says which have died.
 
     Args:
         place: how many workers, and where.
         config, unrecorded: of each worker's solver, see `EngineProcess`; `unrecorded` holds
-            ``device`` and ``threads``.
+            ``device``, ``threads`` and ``tp``.
         concurrency: jobs in progress at a time in each.
-        threads: CPUs of each.
+        threads: CPUs of each process.
 
     Raises:
         UsageError: Ray is not installed.
@@ -206,7 +219,9 @@ class RayCluster:
         self.check_installed()
         self._place = place
         self._config, self._unrecorded = dict(config), dict(unrecorded)
-        self._concurrency, self._threads = concurrency, threads
+        self._concurrency = concurrency
+        self._processes = int(self._unrecorded.get("tp", 1))  # of each worker
+        self._threads = threads * self._processes
         self._ray: Any = None
         self._began = False  # the connection, or the cluster, is this object's
         self._on_gpu = False
@@ -244,7 +259,7 @@ class RayCluster:
         total = ray.cluster_resources()
         gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
         device = self._unrecorded.get("device", "auto")
-        self._on_gpu = device == "cuda" or (device == "auto" and gpus > 0)
+        self._on_gpu = device == "cuda" or (device == "auto" and gpus > 0 and self._processes == 1)
         self._unrecorded["device"] = "cuda" if self._on_gpu else "cpu"
         if self._place.number is not None:
             return self._place.number
@@ -284,6 +299,8 @@ class RayCluster:
             return Broken(worker, str(error))
         except self._ray.exceptions.RayError as error:
             return Died(worker, _first_line(error))
+        if isinstance(answer, RankLost):
+            return Died(worker, answer.message)
         if isinstance(answer, ArborError):
             return Refused(worker, answer)
         if method == "take" and isinstance(answer, str):
