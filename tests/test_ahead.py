@@ -15,6 +15,7 @@ from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.sampling import Drawing, Draws
 from arbor.errors import ModelError
 from arbor.events import Ended, Event, Forwarded, Header
+from arbor.model.checkpoint import Checkpoint
 from arbor.model.runner import ModelRunner
 
 PROBLEM = "4 5 6 10"
@@ -59,7 +60,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-def searched(monkeypatch: pytest.MonkeyPatch, late: bool, **settings: Any) -> tuple[Any, list[Any]]:
+def searched(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, late: bool, **settings: Any
+) -> tuple[Any, list[Any]]:
     """The solution of a search and all its events, without times."""
     happened: list[Any] = []
 
@@ -72,19 +75,20 @@ def searched(monkeypatch: pytest.MonkeyPatch, late: bool, **settings: Any) -> tu
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "is_asynchronous", late)
         patch.setattr(token_source, "first_draw", lambda: sampling.drawn)
-        with Solver(seed=3, max_expansions=8, listeners=[note], **settings) as solver:
-            solution = solver.solve(PROBLEM, trace_level="tokens")
+        solver = Solver(seed=3, max_expansions=8, listeners=[note], **settings)
+        solver.checkpoint = checkpoint
+        solution = solver.solve(PROBLEM, trace_level="tokens")
     return solution, happened
 
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_all_that_happens_is_what_happens_on_a_device_that_is_waited_for(
-    name: str, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+    name: str, checkpoint: Checkpoint, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    solution, wanted = searched(monkeypatch, late=False, **SEARCHES[name])
+    solution, wanted = searched(checkpoint, monkeypatch, late=False, **SEARCHES[name])
     assert not counts["begin"]
     counts.clear()
-    found, happened = searched(monkeypatch, late=True, **SEARCHES[name])
+    found, happened = searched(checkpoint, monkeypatch, late=True, **SEARCHES[name])
     assert happened == wanted
     assert found.answer == solution.answer
     if name in NEVER:
@@ -96,7 +100,7 @@ def test_all_that_happens_is_what_happens_on_a_device_that_is_waited_for(
 
 
 def test_a_step_is_begun_before_the_host_learns_the_tokens_it_computes(
-    counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
     begin, learn = ForwardPasses.begin, Drawing.result
@@ -114,17 +118,17 @@ def test_a_step_is_begun_before_the_host_learns_the_tokens_it_computes(
 
     monkeypatch.setattr(ForwardPasses, "begin", began)
     monkeypatch.setattr(Drawing, "result", learned)
-    searched(monkeypatch, late=True)
+    searched(checkpoint, monkeypatch, late=True)
     assert order and order == ["begin", "learn"] * (len(order) // 2)
 
 
 def test_rows_that_need_more_tokens_than_were_examined_are_drawn_as_ever(
-    counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "_first_width", lambda vocabulary, sampling: 20)
     settings = {"sampling": {"temperature": 1.5, "top_p": 0.999}}
-    _, wanted = searched(monkeypatch, late=False, **settings)
-    _, happened = searched(monkeypatch, late=True, **settings)
+    _, wanted = searched(checkpoint, monkeypatch, late=False, **settings)
+    _, happened = searched(checkpoint, monkeypatch, late=True, **settings)
     assert happened == wanted
     assert counts["drop"] and counts["take"]
 

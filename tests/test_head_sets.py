@@ -24,10 +24,10 @@ from arbor.heads.selection import (
     HeadScorer,
     ranked_means,
 )
-from arbor.heads.table import HeadMoves
+from arbor.heads.table import HeadMoves, HeadTable
 from arbor.kernels.native import native_library
 from arbor.kernels.native_heads import head_moves
-from arbor.memory.pool import KVPool
+from arbor.memory.pool import KVPool, LayerKV
 from arbor.memory.stores import LowerRoom
 from arbor.papers.ams.ams import AMS, Strata
 from arbor.papers.related.expected_attention import ExpectedAttention
@@ -350,6 +350,26 @@ def test_moves_are_checked() -> None:
         tree = lab.plant(SLOTS)
         with pytest.raises(AssertionError, match=wrong):
             lab.memory.evict_blocks([tree.root], np.array([gone]), one, moves=wanted)
+
+
+@pytest.mark.parametrize("widths", [(16, 16), (16, 24)], ids=["layers alike", "layers differ"])
+def test_a_copy_moves_single_heads_and_nothing_else(widths: tuple[int, int]) -> None:
+    layers = [LayerKV(2, width, 8) for width in widths]
+    pool = KVPool(layers, 6, torch.float32, torch.device("cpu"))
+    table = HeadTable([2, 2], 6)
+    for part in (*pool.k, *pool.v):
+        part.copy_(torch.randn(part.shape))
+    wanted = [part.clone() for part in (*pool.k, *pool.v)]
+    cells, source, target = [0, 0, 3], [1, 2, 1], [4, 5, 3]
+    for cell, old, new in zip(cells, source, target, strict=True):
+        layer, head = divmod(cell, 2)
+        for part in (wanted[layer], wanted[2 + layer]):
+            part[new, head] = part[old, head]
+
+    pool.copy_heads(moves(cells, np.array(source), np.array(target)), table)()
+
+    for part, right in zip((*pool.k, *pool.v), wanted, strict=True):
+        assert torch.equal(part, right)
 
 
 @pytest.mark.parametrize("where", ["before", "after"])

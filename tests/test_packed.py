@@ -81,6 +81,17 @@ def test_k_is_rounded_by_channel_and_v_by_token(bits: int, dtype: torch.dtype) -
     assert off.max() > 0
 
 
+def test_channels_of_v_that_fill_no_group_have_a_scale_of_their_own() -> None:
+    rows = random_rows(GROUP)[:, : KEYS + GROUP + GROUP // 4]
+    rows[:, -GROUP // 4 :] *= 0.01
+    store = PackedStore(2 * GROUP, KEYS, rows.shape[1], rows.dtype, 8)
+    store.write(numbers(0, GROUP), rows)
+    got, intact = store.read(numbers(0, GROUP), CPU)
+    assert intact.all()
+    last = slice(KEYS + GROUP, None)
+    assert (got - rows)[:, last].abs().max() < rows[:, last].abs().max() / 100
+
+
 def test_tokens_wait_in_full_precision_until_their_group_is_there() -> None:
     rows = random_rows(GROUP + 3)
     store = store_of(3 * GROUP, 2)
