@@ -109,6 +109,14 @@ def lab(device: Device, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return lab
 
 
+def test_on_a_cpu_seconds_are_those_of_its_clock() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    for _ in range(2):
+        watch.stop(watch.start())
+    assert watch.take() > 0
+    assert watch.take() == 0
+
+
 def test_the_engine_reports_the_device_s_seconds_of_every_kind_of_forward(
     lab: Lab, device: Device
 ) -> None:

@@ -151,6 +151,15 @@ def test_the_probe_gives_the_similarity_of_honest_hidden_states(
     assert lab.memory.used == len(first), "the probe's slots were given back"
 
 
+def test_a_search_next_to_others_reads_its_own_prompt() -> None:
+    lab = lab_of()
+    opened(lab, FIRST, read=True)
+    tree = opened(lab, SECOND)
+    assert lab.other_prompt(tree, lab.listener) is not None
+    lab.open(ThoughtTree(HEAD), POOL, alone=False, pool=POOL)
+    assert lab.other_prompt(tree, lab.listener) is None
+
+
 def test_kept_prompts_give_way_before_a_lossy_search_loses_a_token() -> None:
     lab = lab_of()
     pool = 2 * len(FIRST)
