@@ -63,6 +63,7 @@ TREE_RANKED = ("h2o", "streaming", "thinkv-each")
 BY_PATH = "spares_paths=true"
 TREE_POLICIES = ("ends", "uniform", "lru", "arborkv")
 PATH_POLICIES = (
+    "h2o,recent=64",  # its paper protects as many recent tokens as heavy ones
     *("ends", "streaming", "h2o", "tova", "snapkv", "rkv", "keydiff", "pyramidkv"),
     *("thinkv-each", "raas", "lazyeviction-each", "ams-each", "hierarchy"),
 )
