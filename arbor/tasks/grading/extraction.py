@@ -37,7 +37,7 @@ _SAYS_ANSWER = re.compile(
     re.IGNORECASE,
 )
 _IS_ANSWER = re.compile(
-    r"(?<![\w.,])((?:\*\*|__|[$£€]|\\[($])*-?\d\S{0,20}(?:[ ][A-Za-z]{3,20}){0,2}[*_]*)\s+is\s+"
+    r"(?<![\w.,])((?:\*\*|__|[$£€]|\\[($]){0,4}-?\d\S{0,20}(?:[ ][A-Za-z]{3,20}){0,2}[*_]*)\s+is\s+"
     r"(?:the|our|my)\s+(?:(?:final|correct|required|right)\s+)?answer\b",
     re.IGNORECASE,
 )
