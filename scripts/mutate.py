@@ -359,7 +359,7 @@ def tests_of(root: Path, file: str) -> tuple[str, ...]:
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     texts = {
         path: path.read_text("utf-8")
-        for path in sorted((root / "tests").glob("test_*.py"))
+        for path in sorted((root / "tests").rglob("test_*.py"))
         if not path.stem.startswith(LEFT_OUT)
     }
     package = module.rpartition(".")[0]

@@ -6,6 +6,8 @@ import math
 import random
 from collections.abc import Callable
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from support.slow_cases import every, only
 from support.trees import Lab
 
 from arbor.engine.operation import GivenBlock, Growing
-from arbor.engine.retained import UNLIMITED
+from arbor.engine.retained import UNLIMITED, PartOfRetained
 from arbor.errors import BudgetInfeasible
 from arbor.events import Evicted, Forwarded
 from arbor.memory import memory as memory_module
@@ -289,3 +291,29 @@ def test_an_amount_below_the_prompt_and_a_token_is_refused_with_the_size_that_wo
         lab.begin_grow([(search.tree.root, 1)], search.growth)
 
     assert caught.value.needed == search.tree.root.end + 1
+
+
+# A part of full retention
+
+
+def search_of(least: int, expected: int, most: int) -> Any:
+    """What a part asks of a search."""
+    lengths = SimpleNamespace(count=0, total=0)
+    return SimpleNamespace(least=least, most=most, lengths=lengths, expected=lambda _: expected)
+
+
+def test_a_part_reports_the_least_where_that_was_more() -> None:
+    part, search = PartOfRetained(Fraction(1, 4)), search_of(10, 80, 200)
+    part.take(search)
+    assert part() == 20 and part.report() == (20, 0)
+    search.least = 30
+    assert part() == 30 and part.report() == (30, 30)
+
+
+def test_the_whole_is_that_of_the_searches_in_progress() -> None:
+    whole, last = PartOfRetained(Fraction(1)), search_of(10, 80, 50)
+    whole.take(search_of(10, 80, 200))
+    whole.take(last)
+    assert whole() == 250
+    whole.drop(last)
+    assert whole() == 200

@@ -385,6 +385,25 @@ def test_what_waits_is_expected_in_the_order_in_which_it_joins() -> None:
     assert set(kinds) == {"verify"}, "also where its path comes back"
 
 
+def test_leaves_that_wait_to_grow_are_expected_one_after_another() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = ThoughtTree(PROMPT)
+    waves: list[list[list[Node]]] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Pressure):
+            waves.append(lab.state.of(tree.root).upcoming)
+
+    lab.open(tree, len(PROMPT) + 2 * LENGTH, emit=listen)  # one path
+    lab.extend(tree.root)
+    first, second, third = lab.sprout([(tree.root, 3)])
+    waves.clear()
+
+    lab.sprout([(leaf, 1) for leaf in (first, second, third)])
+
+    assert [wave for wave, _ in itertools.groupby(waves)] == [[[second], [third]], [[third]], []]
+
+
 def test_rows_that_decode_lose_nothing_to_what_joins_them() -> None:
     lab = Lab(build("llama"), policy="random", debug=True)
     tree = lab.plant(len(PROMPT) + 4 * LENGTH + 2)
