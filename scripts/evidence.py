@@ -10,9 +10,10 @@ is given (`--gpu-bandwidth`), with the formula. Nothing is searched without `--y
 
      1  paths        answers of one chain at 0.75, 0.5 and 0.25 of its KV, by policy, all with the
                      same protection
-     2  lossless     time, recomputed and fetched tokens at a half, a quarter and one path of each
-                     problem's own peak, with and without host memory; a path of which a half or
-                     a quarter is on the device; and other policies, replayed
+     2  lossless     time, recomputed and fetched tokens at a half and a quarter of what full
+                     retention holds at the time, and with room for one expansion, with and without
+                     host memory; a path of which a half or a quarter is on the device; and other
+                     policies, replayed
      3  attention    how often tokens of a chain are read again, and how few hold the attention
      4  gates        which verifications RKSC's gates skip or shorten, how many then prefer another
                      thought, and the time

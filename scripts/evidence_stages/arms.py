@@ -54,7 +54,7 @@ EXPERIMENTS: Mapping[int, str] = {
 }
 TOGETHER = ("paths", "hierarchy", "bits", "trees")  # no times: several problems in progress at once
 
-LOSSLESS_PARTS = (0.5, 0.25, 0.0)  # 0: one path, the least budget in which the search can run
+LOSSLESS_PARTS = (0.5, 0.25, 0.0)  # 0: no more than one expansion
 LOSSY_PARTS = (0.75, 0.5, 0.25)
 REPLAYED = ("reentry", "lru", "arborkv", "belady")
 # The baselines of ArborKV's tables 1 and 4; each also with running paths as the sequence, which the

@@ -26,6 +26,7 @@ from arbor.run.solution import Solution
 from .arms import LOSSLESS_PARTS, REFERENCE, REPLAYED, SEARCHES, Arm, reference
 
 Record = dict[str, Any]
+ONE_EXPANSION = 0.01  # a part of full retention so small that no more than that fits
 UNREADABLE: Record = {"error": "unreadable", "message": "full retention cannot read it"}
 
 
@@ -164,18 +165,19 @@ class Measuring:
         """What one search found and cost.
 
         Args:
-            peak: of full retention, of which `Arm.part` is held; None: everything is held.
+            peak: of full retention, of which `Arm.part` is held; None: everything is held. Of trees
+                of which nothing is lost it is a part of what full retention holds at the time.
         """
         blocks = Blocks()
         listeners = [blocks.hear] if listener is None else [blocks.hear, listener]
         try:
             solver = self._solver_of(arm, listeners)
             assert sample.problem is not None, "samples were read with their problems"
-            budget, smallest = "full", False
+            budget: str | float = "full"
             if peak is not None:
-                least = 1 if arm.lossy else solver.plan(sample.problem).enough_tokens
-                slots = max(math.floor(arm.part * peak), least)
-                budget, smallest = f"{slots}tok", slots == least and not arm.lossy
+                amount = arm.lossy or "staging" in arm.settings
+                slots = max(math.floor(arm.part * peak), 1)
+                budget = f"{slots}tok" if amount else max(arm.part, ONE_EXPANSION)
             solver.load()  # not timed
             began, began_cpu = time.perf_counter(), time.process_time()
             solution = solver.solve(sample.problem, expected=sample.expected, budget=budget)
@@ -184,12 +186,13 @@ class Measuring:
             if arm.question == REFERENCE and not isinstance(error, InputError):
                 raise
             return failure(error)
+        allowed = solution.metrics.budget_tokens
         return {
             "error": "",
             "cpu_s": round(cpu_s, 4),
             "wall_s": round(wall_s, 4),
             "tree": digest_of(blocks),
-            "smallest": smallest,
+            "smallest": isinstance(budget, float) and allowed > arm.part * (peak or 0),
             **_facts(solution),
         }
 

@@ -209,7 +209,7 @@ def _budget(search: str, rows: Rows) -> list[tuple[str, str, str]]:
         why = f"{cell(best, 'time_ratio')} times the time of full retention"
         if others:
             why += f"; {others}"
-        held = f"{part} of the peak" if part else "one path"
+        held = f"{part} of full retention" if part else "one expansion"
         found.append((f"{search} in {held}", best["arm"], why))
     return found
 
