@@ -12,8 +12,10 @@ from support.run_cli import in_process
 from support.slow_cases import every
 
 from arbor import Solver
+from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Event
-from arbor.measure.replay import RecordedSearch, replay
+from arbor.measure import replay as replay_module
+from arbor.measure.replay import RecordedSearch, replay, replay_smallest
 from arbor.metrics import Metrics
 from arbor.model.loading import BUILTIN
 from arbor.run.listeners import StopSearch
@@ -73,6 +75,25 @@ def test_a_replay_has_the_counters_of_a_run(search: dict[str, object], tokenizer
         again = replay(record, tokenizer, policy=policy, slots=slots)
         assert counters(again) == counters(run)
         assert again.evicted_tokens > 0
+
+
+@pytest.mark.parametrize("share", ["exact", "off"])
+def test_the_smallest_budget_is_found_near_the_longest_path(
+    share: str, tokenizer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, events = live({"controller": "tot", "share": share})
+    record = RecordedSearch.of(events)
+    tried: list[int] = []
+
+    def noted(*given: object, slots: int, **settings: object) -> Metrics:
+        tried.append(slots)
+        return replay(*given, slots=slots, **settings)
+
+    monkeypatch.setattr(replay_module, "replay", noted)
+    slots, _ = replay_smallest(record, tokenizer, slots=1, policy="lru")
+    assert tried[-1] == slots and len(tried) < 5
+    with pytest.raises(BudgetInfeasible):
+        replay(record, tokenizer, slots=slots - 1, policy="lru")
 
 
 def test_a_run_that_was_cut_short_is_replayed_up_to_its_last_whole_round(

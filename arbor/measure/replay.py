@@ -78,6 +78,8 @@ class RecordedSearch:
         values: the verifier's, by node id, of the blocks that were valued.
         logprobs: of sampled tokens, by node id; empty unless the trace has them.
         reads: when each block is read.
+        longest: tokens up to the end of a block, the most; no budget below that, but for the last
+            token, lets the search run.
         expansions: complete ones of a run that was cut short; None: it ended by itself.
     """
 
@@ -87,6 +89,7 @@ class RecordedSearch:
     values: Mapping[int, float]
     logprobs: Mapping[int, Sequence[float]]
     reads: FutureReads
+    longest: int
     expansions: int | None = None
 
     @classmethod
@@ -145,8 +148,12 @@ class RecordedSearch:
             if isinstance(event, Sampled):
                 for node, logprob in zip(event.nodes, event.logprobs, strict=True):
                     logprobs.setdefault(node, []).append(logprob)
-        reads = FutureReads.of(events)
-        return cls(header, root.tokens, blocks, values, logprobs, reads, expansions)
+        ends = {root.node: root.tokens}
+        for event in opened:
+            if event.parent in ends and event.node in blocks:
+                ends[event.node] = ends[event.parent] + len(blocks[event.node].ids)
+        longest, reads = max(ends.values()), FutureReads.of(events)
+        return cls(header, root.tokens, blocks, values, logprobs, reads, longest, expansions)
 
     @property
     def eos(self) -> frozenset[int]:
@@ -274,9 +281,13 @@ def replay_smallest(
     Returns:
         Slots, and the counters.
     """
+    record = (
+        recorded if isinstance(recorded, RecordedSearch) else RecordedSearch.of(recorded.events)
+    )
+    slots = max(slots, record.longest - 1)
     while True:
         try:
-            return slots, replay(recorded, tokenizer, slots=slots, **settings)
+            return slots, replay(record, tokenizer, slots=slots, **settings)
         except BudgetInfeasible as error:
             assert error.needed > slots, f"{error.needed} slots are needed and {slots} are there"
             slots = error.needed
