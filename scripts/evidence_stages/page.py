@@ -94,7 +94,7 @@ COLUMNS = {
     "lossless": {
         "search": "search",
         "arm": "evicted KV goes to",
-        "budget_fraction": "part of the peak",
+        "budget_fraction": "part of full retention",
         "held_fraction": "held",
         "time_ratio": "time, full retention = 1",
         "recomputed_per_generated": "recomputed per generated",

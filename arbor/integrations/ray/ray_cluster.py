@@ -220,8 +220,7 @@ class RayCluster:
         self._place = place
         self._config, self._unrecorded = dict(config), dict(unrecorded)
         self._concurrency = concurrency
-        self._processes = int(self._unrecorded.get("tp", 1))  # of each worker
-        self._threads = threads * self._processes
+        self._threads = threads * int(self._unrecorded.get("tp", 1))
         self._ray: Any = None
         self._began = False  # the connection, or the cluster, is this object's
         self._on_gpu = False
@@ -259,7 +258,7 @@ class RayCluster:
         total = ray.cluster_resources()
         gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
         device = self._unrecorded.get("device", "auto")
-        self._on_gpu = device == "cuda" or (device == "auto" and gpus > 0 and self._processes == 1)
+        self._on_gpu = device == "cuda" or (device == "auto" and gpus > 0)
         self._unrecorded["device"] = "cuda" if self._on_gpu else "cpu"
         if self._place.number is not None:
             return self._place.number
