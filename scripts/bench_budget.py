@@ -2,11 +2,12 @@
 
     python scripts/bench_budget.py --n 30 --csv rows.csv
     python scripts/bench_budget.py --n 16 --host --csv ../docs/experiments/tiers_time.csv
+    python scripts/bench_budget.py --model m.gguf --dataset gsm8k.jsonl --task gsm8k --host
 
-Budgets are parts of the full-retention peak of the same problem and search. Every problem is solved
-at every budget in turn, with the same seed, each problem beginning with another budget. Thread CPU
-time, one thread; the ratio is per problem against full retention, its median with a bootstrap 95 %
-interval.
+Budgets are parts of what full retention holds at the time, as `--budget 0.25`. Every problem is
+solved at every budget in turn, with the same seed, each problem beginning with another budget. The
+ratio is per problem against full retention, its median with a bootstrap 95 % interval. Thread CPU
+time, one thread; on a GPU wall time, and each phase waits for the GPU before and after itself.
 
 The time above full retention is split by nvtx_range of the engine, each without the phases inside
 it: `rehydrate` (forward passes that recompute), `policy` (deciding, evicting and storing), `fetch`
@@ -21,10 +22,9 @@ With `--host` every budget is measured without and with host memory for what is 
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -47,23 +47,34 @@ HOST = "1000000tok"
 Arm = tuple[float, bool]  # the part of the peak that is kept, and whether the host holds the rest
 
 
-class Phases:
-    """CPU seconds of the thread in each nvtx_range of the engine, without those of phases inside
-    it."""
+def on_cpu() -> float:
+    """CPU seconds of the thread."""
+    return time.thread_time()
 
-    def __init__(self) -> None:
+
+def on_gpu() -> float:
+    """Wall seconds, once the GPU has done what it was given."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Phases:
+    """Seconds in each nvtx_range of the engine, without those of phases inside it."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
         self._spent: dict[str, float] = defaultdict(float)
         self._inside = [0.0]
 
     @contextmanager
     def nvtx_range(self, name: str) -> Iterator[None]:
         """Stands in for `arbor.engine.forward_pass.nvtx_range`."""
-        began = time.thread_time()
+        began = self.now()
         self._inside.append(0.0)
         try:
             yield
         finally:
-            whole = time.thread_time() - began
+            whole = self.now() - began
             self._spent[name] += whole - self._inside.pop()
             self._inside[-1] += whole
 
@@ -96,27 +107,26 @@ def measure(args: argparse.Namespace, name: str, phases: Phases) -> list[dict[st
             for host in lower
         }
         plain = solvers[False]
+        for solver in solvers.values():
+            solver.checkpoint = plain.checkpoint  # the weights are loaded once
         chosen = problems_of(args, plain.task, args.n + 1)
         for solver in solvers.values():
-            solver.solve(chosen[0])  # warm
+            solver.solve(chosen[0], max_tokens=args.tokens)  # warm
         for place, problem in enumerate(chosen[1:]):
             blocks.take()
-            peak = plain.solve(problem).metrics.peak_tokens
+            plain.solve(problem, max_tokens=args.tokens)
             whole = blocks.take()
             for ratio, host in turned(list(seen), place):
-                least = plain.plan(problem).enough_tokens
-                slots = max(least, math.floor(ratio * peak))
-                budget = f"{slots}tok" if ratio < 1 else "full"
                 blocks.take()
                 phases.take()
-                began = time.thread_time()
-                metrics = solvers[host].solve(problem, budget=budget).metrics
+                began = phases.now()
+                found = solvers[host].solve(problem, budget=ratio, max_tokens=args.tokens)
                 seen[ratio, host].append(
                     {
-                        "cpu_s": time.thread_time() - began,
+                        "seconds": phases.now() - began,
                         **phases.take(),
                         "same": blocks.take() == whole,
-                        "metrics": metrics,
+                        "metrics": found.metrics,
                     }
                 )
     return [row(args, name, arm, runs, seen[1.0, False]) for arm, runs in seen.items()]
@@ -147,11 +157,11 @@ def row(
         return float(sum(run[key] for run in of))
 
     def more(*keys: str) -> float:
-        return sum(total(key) - total(key, full) for key in keys) / total("cpu_s", full)
+        return sum(total(key) - total(key, full) for key in keys) / total("seconds", full)
 
     metrics = [run["metrics"] for run in runs]
-    times = np.array([run["cpu_s"] for run in runs])
-    middle, low, high = interval(times / np.array([run["cpu_s"] for run in full]))
+    times = np.array([run["seconds"] for run in runs])
+    middle, low, high = interval(times / np.array([run["seconds"] for run in full]))
     steps = sum(m.steps for m in metrics) / max(1, sum(run["metrics"].steps for run in full))
     extra = {
         "rehydrate": more("rehydrate"),
@@ -159,7 +169,7 @@ def row(
         "fetch": more("fetch"),
         "lost_width": more("decode", "verify"),
     }
-    extra["rest"] = more("cpu_s") - sum(extra.values())
+    extra["rest"] = more("seconds") - sum(extra.values())
     generated = sum(m.tokens_generated for m in metrics)
     moved = sum((m.tokens_stored + m.tokens_fetched) * m.bytes_per_token for m in metrics)
     return {
@@ -171,13 +181,14 @@ def row(
         "budget_tokens": int(np.median([m.budget_tokens for m in metrics])),
         "over_budget": sum(m.peak_tokens > m.budget_tokens for m in metrics),
         "same_tree": sum(run["same"] for run in runs),
-        "cpu_s_median": round(float(np.median(times)), 3),
+        "seconds_median": round(float(np.median(times)), 3),
         "ratio_to_full": round(middle, 3),
         "ratio_low": round(low, 3),
         "ratio_high": round(high, 3),
-        "time_ratio_of_sums": round(1 + more("cpu_s"), 3),
+        "time_ratio_of_sums": round(1 + more("seconds"), 3),
         **{f"above_full_{key}": round(value, 3) for key, value in extra.items()},
-        "policy_share": round(total("policy") / total("cpu_s"), 4),
+        "fetch_share": round(total("fetch") / total("seconds"), 4),
+        "policy_share": round(total("policy") / total("seconds"), 4),
         "policy_us_per_event": round(
             1e6 * total("policy") / max(1, sum(m.pressure_events for m in metrics))
         ),
@@ -198,6 +209,7 @@ def main() -> None:
     add_model_and_problems(parser)
     parser.add_argument("--n", type=int, default=30)
     parser.add_argument("--policy", default="reentry")
+    parser.add_argument("--tokens", type=int, help="of each search, at most")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=tuple(SEARCHES))
     parser.add_argument("--host", action="store_true", help="also with host memory below")
@@ -205,10 +217,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    phases, table = Phases(), ExperimentTable(args)
+    phases = Phases(on_gpu if torch.cuda.is_available() else on_cpu)
+    table = ExperimentTable(args)
     with ExitStack() as stack:
         for module in (forward_pass, fetching, residency):
             stack.enter_context(mock.patch.object(module, "nvtx_range", phases.nvtx_range))
+        stack.enter_context(mock.patch.object(forward_pass, "nvtx_is_on", lambda: True))
         for name in args.searches:
             for each in measure(args, name, phases):
                 table.show(each)

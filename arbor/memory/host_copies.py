@@ -57,11 +57,18 @@ class HostCopies:
         rows.record_stream(self._stream)
         return HostCopy(target, ended)
 
-    def up(self, rows: Tensor, device: torch.device) -> Tensor:
-        """Rows of host memory on a device; what it is asked next waits for them, the host does not.
+    def up(self, rows: Tensor, index: Tensor, device: torch.device) -> Tensor:
+        """Chosen rows on a device; what it is asked next waits for them, the host does not.
+
+        They are gathered in page-locked memory, from which they leave without another copy.
 
         Args:
-            rows: not page-locked.
+            rows: [n, numbers], of host memory.
+            index: int64 [m], of the rows.
             device: the one given, or the CPU.
         """
-        return rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True)
+        if device.type == "cpu":
+            return rows.index_select(0, index)
+        chosen = torch.empty((len(index), *rows.shape[1:]), dtype=rows.dtype, pin_memory=True)
+        torch.index_select(rows, 0, index, out=chosen)
+        return chosen.to(device, non_blocking=True)

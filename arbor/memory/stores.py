@@ -136,9 +136,12 @@ class HostStore:
     def part(self, index: Tensor, columns: slice, device: torch.device) -> tuple[Tensor, int]:
         """See `ReadInPlace`."""
         self._take_in(0)
-        rows = self._rows[:, columns].index_select(0, index)
-        there = rows if self._copies is None else self._copies.up(rows, device)
-        return there, rows.nbytes
+        held = self._rows[:, columns]
+        if self._copies is None:
+            rows = held.index_select(0, index)
+        else:
+            rows = self._copies.up(held, index, device)
+        return rows, rows.nbytes
 
     def _take_in(self, most: int) -> None:
         """Put what has come into its records; wait where more than so many copies are under way."""
