@@ -44,6 +44,10 @@ QUICK: dict[str, tuple[str, ...]] = {
 }
 SLOW: dict[str, tuple[str, ...]] = {
     "kill_ranks": ("--rounds 1 --csv FOLDER/out.csv",),
+    "check_ranks": (
+        "--model builtin:sapling --device cpu --dtypes float32 --tokens 6 --part-s 300 "
+        "--limit-s 600 --csv FOLDER/out.csv",
+    ),
     "bench_int8": (
         "answers --of weights --n 2 --csv FOLDER/out.csv",
         "decode --of kv --size 5m --shapes F1 --rounds 1 --csv FOLDER/other.csv",
@@ -164,5 +168,11 @@ def test_every_script_that_searches_takes_a_model_and_a_data_set() -> None:
     searching = {name for name, text in texts.items() if re.search(r'\bSolver\(|"serve"', text)}
     of_problems = {name for name in searching if "add_model_and_problems" in texts[name]}
 
-    own = {"bench_ranks", "bench_start", "evidence", "eval_prompts"}  # or none that could be others
+    own = {
+        "bench_ranks",
+        "bench_start",
+        "check_ranks",
+        "evidence",
+        "eval_prompts",
+    }  # or none that could be others
     assert searching <= of_problems | own, "add the options of model_and_problems.py"

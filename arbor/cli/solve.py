@@ -38,6 +38,7 @@ from arbor.tasks.base import BlockLimits
 from arbor.trace.write import TraceWriter
 
 if TYPE_CHECKING:
+    from arbor.run.setup import Setup
     from collections.abc import Sequence
 
     from arbor.aggregate.base import AnswerVotes
@@ -131,6 +132,8 @@ def solve(output: Output, /, **values: Any) -> int:
         if options.dry_run:
             if not output.json:
                 output.print(f"{'weights':<18}{weights_text(solver.describe())}")
+                if solver.setup.tp > 1:
+                    output.print(f"{'processes':<18}{processes_text(solver.setup)}")
             print_plan(output, plan)
             if expected and not output.json:
                 output.print(f"{'time':<18}{expected}")
@@ -421,6 +424,16 @@ def weights_text(info: ModelInfo) -> str:
     """Dtype and memory of the weights as they are loaded."""
     lossy = "" if info.weights == "auto" else f", then {info.weights}, lossy"
     return f"{info.dtype}, {human_bytes(info.weights_bytes)}{lossy}"
+
+
+def processes_text(setup: Setup) -> str:
+    """What each of several processes has that hold a model together."""
+    if setup.checkpoint.asked_device == "cpu":
+        return f"{setup.tp}, each with a part of the weights, and the KV below"
+    return (
+        f"{setup.tp}, each with these weights and the KV below; no CUDA graphs, no steps ahead "
+        "of the host"
+    )
 
 
 def print_plan(output: Output, plan: Plan) -> None:

@@ -21,7 +21,8 @@ from arbor.model.loading import (
     settled_dtype,
 )
 from arbor.model.model_info import Description, Files, ModelInfo
-from arbor.model.names import INT8, check_device, check_dtype, check_int8_weights
+from arbor.model.names import BYTES_OF, INT8, check_device, check_dtype, check_int8_weights
+from arbor.model.parallel.devices import devices_of
 from arbor.model.parallel.shards import cannot, division_of
 from arbor.model.placement import (
     FLASHINFER,
@@ -122,8 +123,8 @@ class ModelSettings(ModelSource):
         deterministic: results do not depend on the rest of the batch, to the last bit, or the model
             is refused (no mixtures of experts). The native kernels of a CPU need no request for
             that; elsewhere it is slower; see docs/budget.md.
-        tp: processes that hold the model together, each some of its heads; the others are begun by
-            this one (docs/compatibility.md).
+        tp: processes that hold the model together, each some of its heads, on a GPU each or on a
+            CPU; the others are begun by this one (docs/compatibility.md).
     """
 
     HEADING = "Model"
@@ -178,7 +179,7 @@ class ModelSettings(ModelSource):
     )
     tp: int = setting(
         1,
-        "Processes that hold the model together, on a CPU.",
+        "Processes that hold the model together, on a GPU each or on a CPU.",
         metavar="N",
         least=1,
         recorded="never",
@@ -202,7 +203,10 @@ class Checkpoint:
     """
 
     def __init__(self, settings: ModelSettings, follows: Ranks | None = None) -> None:
-        model, device, backend = settings.model, settings.device, settings.backend
+        self.tp, self._devices = settings.tp, [settings.device]
+        if self.tp > 1 and follows is None:
+            self._devices = _devices_of_ranks(settings)
+        model, device, backend = settings.model, self._devices[0], settings.backend
         self.kv_dtype = settings.kv_dtype
         if self.kv_dtype == INT8:
             check_int8(backend, device)
@@ -237,9 +241,6 @@ class Checkpoint:
             raise UsageError(
                 "adapter", "the model is loaded already.", "Merge the adapter into it, with peft."
             )
-        self.tp = settings.tp
-        if self.tp > 1:
-            _check_ranks(settings, ready=self._given is not None)
         self._follows = follows
         self._followers: Followers | None = None
         self._settings = {name: getattr(settings, name) for name in settings_of(ModelSettings)}
@@ -359,13 +360,11 @@ class Checkpoint:
 
         from arbor.model.parallel.followers import Followers
 
-        if self.device.type != "cpu":
-            raise cannot(self.tp, f"device={self.device}", "--device cpu")
         with stage_of(f"beginning {self.tp} processes"):
-            followers = Followers(self._settings, self.tp, torch.get_num_threads())
+            followers = Followers(self._settings, self._devices, torch.get_num_threads())
         try:
-            weights = self._load(files, followers.ranks)
-            followers.wait_until_ready()
+            with followers.loading():
+                weights = self._load(files, followers.ranks)
         except BaseException:
             followers.close()
             raise
@@ -414,6 +413,9 @@ class Checkpoint:
     def _as_kept(self, info: ModelInfo) -> ModelInfo:
         """The model with weights and KV as they are kept here."""
         info = replace(info, weights=self.weights)
+        on_gpu = is_gpu(self.asked_device)
+        if self.source.gguf is not None and (self.source.adapter is not None or on_gpu):
+            info = info.with_dense_weights()
         if self.tp > 1 and info.supported:
             division = division_of(load_config(self.source), self.tp)
             mine, whole = division.kv_heads_each, division.kv_heads
@@ -422,9 +424,8 @@ class Checkpoint:
                 kv_bytes_per_token=info.kv_bytes_per_token * mine // whole,
                 kv_bytes_int8=info.kv_bytes_int8 * mine // whole,
             )
-        dense = self.source.adapter is not None or is_gpu(self.asked_device)
-        if self.source.gguf is not None and dense:
-            info = info.with_dense_weights()
+            if on_gpu:  # on a CPU a file may be mapped by all
+                info = replace(info, weights_bytes=division.numbers * BYTES_OF[info.dtype])
         return info.with_int8_kv() if self.kv_dtype == INT8 else info
 
     def backend_name(self, info: ModelInfo) -> str:
@@ -481,20 +482,20 @@ class Checkpoint:
         return "torch"
 
 
-def _check_ranks(settings: ModelSettings, *, ready: bool) -> None:
-    """Refuses what does not run on several ranks; nothing is read.
+def _devices_of_ranks(settings: ModelSettings) -> list[str]:
+    """The device of each rank, by name; nothing is read.
 
     Args:
         settings: with `tp` above 1.
-        ready: whether the model was passed ready.
 
     Raises:
-        UsageError: names the setting, and what to give instead.
+        UsageError: something does not run on several ranks, or there are too few GPUs; names the
+            setting, and what to give instead.
     """
+    ready = not isinstance(settings.model, str | os.PathLike)
     refused = {
         "a ready model": (ready, "a directory or Hub id"),
         "adapter": (settings.adapter is not None, "a model that it is merged into"),
-        f"device={settings.device}": (is_gpu(settings.device), "--device cpu"),
     }
     for what, (given, instead) in refused.items():
         if given:
@@ -506,3 +507,4 @@ def _check_ranks(settings: ModelSettings, *, ready: bool) -> None:
             "Run the same with python, on one machine.",
             tp=settings.tp,
         )
+    return devices_of(settings.device, settings.tp)

@@ -22,6 +22,7 @@ from arbor.model.gguf.tokenizer import ending_ids, restore_tags, set_ends, split
 from arbor.model.hub import cache_if_unreachable, is_reachable
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
+from arbor.support.environment import environment
 from arbor.support.stages import show
 
 if TYPE_CHECKING:
@@ -396,7 +397,7 @@ def load_model(
         dtype, device: of its weights.
         auto: the class of transformers that builds it; ``AutoModel`` has no head.
         division: which part of safetensors this process reads, as one of several; None: all. A
-            GGUF file is mapped whole.
+            GGUF file is mapped whole, in host memory.
 
     For a GPU, transformers copies each tensor to the device as it is read, if accelerate is
     installed; without it the whole model passes through host memory.
@@ -412,9 +413,17 @@ def load_model(
 
     config = load_config(source)
     check_quantized(config, source.name, device.type)
+    later = division is not None and source.gguf is not None and device.type != "cpu"
+    if later:  # `put_on` brings it there
+        device = torch.device("cpu")  # no GPU is given what it does not keep
     direct = device.type != "cpu" and is_accelerate_available()
+    divided = division is not None
+    if division is not None and direct != torch.cuda.is_available():
+        division = None  # transformers would divide it among the GPUs; it is read whole
     try:
-        model = None if source.gguf is None else _blocks_of_gguf(source, config, dtype, device)
+        model = None
+        if source.gguf is not None:
+            model = _blocks_of_gguf(source, config, dtype, device, linear_only=later)
         missing: Iterable[str] = ()
         if model is None:
             place = device if direct else None
@@ -455,7 +464,7 @@ def load_model(
                 model=source.name,
             )
         model = merged(model, source.adapter)
-    if division is not None or {each.device.type for each in model.parameters()} == {device.type}:
+    if divided or {each.device.type for each in model.parameters()} == {device.type}:
         return model  # quantized layers refuse to be moved
     weights = sum(each.nbytes for each in model.parameters())
     try:
@@ -467,7 +476,12 @@ def load_model(
 
 
 def _blocks_of_gguf(
-    source: ModelLocation, config: Any, dtype: torch.dtype, device: torch.device
+    source: ModelLocation,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    linear_only: bool,
 ) -> Any | None:
     """The model of a GGUF file, its matrices in the file's blocks on a CPU; None for an
     architecture that only transformers converts."""
@@ -475,7 +489,12 @@ def _blocks_of_gguf(
 
     header = read_gguf_header(gguf_path(source))
     dense = source.adapter is not None  # added to numbers
-    model = read_model(header, config, dtype, device, dense=dense, on_tensor=_shown(source))
+    model = read_model(
+        *(header, config, dtype, device),
+        dense=dense,
+        linear_only=linear_only,
+        on_tensor=_shown(source),
+    )
     if model is None:
         kind = header.get("general.architecture")
         logger.info("%s: weights of '%s' become dense", source.label, kind)
@@ -499,16 +518,18 @@ def _by_transformers(
     import transformers
 
     placement: dict[str, Any] = {} if device is None else {"device_map": {"": device}}
+    number: dict[str, str] = {}
     if source.gguf is not None:
         placement["config"] = config
         placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
     elif division is not None:
         from transformers.distributed.configuration_utils import DistributedConfig
 
-        placement["distributed_config"] = DistributedConfig(
-            tp_size=division.count, tp_plan=division.read
-        )
-    with _no_progress_bar(), read_once(source, _shown(source)) as (path, packed):
+        plan = DistributedConfig(tp_size=division.count, tp_plan=division.read)
+        placement = {"distributed_config": plan}
+        number = {} if device is None else {"LOCAL_RANK": str(device.index or 0)}  # of the GPU
+    reading = read_once(source, _shown(source))
+    with _no_progress_bar(), environment(number), reading as (path, packed):
         model, report = getattr(transformers, auto).from_pretrained(
             path,
             dtype=dtype,

@@ -275,7 +275,7 @@ class ModelRunner:
         if order.mass or order.queries:
             rows = {layer: torch.from_numpy(each) for layer, each in (order.queries or {}).items()}
             asked = _Asked(dict.fromkeys(order.mass), queries=rows)
-        with self._turn, torch.inference_mode():
+        with self._turn, self._launches(), torch.inference_mode():
             self._together(order.plan, pool, order.last, order.hidden, asked)
 
     def _order(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from arbor import components
 from arbor.errors import ModelError, UsageError, logits_not_finite
-from arbor.kernels.attention.base import AttentionBackend
+from arbor.kernels.attention.base import AttentionBackend, AttentionShape
 from arbor.kernels.attention.trial import BackendUnusable
 from arbor.kernels.fused.parts import fused_ops
 from arbor.kernels.fused.rotary import rotary_ops
@@ -226,12 +227,16 @@ def load_weights(
             required and cannot run; or weights cannot be in 8 bits here.
     """
     info = files.info
-    name, attend = _backend(files, device, backend, required)
     division = None if ranks is None else division_of(load_config(source), ranks.count)
+    if division is not None and isinstance(files, Files):
+        files = replace(files, shapes=shapes_of_rank(files.shapes, division))
+    name, attend = _backend(files, device, backend, required)
     model = given or load_model(source, getattr(torch, info.dtype), device, division=division)
     if ranks is not None and division is not None:
         ranks.loaded()
         _divide(model, division, ranks)
+        if cuda_graphs and device.type == "cuda" and not ranks.number:
+            logger.info("steps run without CUDA graphs: %d processes have the model", ranks.count)
     if given is not None:
         check_packed_before(model, INT8 if int8_weights else "auto")
     if deterministic:
@@ -240,7 +245,8 @@ def load_weights(
         deterministic = not batch_dependent(model)  # at no measurable cost, see docs/budget.md
     show(f"checking and packing the weights of {source.label}")
     own, attention = own_logits(model), model.config._attn_implementation
-    graphs = cuda_graphs and device.type == "cuda" and not deterministic
+    # the others would have to capture, check and replay the same steps
+    graphs = cuda_graphs and device.type == "cuda" and not deterministic and ranks is None
     recorder = CudaRecorder(device) if graphs else None
     kv_dtype = torch.int8 if int8_kv else None
     runner = ModelRunner(
@@ -293,12 +299,30 @@ def load_weights(
 
 def _divide(model: Any, division: Division, ranks: Ranks) -> None:
     """Leave this rank its part of the linear layers."""
-    from arbor.model.parallel.layers import divide
+    from arbor.model.parallel.layers import divide, put_on
 
     if division.note and not ranks.number:
         logger.warning("--tp %d: %s", division.count, division.note)
     ranks.has_heads = division.attention
     divide(model, division, ranks)
+    if ranks.device.type != "cpu":
+        put_on(model, ranks.device)
+
+
+def shapes_of_rank(
+    shapes: Sequence[AttentionShape], division: Division
+) -> tuple[AttentionShape, ...]:
+    """The attention shapes of a rank's part of a model."""
+    if not division.attention:
+        return tuple(shapes)
+    return tuple(
+        replace(
+            each,
+            num_qo_heads=each.num_qo_heads // division.count,
+            num_kv_heads=max(1, each.num_kv_heads // division.count),
+        )
+        for each in shapes
+    )
 
 
 def _check_agreement(model: Any, runner: ModelRunner, own: torch.Tensor, attention: str) -> None:

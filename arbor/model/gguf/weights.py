@@ -50,6 +50,7 @@ def read_model(
     device: torch.device,
     *,
     dense: bool = False,
+    linear_only: bool = False,
     on_tensor: Callable[[int, int], None] = lambda done, tensors: None,
 ) -> Any | None:
     """The model of a file, in eval mode; None for an architecture that is not known here.
@@ -60,6 +61,8 @@ def read_model(
         dtype: of what is computed, and of weights that are not in blocks.
         device: of the weights; they are in blocks where the native kernels compute.
         dense: whether all weights become numbers of `dtype` in any case.
+        linear_only: whether linear layers stay in blocks in any case, and nothing else does: they
+            are cut and decoded later.
         on_tensor: called with the number of tensors read, and of all.
 
     Raises:
@@ -74,7 +77,7 @@ def read_model(
     places = _places(header, model)
     _check(header, model, places)
     blocks = not dense and device.type == "cpu" and _computes(dtype)
-    reader = _Reader(header, config, dtype, device, blocks)
+    reader = _Reader(header, config, dtype, device, blocks or linear_only, linear_only)
     done = 0
     for name, module in list(model.named_modules()):
         own = {
@@ -192,6 +195,7 @@ class _Reader:
         header: of the file.
         config, dtype, device: as in `read_model`.
         blocks: whether modules read blocks.
+        linear_only: whether no others than linear layers do.
 
     Raises:
         ModelError: the file is not the one whose header was read.
@@ -204,8 +208,10 @@ class _Reader:
         dtype: torch.dtype,
         device: torch.device,
         blocks: bool,
+        linear_only: bool = False,
     ) -> None:
         self._header, self._dtype, self._device, self._blocks = header, dtype, device, blocks
+        self._linear_only = linear_only
         kind = header.get("general.architecture")
         self._interleaved, self._offset = kind in INTERLEAVED, kind in OFFSET
         self._heads = {
@@ -266,6 +272,8 @@ class _Reader:
         if type(module) is nn.Linear:
             bias = self._values(places["bias"][0], torch.float32) if "bias" in places else None
             return BlockLinear([self._weight(places["weight"][0])], bias, self._dtype)
+        if self._linear_only:
+            return None
         if isinstance(module, nn.Embedding):
             scale = getattr(module, "embed_scale", None)
             if type(module) is nn.Embedding or isinstance(scale, Tensor):

@@ -69,7 +69,10 @@ class _Following:
 
         torch.set_num_threads(threads)
         self._channel.send("here")
-        ranks = Ranks(number, count, meeting, lambda: self._channel.send("loaded"))
+        device = torch.device(model["device"])
+        ranks = Ranks(number, count, meeting, lambda: self._channel.send("loaded"), device)
+        if device.type == "cuda":
+            ranks.meet()
         runner = Checkpoint(ModelSettings(**model), follows=ranks).load().runner
         self._channel.send("ready")
         ranks.hurry()

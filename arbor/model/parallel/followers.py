@@ -10,22 +10,26 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from arbor.errors import ArborError, OutOfMemory, RankLost, UsageError
 from arbor.memory.pool import KVPool
 from arbor.model.parallel.channel import Channel, Closed
 from arbor.model.parallel.orders import PoolPlace
-from arbor.model.parallel.ranks import PATIENCE, Ranks
+from arbor.model.parallel.ranks import LOADING, PATIENCE, Ranks, meeting_of_gpus
+from arbor.model.parallel.watch import Watch
 
 POLL_S = 0.2  # in which a signal is noticed while the others load
 DYING_S = 5.0  # until a process that has closed its socket has ended
+MEETING_S = 120.0  # until GPUs have found each other
 
 
 class Followers:
@@ -36,7 +40,7 @@ class Followers:
 
     Args:
         model: settings of the model, as keyword arguments of `ModelSettings`.
-        count: of ranks, this one included.
+        devices: of each rank, this one the first: GPUs, or a CPU for all.
         threads: of torch, in each process.
 
     Attributes:
@@ -48,7 +52,8 @@ class Followers:
         RankLost: one could not begin.
     """
 
-    def __init__(self, model: Mapping[str, Any], count: int, threads: int) -> None:
+    def __init__(self, model: Mapping[str, Any], devices: Sequence[str], threads: int) -> None:
+        count = len(devices)
         if torch.distributed.is_initialized():
             raise UsageError(
                 "tp",
@@ -60,19 +65,28 @@ class Followers:
         self._folder = tempfile.mkdtemp(prefix="arbor-ranks-")
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
+        self._watches: list[Watch] = []  # one, of GPUs
         self.close = weakref.finalize(
-            self, _end, self.processes, self._channels, self._folder, os.getpid()
+            self, _end, self.processes, self._channels, self._watches, self._folder, os.getpid()
         )
         self._pools: weakref.WeakKeyDictionary[KVPool, int] = weakref.WeakKeyDictionary()
         self._gone: list[int] = []
         self._begun = 0  # pools
         self._lost: RankLost | None = None
+        own_device = torch.device(devices[0])
         meeting = str(Path(self._folder) / "meeting")
+        if own_device.type == "cuda":
+            self._meeting = meeting_of_gpus(count)
+            meeting = str(self._meeting.port)
         try:
-            for number in range(1, count):
-                self._begin(threads).send((dict(model), number, count, threads, meeting))
+            for number, device in enumerate(devices[1:], 1):
+                own = dict(model) | {"device": device}
+                self._begin(threads).send((own, number, count, threads, meeting))
             self.wait("here")
-            self.ranks = Ranks(0, count, meeting, lambda: self.wait("loaded"))
+            self.ranks = Ranks(0, count, meeting, lambda: self.wait("loaded"), own_device)
+            if own_device.type == "cuda":
+                self._watches.append(Watch(self.processes, self.ranks.give_up))
+                self._meet()
         except BaseException:
             self.close()
             raise
@@ -96,6 +110,74 @@ class Followers:
         self.processes.append(process)
         self._channels.append(Channel(ours))
         return self._channels[-1]
+
+    def _meet(self) -> None:
+        """Let the GPUs find each other, which nothing can give up, so that a thread waits for it.
+
+        Raises:
+            RankLost: they do not.
+        """
+        failed: list[BaseException] = []
+
+        def meet() -> None:
+            try:
+                self.ranks.meet()
+            except BaseException as error:
+                failed.append(error)
+
+        meeting = threading.Thread(target=meet, name="arbor-meeting", daemon=True)
+        meeting.start()
+        patience = MEETING_S
+        while meeting.is_alive() and patience > 0:
+            meeting.join(POLL_S)
+            patience -= POLL_S
+            for number, process in enumerate(self.processes, 1):
+                if process.poll() is not None and meeting.is_alive():
+                    raise self._fail(self._end_of(number))
+        if meeting.is_alive():
+            what = f"one has not found the others in {MEETING_S:.0f} seconds"
+            raise self._fail(_lost(self._count, what))
+        if failed:
+            raise self._fail(_lost(self._count, f"the first met no other: {failed[0]}"))
+
+    def _end_of(self, number: int) -> ArborError:
+        """Why a process has ended."""
+        try:
+            return self._reported(number, self._channels[number - 1].receive(POLL_S))
+        except (Closed, TimeoutError):
+            return self._of_dead(number)
+
+    @contextmanager
+    def watched(self, patience_s: float = LOADING.total_seconds()) -> Iterator[None]:
+        """Within, what this process computes with the others ends where one of them does.
+
+        Args:
+            patience_s: most seconds that it takes.
+
+        Raises:
+            Closed: one has ended, or did not answer.
+        """
+        if not self._watches:
+            yield
+            return
+        with self._watches[0].over(patience_s):
+            yield
+            self.ranks.finish()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within, this process loads its part of the model; all have, where it ends.
+
+        Raises:
+            RankLost: another one has ended.
+            ArborError: another one cannot go on, and says why.
+        """
+        try:
+            with self.watched():
+                yield
+        except Closed as error:
+            raise self._fail(self._cause(error)) from error
+        self.wait_until_ready()
 
     def wait(self, stage: str) -> None:
         """Wait until all others have come to a stage.
@@ -157,7 +239,8 @@ class Followers:
         try:
             for channel in self._channels:
                 channel.send(order, PATIENCE.total_seconds())
-            yield
+            with self.watched(PATIENCE.total_seconds()):
+                yield
         except BaseException as error:
             known = self._cause(error)
             self._fail(known)
@@ -220,19 +303,22 @@ def _lost(count: int, what: str) -> RankLost:
 def _is_of_group(error: BaseException) -> bool:
     """Whether an error is of a sum over the ranks."""
     return isinstance(error, torch.distributed.DistError) or any(
-        word in str(error).lower() for word in ("gloo", "connection", "timed out")
+        word in str(error).lower() for word in ("gloo", "nccl", "connection", "timed out")
     )
 
 
 def _end(
     processes: Sequence[subprocess.Popen[bytes]],
     channels: Sequence[Channel],
+    watches: Sequence[Watch],
     folder: str,
     owner: int,
 ) -> None:
     """End the processes at once: they hold nothing that is to be kept."""
     if os.getpid() != owner:
         return  # a fork of it
+    for watch in watches:
+        watch.end()
     for channel in channels:
         channel.close()
     for process in processes:
@@ -241,5 +327,12 @@ def _end(
         process.wait()
     shutil.rmtree(folder, ignore_errors=True)
     if torch.distributed.is_initialized():
-        with contextlib.suppress(RuntimeError, ValueError):
-            torch.distributed.destroy_process_group()
+        leave = _abort_process_group if watches else torch.distributed.destroy_process_group
+        leaving = threading.Thread(target=_leave, args=(leave,), daemon=True)
+        leaving.start()  # a GPU may wait for those that have ended
+        leaving.join(DYING_S)
+
+
+def _leave(leave: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):
+        leave()

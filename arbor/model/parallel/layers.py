@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,7 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from arbor.kernels.linear.blocks import KINDS, RUN, BlockLinear, BlockWeight
 from arbor.model.parallel.ranks import Ranks
-from arbor.model.parallel.shards import COLUMNS, GATHERED, ROWS, SPLIT, WHOLE, Division, cuts
+from arbor.model.parallel.shards import (
+    COLUMNS,
+    GATHERED,
+    ROWS,
+    SPLIT,
+    WHOLE,
+    Division,
+    cuts,
+    starred,
+)
 
 LINEAR = (COLUMNS, GATHERED, ROWS, SPLIT, WHOLE)
 
@@ -104,11 +112,41 @@ def divide(model: nn.Module, division: Division, ranks: Ranks) -> None:
             module.num_key_value_groups = group // division.copies  # type: ignore[assignment]
 
 
+def put_on(model: Any, device: torch.device) -> None:
+    """Moves a divided model to its device, matrix by matrix.
+
+    Linear layers in blocks become numbers, which GPUs multiply; a head that reads the rows of the
+    embedding still does.
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BlockLinear):
+            bias = None if module.bias is None else module.bias.to(device, module.dtype)
+            parts = [each.dense(module.dtype).to(device) for each in module.weights]
+            weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+            model.set_submodule(name, _plain(weight, bias))
+        elif isinstance(module, Summed) and module.bias is not None:
+            module.bias = nn.Parameter(module.bias.to(device, module.weight.dtype), False)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    head = head.part if isinstance(head, Gathered) else head
+    before, rows = embedding.weight, None
+    if isinstance(head, nn.Linear) and _address(head.weight) == _address(before):
+        begin = (head.weight.storage_offset() - before.storage_offset()) // before.stride(0)
+        rows = slice(begin, begin + len(head.weight))
+    embedding.to(device)
+    if rows is not None:
+        head.weight = nn.Parameter(embedding.weight.data[rows], requires_grad=False)
+    model.to(device)
+
+
+def _address(weight: Tensor) -> int:
+    return weight.untyped_storage().data_ptr()
+
+
 def _styles(model: nn.Module, division: Division) -> dict[str, str]:
     """The style of each linear layer that the plan names."""
     found = {}
     for name, module in model.named_modules():
-        style = division.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = division.plan.get(starred(name))
         if style in LINEAR and isinstance(module, nn.Linear | BlockLinear):
             found[name] = style
     return found

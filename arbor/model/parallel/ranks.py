@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,8 +13,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from arbor.model.parallel.devices import nccl_settings
+from arbor.support.environment import environment
+
 PATIENCE = timedelta(seconds=30)  # most time that a rank waits for another one in a forward
 LOADING = timedelta(hours=1)  # likewise, while weights are read
+CPU = torch.device("cpu")
+LOCAL = "127.0.0.1"
+# torch ends no process by itself, and keeps no clock: `Watch` does
+UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 class Ranks:
@@ -21,36 +29,75 @@ class Ranks:
 
     The ranks compute every forward together, the first one decides what is computed (`Followers`).
     Sums have one order, that of the ranks, so that no bit depends on the rest of the batch.
+    Their tensors travel by NCCL between GPUs, and by gloo between CPUs.
 
     Args:
         number: of this process; that of the first is 0.
         count: of processes.
-        meeting: a file in which they find each other.
+        meeting: a file in which they find each other; for GPUs the port of `meeting_of_gpus`.
         loaded: called when this one has read its weights; returns when all have.
+        device: of this process; all are on CPUs, or all on GPUs.
 
     Attributes:
+        device: as given.
         has_heads: each rank has some of the heads of every layer; else all of them.
         sent_bytes: by this one, in sums and parts.
     """
 
-    def __init__(self, number: int, count: int, meeting: str, loaded: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        count: int,
+        meeting: str,
+        loaded: Callable[[], None],
+        device: torch.device = CPU,
+    ) -> None:
         self.sent_bytes = 0
-        self.number, self.count, self.loaded = number, count, loaded
+        self.number, self.count, self.loaded, self.device = number, count, loaded, device
         self.has_heads = True
         self._is_alone = False
-        torch.distributed.init_process_group(
-            "gloo",
-            store=FileStore(meeting, count),
-            rank=number,
-            world_size=count,
-            timeout=LOADING,
-        )
+        if device.type == "cuda":
+            os.environ |= nccl_settings(number)
+        with environment(UNWATCHED):
+            torch.distributed.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=self._store(meeting),
+                rank=number,
+                world_size=count,
+                timeout=LOADING,
+            )
+
+    def _store(self, meeting: str) -> torch.distributed.Store:
+        if self.device.type == "cpu":
+            return FileStore(meeting, self.count)
+        return torch.distributed.TCPStore(LOCAL, int(meeting), self.count, False, LOADING)
+
+    def meet(self) -> None:
+        """Compute a sum with the other ranks, so that later ones find their way; on GPUs."""
+        torch.cuda.set_device(self.device)
+        self.at_first(self.summed(torch.ones(1, device=self.device)), [1] * self.count)
+        self.finish()
+        self.sent_bytes = 0
 
     def hurry(self) -> None:
         """From now on wait `PATIENCE` for another rank; all have loaded."""
+        if self.device.type == "cpu":  # between GPUs `Watch` waits
+            _set_pg_timeout(PATIENCE, self._group)
+
+    def finish(self) -> None:
+        """Wait until the device has computed what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def give_up(self) -> None:
+        """Let every sum between GPUs that is waited for end, with any numbers."""
+        self._group.abort()
+
+    @property
+    def _group(self) -> torch.distributed.ProcessGroup:
         group = torch.distributed.group.WORLD
-        assert group is not None, "it was made above"
-        _set_pg_timeout(PATIENCE, group)
+        assert group is not None, "it was made when this began"
+        return group
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -105,11 +152,23 @@ class Ranks:
         if self._is_alone:
             return [x] * self.count
         x = x.contiguous()
-        found = [torch.empty_like(x) for _ in range(self.count)]
         self.sent_bytes += x.nbytes * (self.count - 1)
+        if self.device.type == "cuda":  # at once into its place
+            together = x.new_empty(self.count, *x.shape)
+            torch.distributed.all_gather_into_tensor(together, x)
+            return list(together)
+        found = [torch.empty_like(x) for _ in range(self.count)]
         torch.distributed.all_gather(found, x)
         return found
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
+
+
+def meeting_of_gpus(count: int) -> torch.distributed.TCPStore:
+    """Where so many ranks on GPUs find each other: a port of this machine, open while it is kept.
+
+    torch looks there for as long as the group lasts, which a file would not.
+    """
+    return torch.distributed.TCPStore(LOCAL, 0, count, True, LOADING, wait_for_workers=False)

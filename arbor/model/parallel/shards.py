@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from arbor.errors import ModelError, UsageError
@@ -38,6 +39,7 @@ class Division:
         copies: ranks that have the same KV head, where there are fewer heads than ranks.
         attention: whether each rank computes some of the heads; else all of them.
         note: why a part of a layer is not divided; empty if all is.
+        numbers: weights that each rank has, up to a block of a quantised format.
     """
 
     count: int
@@ -48,6 +50,7 @@ class Division:
     copies: int = 1
     attention: bool = True
     note: str = ""
+    numbers: int = 0
 
     @property
     def read(self) -> dict[str, str]:
@@ -71,8 +74,32 @@ def division_of(config: Any, count: int) -> Division:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    plan = dict(model.tp_plan or {})
-    text = config.get_text_config()
+    division = _division(config.get_text_config(), dict(model.tp_plan or {}), count)
+    return replace(division, numbers=_numbers_each(model, division))
+
+
+def _numbers_each(model: Any, division: Division) -> int:
+    """Weights of each rank; those of a head that is the embedding count once."""
+    found = 0
+    for name, weight in model.named_parameters():
+        module, _, part = name.rpartition(".")
+        style = division.plan.get(starred(module))
+        count = 1
+        if style in (COLUMNS, GATHERED) or (style in (ROWS, SPLIT) and part == "weight"):
+            count = division.count
+            if _last(module) in ("k_proj", "v_proj") and division.attention:
+                count = division.kv_heads // division.kv_heads_each
+        found += -(-weight.numel() // count)
+    return found
+
+
+def starred(name: str) -> str:
+    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``, as plans name it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _division(text: Any, plan: dict[str, str], count: int) -> Division:
+    """`division_of`, from the config of a decoder and transformers' plan for it."""
     if not any(".layers." in name for name in plan):
         raise ModelError(
             "tp-unsupported",
