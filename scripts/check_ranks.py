@@ -195,7 +195,9 @@ def run_part(given: argparse.Namespace, dtype: str, processes: int, kills: bool)
             }
             print(json.dumps(row), flush=True)
         if kills:
-            row = {**known, "case": "kill", **killed(loaded)}
+            longer = Solver(given.model, **{**settings, **CASES["tree"], "path_tokens": 400})
+            longer.checkpoint = loaded.checkpoint
+            row = {**known, "case": "kill", **killed(longer)}
             print(json.dumps(row), flush=True)
 
 

@@ -135,7 +135,7 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_workers_of_several_processes_on_gpus_are_refused() -> None:
     check_workers("exact", "cpu", 2)
-    with pytest.raises(UsageError, match="several processes hold a model on CPUs"):
+    with pytest.raises(UsageError, match="of a worker hold a model on CPUs"):
         check_workers("exact", "cuda", 2)
 
 

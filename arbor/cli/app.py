@@ -164,8 +164,8 @@ def _usage(error: click.ClickException) -> UsageError:
         hint = f"See '{path} --help-all'."
         if error.option_name in SPREADING:
             hint = (
-                "--tp N divides a model among N processes of a CPU, 'arbor eval --workers N' puts a "
-                "copy on each of several devices; for a larger model see docs/compatibility.md."
+                "--tp N divides a model among N processes, 'arbor eval --workers N' puts a copy on "
+                "each of several devices; for a larger model see docs/compatibility.md."
             )
     if isinstance(error, click.NoSuchOption) and error.option_name == "-o" and context:
         names = {parameter.name for parameter in context.command.params}

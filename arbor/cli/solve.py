@@ -38,11 +38,11 @@ from arbor.tasks.base import BlockLimits
 from arbor.trace.write import TraceWriter
 
 if TYPE_CHECKING:
-    from arbor.run.setup import Setup
     from collections.abc import Sequence
 
     from arbor.aggregate.base import AnswerVotes
     from arbor.events import Event
+    from arbor.run.setup import Setup
     from arbor.run.solution import Solution
     from arbor.run.stream import SearchStream
     from arbor.solver import Solver

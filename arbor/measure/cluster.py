@@ -70,7 +70,7 @@ def check_workers(share: str, device: str, tp: int = 1) -> None:
     if tp > 1 and device.startswith("cuda"):
         raise UsageError(
             "workers",
-            f"--device {device} with --workers and --tp {tp}: several processes hold a model on CPUs.",
+            f"--device {device} with --workers and --tp {tp}: the processes of a worker hold a model on CPUs.",
             "Take --device cpu, or leave out --tp.",
         )
     if device.startswith("cuda:"):

@@ -305,7 +305,7 @@ def _divide(model: Any, division: Division, ranks: Ranks) -> None:
         logger.warning("--tp %d: %s", division.count, division.note)
     ranks.has_heads = division.attention
     divide(model, division, ranks)
-    if ranks.device.type != "cpu":
+    if any(each.device != ranks.device for each in model.parameters()):
         put_on(model, ranks.device)
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from arbor.model.parallel.devices import nccl_settings
@@ -67,10 +67,10 @@ class Ranks:
                 timeout=LOADING,
             )
 
-    def _store(self, meeting: str) -> torch.distributed.Store:
+    def _store(self, meeting: str) -> Store:
         if self.device.type == "cpu":
             return FileStore(meeting, self.count)
-        return torch.distributed.TCPStore(LOCAL, int(meeting), self.count, False, LOADING)
+        return TCPStore(LOCAL, int(meeting), self.count, False, LOADING)
 
     def meet(self) -> None:
         """Compute a sum with the other ranks, so that later ones find their way; on GPUs."""
@@ -135,11 +135,12 @@ class Ranks:
         """`joined` on the first rank; zeros on the others."""
         x = _padded(x, max(sizes)).contiguous()
         parts = [x for _ in sizes]
-        if self.number and not self._is_alone:
+        alone = self._is_alone or not x.numel()
+        if self.number and not alone:
             self.sent_bytes += x.nbytes
             torch.distributed.gather(x, dst=0)
             return x.new_zeros(()).expand(*x.shape[:-1], sum(sizes))
-        if not self._is_alone:
+        if not alone:
             parts = [torch.empty_like(x) for _ in sizes]
             torch.distributed.gather(x, parts, dst=0)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
@@ -149,7 +150,7 @@ class Ranks:
         return self.summed(x) / self.count
 
     def _from_all(self, x: Tensor) -> list[Tensor]:
-        if self._is_alone:
+        if self._is_alone or not x.numel():
             return [x] * self.count
         x = x.contiguous()
         self.sent_bytes += x.nbytes * (self.count - 1)
@@ -166,9 +167,9 @@ def _padded(x: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
-def meeting_of_gpus(count: int) -> torch.distributed.TCPStore:
+def meeting_of_gpus(count: int) -> TCPStore:
     """Where so many ranks on GPUs find each other: a port of this machine, open while it is kept.
 
     torch looks there for as long as the group lasts, which a file would not.
     """
-    return torch.distributed.TCPStore(LOCAL, 0, count, True, LOADING, wait_for_workers=False)
+    return TCPStore(LOCAL, 0, count, True, LOADING, wait_for_workers=False)
