@@ -4,17 +4,17 @@
     ARBOR_TP_SHARE_GPU=1 python scripts/check_ranks.py --model ./m.gguf
 
 The second command is for a machine with one GPU, which the processes share. For each dtype, one
-process and then several decode greedy chains and a small tree, without CUDA graphs; the first
-dtype's search is then run once more, and one of its processes is killed in it. Each of these parts
-is a process with a time limit, and a row says which part did not end. Bytes are those that the
-first process sends in a step, as in ``bench_ranks.py``; `gpu_mib` is its largest allocation.
+process and then several decode greedy chains and a small tree, without CUDA graphs; with the first
+dtype one more search is begun, and one of its processes is killed in it. Each of these parts is a
+process with a time limit; all load beside each other, and a row says which part did not end. Bytes
+are those that the first process sends in a step, as in ``bench_ranks.py``; `gpu_mib` is its largest
+allocation.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import selectors
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "chains": {"controller": "chain", "sampling": {"temperature": 0.0}},
     "tree": {"controller": "beam,beam_size=2,width=2", "sampling": {"temperature": 0.7}},
 }
-IMPORTED = ("arbor.model.weights", "transformers.models.llama.modeling_llama")
+READY = {"ready": True}
 KILLED_AT = 4  # forwards of the search in which a process is killed
 COLUMNS = (
     *("dtype", "processes", "case", "same_texts", "ms_a_step", "steps", "sums_bytes"),
@@ -52,8 +53,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--tokens", type=int, default=24, help="of a chain, and of a path")
-    parser.add_argument("--part-s", type=float, default=25, help="most seconds of a part")
+    parser.add_argument("--tokens", type=int, default=16, help="of a chain, and of a path")
+    parser.add_argument("--load-s", type=float, default=35, help="most seconds until all loaded")
+    parser.add_argument("--part-s", type=float, default=20, help="most seconds of a part")
     parser.add_argument("--limit-s", type=float, default=60, help="most seconds in all")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     add_options(parser)
@@ -70,9 +72,12 @@ def main() -> None:
             for processes in (1, given.processes)
         ]
         try:
+            for part in parts:  # all load beside each other, and are measured one by one
+                part.until = min(until, time.monotonic() + given.load_s)
+                part.is_ready = next(part.rows(), None) == READY
             for part in parts:
-                seconds = min(given.part_s, until - time.monotonic())
-                for row in part.rows(seconds):
+                part.until = min(until, time.monotonic() + given.part_s)
+                for row in part.measured():
                     found = row.pop("texts", None)
                     if found is not None:
                         own = texts.setdefault((row["dtype"], row["case"]), found)
@@ -85,18 +90,23 @@ def main() -> None:
 
 
 class Part:
-    """One process that measures; begun at once, so that all import beside each other.
+    """One process that measures.
 
     Args:
         number: of the dtype; a process of the first one is killed at the end.
         dtype, processes: that hold the model.
         folder: for what it says.
+
+    Attributes:
+        until: when the clock says so, it has had its time.
+        is_ready: it has loaded.
     """
 
     def __init__(self, number: int, dtype: str, processes: int, folder: Path) -> None:
-        self.known = {"dtype": dtype, "processes": processes}
+        self.until, self.is_ready = 0.0, False
+        self._known = {"dtype": dtype, "processes": processes}
         kills = processes > 1 and not number
-        words = json.dumps({**self.known, "kills": kills})
+        words = json.dumps({**self._known, "kills": kills})
         self._said = folder / f"{dtype}-{processes}"
         debug = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": f"{self._said}.nccl.%h.%p"}
         with self._said.open("w") as said:
@@ -110,26 +120,32 @@ class Part:
                 env=debug | dict(os.environ),
             )
 
-    def rows(self, seconds: float) -> list[dict[str, Any]]:
-        """What it measures, and a row with an error where it fails or does not end."""
+    def measured(self) -> Iterator[dict[str, Any]]:
+        """What it measures; a row that says why where it fails or does not end."""
         assert self._process.stdin is not None, "it is a pipe"
+        if self.is_ready:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write("go\n")
+            yield from self.rows()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(0.0, self.until - time.monotonic()))
+        what = "search" if self.is_ready else "load"
+        if self._process.poll() is None:
+            yield {**self._known, "said": f"did not {what} in time{self._last()}"}
+            self.end()
+        elif code := self._process.returncode:
+            yield {**self._known, "said": f"did not {what}: exit code {code}{self._last()}"}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """What it writes, while it has time."""
         assert self._process.stdout is not None, "it is a pipe"
-        until, found, is_open = time.monotonic() + seconds, [], True
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write("go\n")
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._process.stdout, selectors.EVENT_READ)
-            while is_open and (left := until - time.monotonic()) > 0:
-                if waiting.select(left):
-                    line = self._process.stdout.readline()
-                    is_open = bool(line)
-                    found += [json.loads(line)] if is_open else []
-        if is_open:
-            found.append(self.known | {"said": f"did not end in {seconds:.0f} s{self._last()}"})
-            self.end()
-        elif code := self._process.wait():
-            found.append(self.known | {"said": f"exit code {code}{self._last()}"})
-        return found
+            while waiting.select(max(0.0, self.until - time.monotonic())):
+                line = self._process.stdout.readline()
+                if not line:
+                    return
+                yield json.loads(line)
 
     def end(self) -> None:
         """End it; the processes that it has begun end by themselves."""
@@ -146,14 +162,11 @@ class Part:
 
 def run_part(given: argparse.Namespace, dtype: str, processes: int, kills: bool) -> None:
     """Load the model, search, and print a row for each case."""
-    for name in IMPORTED:
-        importlib.import_module(name)
     import torch
     from bench_ranks import sent_by
 
     from arbor import Solver
 
-    sys.stdin.readline()
     known = {"dtype": dtype, "processes": processes}
     settings: dict[str, Any] = {
         "task": "reasoning",
@@ -170,6 +183,8 @@ def run_part(given: argparse.Namespace, dtype: str, processes: int, kills: bool)
         loaded.solve(PROMPTS[0], max_tokens=2)  # compiles kernels
         load_s, planned = time.monotonic() - began, loaded.describe().weights_bytes
         followers = loaded.engine.runner.followers
+        print(json.dumps(READY), flush=True)
+        sys.stdin.readline()
         for case, own in CASES.items():
             solver = Solver(given.model, **settings, **own)
             solver.checkpoint = loaded.checkpoint

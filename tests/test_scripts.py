@@ -45,8 +45,8 @@ QUICK: dict[str, tuple[str, ...]] = {
 SLOW: dict[str, tuple[str, ...]] = {
     "kill_ranks": ("--rounds 1 --csv FOLDER/out.csv",),
     "check_ranks": (
-        "--model builtin:sapling --device cpu --dtypes float32 --tokens 6 --part-s 300 "
-        "--limit-s 600 --csv FOLDER/out.csv",
+        "--model builtin:sapling --device cpu --dtypes float32 --tokens 6 --load-s 300 "
+        "--part-s 300 --limit-s 900 --csv FOLDER/out.csv",
     ),
     "bench_int8": (
         "answers --of weights --n 2 --csv FOLDER/out.csv",

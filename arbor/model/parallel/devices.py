@@ -64,12 +64,12 @@ def nccl_settings(number: int) -> dict[str, str]:
     """
     if not shares_gpus():
         return {}
-    off = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
+    without = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
+    off = ("NCCL_NVLS_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_RAS_ENABLE")
     return {
         "NCCL_HOSTID": f"rank{number}",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_NET": "Socket",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MNNVL_ENABLE": "0",
-        **dict.fromkeys(off, "1"),
+        **dict.fromkeys(without, "1"),
+        **dict.fromkeys(off, "0"),
     }

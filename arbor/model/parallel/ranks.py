@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -81,8 +81,10 @@ class Ranks:
 
     def hurry(self) -> None:
         """From now on wait `PATIENCE` for another rank; all have loaded."""
+        group = torch.distributed.group.WORLD
+        assert group is not None, "it was made when this began"
         if self.device.type == "cpu":  # between GPUs `Watch` waits
-            _set_pg_timeout(PATIENCE, self._group)
+            _set_pg_timeout(PATIENCE, group)
 
     def finish(self) -> None:
         """Wait until the device has computed what it was given."""
@@ -91,13 +93,10 @@ class Ranks:
 
     def give_up(self) -> None:
         """Let every sum between GPUs that is waited for end, with any numbers."""
-        self._group.abort()
-
-    @property
-    def _group(self) -> torch.distributed.ProcessGroup:
         group = torch.distributed.group.WORLD
-        assert group is not None, "it was made when this began"
-        return group
+        if group is not None:  # the others have not been left meanwhile
+            with suppress(RuntimeError):
+                group.abort()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -154,10 +153,6 @@ class Ranks:
             return [x] * self.count
         x = x.contiguous()
         self.sent_bytes += x.nbytes * (self.count - 1)
-        if self.device.type == "cuda":  # at once into its place
-            together = x.new_empty(self.count, *x.shape)
-            torch.distributed.all_gather_into_tensor(together, x)
-            return list(together)
         found = [torch.empty_like(x) for _ in range(self.count)]
         torch.distributed.all_gather(found, x)
         return found
