@@ -523,11 +523,11 @@ def _by_transformers(
         placement["config"] = config
         placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
     elif division is not None:
-        from transformers.distributed.configuration_utils import DistributedConfig
         from transformers.distributed import tensor_parallel
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         # transformers 5.17 has no style for what is whole, and reads so what no plan names
-        styles = getattr(tensor_parallel, "ALL_PARALLEL_STYLES")
+        styles = vars(tensor_parallel)["ALL_PARALLEL_STYLES"]
         plan = {name: style for name, style in division.read.items() if style in styles}
         placement = {"distributed_config": DistributedConfig(tp_size=division.count, tp_plan=plan)}
         number = {} if device is None else {"LOCAL_RANK": str(device.index or 0)}  # of the GPU

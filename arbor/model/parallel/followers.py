@@ -30,6 +30,7 @@ from arbor.model.parallel.watch import Watch
 POLL_S = 0.2  # in which a signal is noticed while the others load
 DYING_S = 5.0  # until a process that has closed its socket has ended
 MEETING_S = 120.0  # until GPUs have found each other
+STAGES = ("here", "loaded", "ready")  # that the others come to
 
 
 class Followers:
@@ -175,8 +176,11 @@ class Followers:
         try:
             with self.watched():
                 yield
-        except Closed as error:
-            raise self._fail(self._cause(error)) from error
+        except (Closed, RuntimeError) as error:
+            known = self._cause(error)
+            if known is None:
+                raise
+            raise self._fail(known) from error
         self.wait_until_ready()
 
     def wait(self, stage: str) -> None:
@@ -254,7 +258,9 @@ class Followers:
             return None
         for number, channel in enumerate(self._channels, 1):
             try:
-                return self._reported(number, channel.receive(POLL_S))
+                while (message := channel.receive(POLL_S)) in STAGES:
+                    pass
+                return self._reported(number, message)
             except TimeoutError:
                 continue
             except Closed:
