@@ -23,7 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,19 @@ OTHER_THREADS = 0.05  # of a decode's CPU time that other threads of a process m
 def python_of(folder: Path, peer: str) -> Path:
     """The interpreter of a peer's environment."""
     return folder / peer / "bin" / "python"
+
+
+def installed(folder: Path, peer: str) -> Path:
+    """That interpreter.
+
+    Raises:
+        SystemExit: the environment was not made.
+    """
+    python = python_of(folder, peer)
+    if not python.exists():
+        made = f"scripts/bench_peers.py --install {folder} --peers {peer}"
+        raise SystemExit(f"{python} does not exist. First: python {made}")
+    return python
 
 
 def install(folder: Path, peers: Sequence[str]) -> None:
@@ -97,7 +110,7 @@ def write_gguf(folder: Path, size: str, dtype: torch.dtype) -> Path:
 
 
 class Peer:
-    """A process that decodes trees (`peers/serving.py`).
+    """A process that answers lines (`peers/serving.py`).
 
     Raises:
         RuntimeError: it ended instead of answering.
@@ -116,20 +129,23 @@ class Peer:
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.wait()
+        with self._process:  # closes the pipes and waits
+            self._process.kill()
 
     def timed(self, prompt: list[int], shape: str) -> tuple[float, list[list[int]]]:
         """CPU seconds of one decode, and its blocks level by level."""
         fans, tokens = SHAPES[shape]
-        asked = {"prompt": prompt, "fans": fans, "tokens": tokens}
-        assert self._process.stdin is not None
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        answer = self._answer()
+        answer = self.ask({"prompt": prompt, "fans": fans, "tokens": tokens})
         others = answer["process_seconds"] / answer["seconds"] - 1
         if others > OTHER_THREADS:
             raise RuntimeError(f"other threads took {others:.0%} of the measured thread's time")
         return answer["seconds"], answer["blocks"]
+
+    def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What the process answers to a line."""
+        assert self._process.stdin is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -198,9 +214,7 @@ def contestants(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]
                 copied = random_llama(args.size, dtype)
                 found[peer] = Local(Batched(copied, shape, vocabulary, prompt=args.prefix))
                 continue
-            python = python_of(args.folder, peer)
-            if not python.exists():
-                raise SystemExit(f"{python} does not exist. First: --install {args.folder}")
+            python = installed(args.folder, peer)
             if peer == "vllm":
                 model = write_model(args.folder, args.size, dtype)
                 given = [PEERS / "vllm_worker.py", model, args.dtype, 4096]

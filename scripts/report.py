@@ -26,6 +26,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 ROOT = Path(__file__).parents[1]
 INDEX = ROOT / "EXPERIMENTS.md"
@@ -635,6 +636,88 @@ def overview() -> Figure:
     searches.set_title("game24: searches with 300 tokens")
     cost_where_nothing_is_lost(cost)
     cost.set_title("game24: the cost where nothing is lost")
+    return figure
+
+
+@dataclass(frozen=True)
+class Series:
+    """One series of accuracy against cost: which rows, and how they are drawn."""
+
+    label: str
+    by: str
+    chains: bool
+    full: bool  # or at a part of the KV
+    colour: str
+    marker: str
+
+
+SERIES = (
+    Series("arbor, majority of chains", "arbor", True, True, BLUE, "o"),
+    Series("arbor, trees", "arbor", False, True, ORANGE, "^"),
+    Series("arbor, trees at {budget} of the KV", "arbor", False, False, ORANGE, "v"),
+    Series("llama.cpp, majority of chains", "llama.cpp", True, True, "#59a14f", "s"),
+)
+
+
+def accuracy_against_cost(model: str, dataset: str) -> Figure:
+    """Accuracy against time and against peak KV of a model on a dataset, with the names of trees
+    and the numbers of chains: the last row of each arm in accuracy_cost.csv."""
+    last: dict[tuple[str, ...], Row] = {}
+    for row in read("accuracy_cost"):
+        if fits(row, {"model": model, "dataset": dataset}):
+            last[row["by"], row["arm"], row["budget"]] = row
+    rows = sorted(last.values(), key=lambda row: int(row["chains"] or 0))
+    figure, axes = panels(2, 3.6)
+    costs = (("cpu_s", "CPU seconds a problem"), ("peak_kv_tokens", "peak KV, tokens"))
+    for panel, (name, title) in zip(axes, costs, strict=True):
+        for each in SERIES:
+            kind = (each.by, each.chains, each.full)
+            mine = [r for r in rows if (r["by"], bool(r["chains"]), r["budget"] == "full") == kind]
+            if not mine:
+                continue
+            held = [float(row[name]) for row in mine]
+            value, low, high = (
+                [float(row[f"solved{end}_percent"]) for row in mine]
+                for end in ("", "_low", "_high")
+            )
+            spread = [
+                [one - other for one, other in zip(value, low, strict=True)],
+                [one - other for one, other in zip(high, value, strict=True)],
+            ]
+            panel.errorbar(
+                held,
+                value,
+                spread,
+                ls="-" if each.chains else "",
+                marker=each.marker,
+                mfc=each.colour if each.full else "none",
+                ms=4,
+                lw=1,
+                elinewidth=0.6,
+                color=each.colour,
+                label=each.label.format(budget=" or ".join(sorted({r["budget"] for r in mine}))),
+            )
+            for place, row in zip(zip(held, value, strict=True), mine, strict=True):
+                whole = last.get((row["by"], row["arm"], "full"))
+                if whole in (None, row):
+                    panel.annotate(
+                        row["chains"] or row["arm"],
+                        place,
+                        (4, 3),
+                        textcoords="offset points",
+                        fontsize=7.5,
+                        color=each.colour,
+                    )
+                else:  # its name stands at full retention
+                    ends = (float(whole[name]), float(whole["solved_percent"]))
+                    panel.plot(*zip(place, ends, strict=True), ls=":", lw=0.8, color=each.colour)
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter("{x:,g}")
+        panel.minorticks_off()
+        panel.set_xlabel(title)
+    axes[0].set_ylabel("solved (%)")
+    legend(figure, axes[0])
     return figure
 
 

@@ -80,6 +80,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "--n 1 --verifiers self --task chains --width 2 --visited 2 --json FOLDER/out.json",
     ),
     "bench_peers": ("--peers generate --size 5m --shapes F8 --rounds 1 --csv FOLDER/out.csv",),
+    "bench_majority": (),  # tests/test_majority.py runs it
+    "accuracy_cost": (),  # its own test runs it
     "bench_engine": ("--rounds 1 --json FOLDER/out.json",),
     "bench_reward": ("--rounds 1 --depths 2 --problems 1 --csv FOLDER/out.csv",),
     "evidence": (

@@ -3,7 +3,7 @@
     python llama_worker.py MODEL.gguf DTYPE LENGTH
 
 A branch is a sequence whose cells are those of its parent (`llama_memory_seq_cp`, which copies
-nothing in a unified cache). Flash attention is off, the faster choice on a CPU.
+nothing in a unified cache).
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ import sys
 
 import llama_cpp as c
 import numpy as np
+from llama_cells import Cells
 from serving import Decoded, serve
 
 SEQUENCES = 256  # at most, in llama.cpp
 BATCH = 2048  # tokens
 BF16 = 30  # GGML_TYPE_BF16, which the package does not name
-
-
-# llama.cpp's messages are dropped
-UNLOGGED = c.llama_log_callback(lambda level, text, given: None)
 
 
 class LlamaCpp:
@@ -34,32 +31,12 @@ class LlamaCpp:
     """
 
     def __init__(self, path: str, dtype: str, cells: int) -> None:
-        c.llama_log_set(UNLOGGED, ctypes.c_void_p())
-        c.llama_backend_init()
-        model_settings = c.llama_model_default_params()
-        model_settings.n_gpu_layers = 0
-        self._model = c.llama_model_load_from_file(path.encode(), model_settings)
-        if not self._model:
-            raise SystemExit(f"llama.cpp cannot load {path}")
         kv = BF16 if dtype == "bfloat16" else c.GGML_TYPE_F32
-        settings = c.llama_context_default_params()
-        settings.n_ctx = cells
-        settings.n_batch = settings.n_ubatch = BATCH
-        settings.n_seq_max = SEQUENCES
-        settings.n_threads = settings.n_threads_batch = 1
-        settings.type_k = settings.type_v = kv
-        settings.kv_unified = True
-        settings.flash_attn_type = c.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        self._context = c.llama_init_from_model(self._model, settings)
-        if not self._context:
-            raise SystemExit(f"llama.cpp has no room for {cells} tokens")
-        self._memory = c.llama_get_memory(self._context)
-        self._vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self._model))
-        self._batch = c.llama_batch_init(BATCH, 0, 1)
+        self._cells = Cells(path, kv, cells, sequences=SEQUENCES, batch=BATCH, threads=1)
 
     def prepare(self, prompt: list[int]) -> None:
         """The prompt's KV alone, as sequence 0."""
-        c.llama_memory_clear(self._memory, True)
+        self._cells.clear()
         self._forward([(token, at, 0) for at, token in enumerate(prompt)])
 
     def decode(self, prompt: list[int], fans: list[int], tokens: int) -> Decoded:
@@ -70,7 +47,7 @@ class LlamaCpp:
             rows = []
             for parent in parents:
                 for child in range(fan):
-                    c.llama_memory_seq_cp(self._memory, parent, free, 0, length)
+                    self._cells.copy(parent, free, length)
                     rows.append((5 + child, length, free))
                     free += 1
             found: Decoded = [[] for _ in rows]
@@ -88,18 +65,9 @@ class LlamaCpp:
 
     def _forward(self, rows: list[tuple[int, int, int]]) -> list[int]:
         """The likeliest token after each (token, position, sequence)."""
-        batch = self._batch
-        batch.n_tokens = len(rows)
-        for at, (token, position, sequence) in enumerate(rows):
-            batch.token[at] = token
-            batch.pos[at] = position
-            batch.n_seq_id[at] = 1
-            batch.seq_id[at][0] = sequence
-            batch.logits[at] = True
-        if c.llama_decode(self._context, batch) != 0:
-            raise RuntimeError("llama_decode failed: too few cells")
-        found = ctypes.cast(c.llama_get_logits(self._context), ctypes.POINTER(ctypes.c_float))
-        logits = np.ctypeslib.as_array(found, shape=(len(rows), self._vocabulary))
+        self._cells.forward(rows)
+        found = ctypes.cast(c.llama_get_logits(self._cells.context), ctypes.POINTER(ctypes.c_float))
+        logits = np.ctypeslib.as_array(found, shape=(len(rows), self._cells.vocabulary))
         return [int(token) for token in logits.argmax(axis=1)]
 
 

@@ -1,6 +1,7 @@
-"""The loop of a process that decodes trees for `bench_peers.py`: a JSON object per line.
+"""The loop of a process that decodes for `bench_peers.py`: a JSON object per line.
 
-Read: ``{"prompt": [...], "fans": [...], "tokens": n}``. Written: first ``{"ready": true}``, then
+For trees, read: ``{"prompt": [...], "fans": [...], "tokens": n}``. Written: first
+``{"ready": true}``, then
 ``{"seconds": thread CPU time, "process_seconds": that of all threads, "blocks": [[...], ...]}``.
 Standard library only: it runs in the peers' environments.
 """
@@ -11,7 +12,8 @@ import json
 import os
 import sys
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 Decoded = list[list[int]]
 
@@ -33,21 +35,29 @@ class Peer(Protocol):
 
 
 def serve(peer: Peer) -> None:
-    """Answer every line of standard input until it ends."""
+    """Decode a tree for every line of standard input until it ends."""
+    answer_lines(lambda asked: timed(peer, asked))
+
+
+def timed(peer: Peer, asked: dict[str, Any]) -> dict[str, Any]:
+    """One tree, and the seconds of its decode."""
+    began, whole = time.thread_time(), time.process_time()
+    peer.prepare(asked["prompt"])
+    blocks: Decoded = []
+    if asked["fans"]:  # else the prompt alone
+        began, whole = time.thread_time(), time.process_time()
+        blocks = peer.decode(asked["prompt"], asked["fans"], asked["tokens"])
+    return {
+        "seconds": time.thread_time() - began,
+        "process_seconds": time.process_time() - whole,
+        "blocks": blocks,
+    }
+
+
+def answer_lines(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Say that the process is ready, then answer every line of standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints goes to standard error
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        began, whole = time.thread_time(), time.process_time()
-        peer.prepare(asked["prompt"])
-        blocks: Decoded = []
-        if asked["fans"]:  # else the prompt alone
-            began, whole = time.thread_time(), time.process_time()
-            blocks = peer.decode(asked["prompt"], asked["fans"], asked["tokens"])
-        answer = {
-            "seconds": time.thread_time() - began,
-            "process_seconds": time.process_time() - whole,
-            "blocks": blocks,
-        }
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
