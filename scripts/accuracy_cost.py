@@ -34,33 +34,33 @@ Solved = Mapping[str, float]  # `right` and the costs of one problem
 
 
 @dataclass(frozen=True)
-class Solver:
-    """What solved the problems: the columns that name a row."""
+class Arm:
+    """One way in which the problems were solved, as a row names it."""
 
     model: str
     dataset: str
     by: str
-    arm: str
+    label: str
     budget: str
 
     @property
     def chains(self) -> int | None:
         """How many chains vote; None of a tree."""
-        found = CHAINS.fullmatch(self.arm)
+        found = CHAINS.fullmatch(self.label)
         return None if found is None else int(found[1] or 1)
 
 
-def of_peers(paths: Iterable[Path]) -> Iterator[tuple[Solver, str, Solved]]:
+def of_peers(paths: Iterable[Path]) -> Iterator[tuple[Arm, str, Solved]]:
     """Every row of tables of `bench_majority.py`, with the id of its problem."""
     for path in paths:
         for row in known_rows(path):
             count = int(row["samples"])
-            arm = "greedy" if count == 1 else f"majority-{count}"
+            label = "greedy" if count == 1 else f"majority-{count}"
             facts = {name: float(row[name]) for name in ("right", *COSTS)}
-            yield Solver(row["model"], row["dataset"], PEER, arm, "full"), row["sample"], facts
+            yield Arm(row["model"], row["dataset"], PEER, label, "full"), row["sample"], facts
 
 
-def of_arbor(folders: Iterable[Path]) -> Iterator[tuple[Solver, str, Solved]]:
+def of_arbor(folders: Iterable[Path]) -> Iterator[tuple[Arm, str, Solved]]:
     """Every sample of the arms of comparisons, with its id.
 
     Raises:
@@ -74,10 +74,10 @@ def of_arbor(folders: Iterable[Path]) -> Iterator[tuple[Solver, str, Solved]]:
             raise SystemExit(f"{folder}: give 'arbor compare' one --tokens at most and one seed")
         ((_, budget),) = found["budgets"]
         for row in found["table"]:
-            solver = Solver(model, dataset, ARBOR, row["arm"], budget)
+            arm = Arm(model, dataset, ARBOR, row["arm"], budget)
             for sample, each in read_rows(folder / row["folders"][0])[0].items():
                 yield (
-                    solver,
+                    arm,
                     sample,
                     {
                         "right": float(is_right(each)),
@@ -89,39 +89,43 @@ def of_arbor(folders: Iterable[Path]) -> Iterator[tuple[Solver, str, Solved]]:
                 )
 
 
-def arm_rows(solved: Iterable[tuple[Solver, str, Solved]]) -> list[dict[str, Any]]:
+def arm_rows(solved: Iterable[tuple[Arm, str, Solved]]) -> list[dict[str, Any]]:
     """A row for each arm, over the problems that every arm has.
 
     Raises:
         SystemExit: there is no such problem, or an arm has one twice.
     """
-    found: dict[Solver, dict[str, Solved]] = {}
-    for solver, sample, facts in solved:
-        mine = found.setdefault(solver, {})
+    found: dict[Arm, dict[str, Solved]] = {}
+    for arm, sample, facts in solved:
+        mine = found.setdefault(arm, {})
         if sample in mine:
-            raise SystemExit(f"{solver.by}, {solver.arm}, {solver.budget}: {sample} is there twice")
+            raise SystemExit(f"{arm.by}, {arm.label}, {arm.budget}: {sample} is there twice")
         mine[sample] = facts
     every = set.intersection(*map(set, found.values())) if found else set()
     if not every:
         raise SystemExit("no problem was solved by every arm")
     rows = []
-    for solver, mine in found.items():
-        facts = [mine[sample] for sample in sorted(every)]
-        right = round(sum(each["right"] for each in facts))
-        low, high = clopper_pearson(right, len(facts))
-        mean = {name: sum(each[name] for each in facts) / len(facts) for name in COSTS}
+    for arm, mine in found.items():
+        both = [mine[sample] for sample in sorted(every)]
+        right, n = round(sum(each["right"] for each in both)), len(both)
+        low, high = clopper_pearson(right, n)
+        mean = {name: sum(each[name] for each in both) / n for name in COSTS}
         rows.append(
             {
-                **vars(solver),
-                "chains": "" if solver.chains is None else solver.chains,
-                "solved_percent": round(100 * right / len(facts), 1),
+                "model": arm.model,
+                "dataset": arm.dataset,
+                "by": arm.by,
+                "arm": arm.label,
+                "budget": arm.budget,
+                "chains": "" if arm.chains is None else arm.chains,
+                "solved_percent": round(100 * right / n, 1),
                 "solved_low_percent": round(100 * low, 1),
                 "solved_high_percent": round(100 * high, 1),
                 "cpu_s": round(mean["cpu_s"], 2),
                 "wall_s": round(mean["wall_s"], 2),
                 "generated": round(mean["generated"]),
                 "peak_kv_tokens": round(mean["peak_kv_tokens"]),
-                "n": len(facts),
+                "n": n,
                 "n_of": "problems",
             }
         )

@@ -662,10 +662,9 @@ SERIES = (
 def accuracy_against_cost(model: str, dataset: str) -> Figure:
     """Accuracy against time and against peak KV of a model on a dataset, with the names of trees
     and the numbers of chains: the last row of each arm in accuracy_cost.csv."""
-    last: dict[tuple[str, ...], Row] = {}
-    for row in read("accuracy_cost"):
-        if fits(row, {"model": model, "dataset": dataset}):
-            last[row["by"], row["arm"], row["budget"]] = row
+    where = {"model": model, "dataset": dataset}
+    found = [row for row in read("accuracy_cost") if fits(row, where)]
+    last: dict[tuple[str, ...], Row] = {(r["by"], r["arm"], r["budget"]): r for r in found}
     rows = sorted(last.values(), key=lambda row: int(row["chains"] or 0))
     figure, axes = panels(2, 3.6)
     costs = (("cpu_s", "CPU seconds a problem"), ("peak_kv_tokens", "peak KV, tokens"))
@@ -699,7 +698,7 @@ def accuracy_against_cost(model: str, dataset: str) -> Figure:
             )
             for place, row in zip(zip(held, value, strict=True), mine, strict=True):
                 whole = last.get((row["by"], row["arm"], "full"))
-                if whole in (None, row):
+                if whole is None or whole is row:
                     panel.annotate(
                         row["chains"] or row["arm"],
                         place,
