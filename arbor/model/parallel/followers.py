@@ -332,10 +332,17 @@ def _end(
     for process in processes:
         process.wait()
     shutil.rmtree(folder, ignore_errors=True)
-    if torch.distributed.is_initialized():
-        leave = _abort_process_group if watches else torch.distributed.destroy_process_group
-        leaving = threading.Thread(target=_leave, args=(leave,), daemon=True)
+    if not torch.distributed.is_initialized():
+        return
+    if not watches:
+        _leave(torch.distributed.destroy_process_group)
+        return
+    leaving = threading.Thread(target=_leave, args=(_abort_process_group,), daemon=True)
+    try:
         leaving.start()  # a GPU may wait for those that have ended
+    except RuntimeError:  # Python ends, and begins no thread any more
+        _leave(_abort_process_group)
+    else:
         leaving.join(DYING_S)
 
 
