@@ -206,8 +206,12 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
 
 #if defined(__AMX_BF16__)
 
+// CPUs with tiles multiply pairs of whole numbers faster than pairs of bfloat16.
 void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
-    arbor::avx512_bf16_kernels.linear(job, part, parts, scratch);
+    with_format(job.packed_number, [&](auto format) {
+        const auto& faster = PLAIN<decltype(format)> ? arbor::avx512_bf16_kernels : arbor::avx512_vnni_kernels;
+        faster.linear(job, part, parts, scratch);
+    });
 }
 
 #else

@@ -46,6 +46,7 @@ bool runs_here(const Kernels& kernels) {
     if (&kernels == &arbor::avx512_vnni_kernels) return __builtin_cpu_supports("avx512vnni");
     if (!__builtin_cpu_supports("avx512bf16")) return false;
     if (&kernels == &arbor::avx512_bf16_kernels) return true;
+    if (!__builtin_cpu_supports("avx512vnni")) return false;
     // __builtin_cpu_supports("amx-bf16") is newer than GCC 12
     unsigned a = 7, b, c = 0, d;
     __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
