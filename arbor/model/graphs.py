@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,12 +92,34 @@ class CudaRecorder:
             current.wait_stream(self._stream)
             before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                step()
+            try:
+                with (
+                    _no_garbage_collection(),
+                    torch.cuda.graph(
+                        graph,
+                        pool=self._pool,
+                        stream=self._stream,
+                        capture_error_mode="thread_local",
+                    ),
+                ):
+                    step()
+            except BaseException:
+                self._stream = self._pool = None  # the pool takes no other capture
+                raise
             reserved = max(0, torch.cuda.memory_reserved() - before)
         return Recording(graph.replay, reserved)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Within, no cycle of objects is freed: a graph among them would end the capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class GraphBackend(AttentionBackend, FixedBackend, Protocol):
