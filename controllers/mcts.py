@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .search import Rounds, blocks_that_grow, check_settings, check_shares, give_up
+from .search import Rounds, blocks_that_grow, check_settings, check_shares, finished, give_up
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class MCTS:
         back up    G, the reward of the simulation, along its path: N += 1, and Q is the mean of the
                    rewards (backup=mean) or the highest (backup=max)
 
-    Q of a block without a visit is its value. The sources with their settings are in `VARIANTS`:
+    Q of a block without a visit is its value. The last simulation rolls out to the end of its path
+    if no path has ended. The sources with their settings are in `VARIANTS`:
 
     ``rap``: RAP (Hao et al., arXiv 2305.14992; llm-reasoners, examples/RAP/gsm8k): UCT with c = 1,
     10 simulations, 4 children, rollouts to the end, reward=mean, backup=max.
@@ -109,10 +110,12 @@ class MCTS:
     def max_blocks(self, max_depth: int) -> int:
         """simulations (width + steps rollout_width), and at most width + ... + width^max_depth.
 
-        steps is the smaller of `rollout` and max_depth - 1; rollout_width counts up to `width`.
+        steps is the smaller of `rollout` and max_depth - 1, in the last simulation the latter;
+        rollout_width counts up to `width`.
         """
         steps = max_depth - 1 if self.rollout is None else min(self.rollout, max_depth - 1)
-        most = self.simulations * (self.width + steps * min(self.rollout_width, self.width))
+        rolled = self.simulations * steps + max_depth - 1 - steps
+        most = self.simulations * self.width + rolled * min(self.rollout_width, self.width)
         return min(self.width * blocks_that_grow(self.width, max_depth, most), most)
 
 
@@ -209,8 +212,10 @@ class MCTSSearch(Rounds[MCTS]):
             self._asked[leaf.id] = self._settings.width
             self._fly(path, 1)
             rollout = self._settings.rollout
-            steps = self._max_depth if rollout is None else rollout
-            self._running.append(_Simulation(path, len(path), steps, width))
+            is_last = self._started == self._settings.simulations
+            if rollout is None or (is_last and not finished(self._tree)):
+                rollout = self._max_depth
+            self._running.append(_Simulation(path, len(path), rollout, width))
             blocked.add(leaf.id)
         self._prospects = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -45,9 +46,9 @@ def test_uct_on_a_tree_computed_by_hand() -> None:
 
 def test_scores_are_what_selection_maximises_and_finite() -> None:
     """After simulation 2: 1 has two visits of the root's two, the others one or none."""
-    search = run(MCTS(width=2, simulations=2, leaves=1), scripted(SMALL), max_depth=3).search
+    search = run(MCTS(width=2, simulations=2, leaves=1), scripted(SMALL), max_depth=2).search
     first = run(
-        MCTS(width=2, simulations=2, leaves=1, first_play=math.inf), scripted(SMALL), max_depth=3
+        MCTS(width=2, simulations=2, leaves=1, first_play=math.inf), scripted(SMALL), max_depth=2
     ).search
 
     assert isinstance(search, Scores) and isinstance(first, Scores)
@@ -83,6 +84,24 @@ def test_a_rollout_follows_the_best_child_and_is_backed_up_as_the_source_says() 
     assert rewards["mean"] == pytest.approx({root: 0.3, a: 0.3, c: 0.2, d: 0.1})
     half = search(reward="max", rollout_weight=0.5).search._rewards
     assert half == pytest.approx({root: 0.4, a: 0.4, c: 0.4, d: 0.4})
+
+
+def test_the_last_simulation_goes_on_to_an_end_if_no_path_has_one() -> None:
+    values = {(0,): 0.5, (0, 0): 0.4, (0, 0, 0): 0.3}
+
+    def script(key: Key) -> Thought:
+        ends = len(key) == 4 or key == ends_at
+        return Thought(str(key), values.get(key, 0.1), terminal=ends)
+
+    ends_at: Key = ()
+    settings = MCTS(width=2, simulations=2, leaves=1, stop_value=None)
+    done = run(settings, script, max_depth=6)
+    assert done.asked == [[((), 2)], [((0,), 2)], [((0, 0), 1)], [((0, 0, 0), 1)]]
+    assert done.best == [(0, 0, 0, 0)]
+
+    ends_at = (1,)
+    done = run(settings, script, max_depth=6)
+    assert done.asked == [[((), 2)], [((0,), 2)]] and done.best == [(1,)]
 
 
 # Agreement ----------------------------------------------------------------------------------------
@@ -154,4 +173,6 @@ def test_it_agrees_with_a_reading_of_the_paper_on_random_trees(selection: Any, b
 
         asked = [(key, width) for level in done.asked for key, width in level]
         read = read_from_the_paper(script, settings, depth)
-        assert asked == [(key, settings.width) for key in read]
+        assert asked[: len(read)] == [(key, settings.width) for key in read]
+        for (above, _), (key, width) in pairwise(asked[len(read) - 1 :]):  # the last rolls out
+            assert key[:-1] == above and width == 1
