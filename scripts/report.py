@@ -639,44 +639,40 @@ def overview() -> Figure:
     return figure
 
 
-@dataclass(frozen=True)
-class Series:
-    """One series of accuracy against cost: which rows, and how they are drawn."""
-
-    label: str
-    by: str
-    chains: bool
-    full: bool  # or at a part of the KV
-    colour: str
-    marker: str
+GSM8K = "GSM8K, Qwen2.5-Coder 1.5B (Q4_K_M)"
+# Where the names of searches that lie close together stand, in points from theirs.
+BESIDE = {"beam": (-26, 5), "dvts": (5, 4), "tot, bfs": (-14, -11), "best of 8": (-45, -3)}
+BESIDE |= {"rebase": (-36, -3), "dpts": (2, -11)}
+VOTES = re.compile(r"best-of-n,samples=(\d+);aggregate=majority")
 
 
-SERIES = (
-    Series("arbor, majority of chains", "arbor", True, True, BLUE, "o"),
-    Series("arbor, trees", "arbor", False, True, ORANGE, "^"),
-    Series("arbor, trees at {budget} of the KV", "arbor", False, False, ORANGE, "v"),
-    Series("llama.cpp, majority of chains", "llama.cpp", True, True, "#59a14f", "s"),
-)
-
-
-def accuracy_against_cost(model: str, dataset: str) -> Figure:
-    """Accuracy against time and against peak KV of a model on a dataset, with the names of trees
-    and the numbers of chains: the last row of each arm in accuracy_cost.csv."""
-    where = {"model": model, "dataset": dataset}
-    found = [row for row in read("accuracy_cost") if fits(row, where)]
-    last: dict[tuple[str, ...], Row] = {(r["by"], r["arm"], r["budget"]): r for r in found}
-    rows = sorted(last.values(), key=lambda row: int(row["chains"] or 0))
+def accuracy_against_cost(task: str = GSM8K) -> Figure:
+    """Accuracy against generated tokens and against peak KV, of controllers.csv on the same 100
+    problems: chains that vote, with their number, and other searches."""
+    where = {"task": task, "n": "100"}
+    rows = [row for row in read("controllers") if fits(row, where)]
+    last = {row["arm"]: row for row in rows if not row["note"].startswith("outdated")}
+    votes = {arm: int(found[1]) for arm in last if (found := VOTES.fullmatch(arm))}
+    votes |= {arm: 1 for arm in last if arm.startswith("chain")}
+    others = [arm for arm in last if arm not in votes]
     figure, axes = panels(2, 3.6)
-    costs = (("cpu_s", "CPU seconds a problem"), ("peak_kv_tokens", "peak KV, tokens"))
+    costs = (("generated", "generated tokens a problem"), ("peak_kv_tokens", "peak KV, tokens"))
+    series = (
+        (
+            "majority of chains, by their number",
+            sorted(votes, key=votes.__getitem__),
+            BLUE,
+            "o",
+            "-",
+        ),
+        ("searches, and the best of 8 by the model's own judgement", others, ORANGE, "^", ""),
+    )
     for panel, (name, title) in zip(axes, costs, strict=True):
-        for each in SERIES:
-            kind = (each.by, each.chains, each.full)
-            mine = [r for r in rows if (r["by"], bool(r["chains"]), r["budget"] == "full") == kind]
-            if not mine:
-                continue
+        for label, arms, colour, marker, line in series:
+            mine = [last[arm] for arm in arms]
             held = [float(row[name]) for row in mine]
             value, low, high = (
-                [float(row[f"solved{end}_percent"]) for row in mine]
+                [float(row[f"success{end}_percent"]) for row in mine]
                 for end in ("", "_low", "_high")
             )
             spread = [
@@ -684,32 +680,24 @@ def accuracy_against_cost(model: str, dataset: str) -> Figure:
                 [one - other for one, other in zip(high, value, strict=True)],
             ]
             panel.errorbar(
-                held,
-                value,
-                spread,
-                ls="-" if each.chains else "",
-                marker=each.marker,
-                mfc=each.colour if each.full else "none",
+                *(held, value, spread),
+                ls=line,
+                marker=marker,
                 ms=4,
                 lw=1,
                 elinewidth=0.6,
-                color=each.colour,
-                label=each.label.format(budget=" or ".join(sorted({r["budget"] for r in mine}))),
+                color=colour,
+                label=label,
             )
-            for place, row in zip(zip(held, value, strict=True), mine, strict=True):
-                whole = last.get((row["by"], row["arm"], "full"))
-                if whole is None or whole is row:
-                    panel.annotate(
-                        row["chains"] or row["arm"],
-                        place,
-                        (4, 3),
-                        textcoords="offset points",
-                        fontsize=7.5,
-                        color=each.colour,
-                    )
-                else:  # its name stands at full retention
-                    ends = (float(whole[name]), float(whole["solved_percent"]))
-                    panel.plot(*zip(place, ends, strict=True), ls=":", lw=0.8, color=each.colour)
+            for arm, place in zip(arms, zip(held, value, strict=True), strict=True):
+                panel.annotate(
+                    str(votes.get(arm) or short(arm)),
+                    place,
+                    BESIDE.get(short(arm), (4, 3)) if arm in others else (4, 3),
+                    textcoords="offset points",
+                    fontsize=7.5,
+                    color=colour,
+                )
         panel.set_xscale("log")
         panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter("{x:,g}")
@@ -720,8 +708,19 @@ def accuracy_against_cost(model: str, dataset: str) -> Figure:
     return figure
 
 
+def short(arm: str) -> str:
+    """The name of a search in a figure."""
+    name, _, settings = arm.partition(",")
+    if name == "best-of-n":
+        return "best of 8"
+    if name == "tot":
+        return "tot, dfs" if "dfs" in settings else "tot, bfs"
+    return "beam of 8" if "beam_size=8" in settings else name
+
+
 PLOTS: dict[str, Callable[[], Figure]] = {
     "overview": overview,
+    "accuracy": accuracy_against_cost,
     "lossy_word_problems": lambda: solved_by_policy(
         "lossy_word_problems",
         {"n": "500", "task": "chains of 4 to 6 steps, test"},

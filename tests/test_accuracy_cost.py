@@ -84,35 +84,28 @@ def test_the_figure_has_a_point_for_each_arm(
 ) -> None:
     import report
 
-    names = ("model", "dataset", "by", "arm", "budget", "chains", "cpu_s", "peak_kv_tokens")
-    shares = ("solved_percent", "solved_low_percent", "solved_high_percent")
+    names = ("task", "arm", "n", "generated", "peak_kv_tokens", "note")
+    shares = ("success_percent", "success_low_percent", "success_high_percent")
     rows = [
-        ("m", "d", "arbor", "majority-2", "full", 2, 3, 900, 55, 40, 70),
-        ("m", "d", "arbor", "greedy", "full", 1, 2, 400, 45, 30, 60),
-        ("m", "d", "arbor", "beam", "full", "", 7, 2000, 60, 50, 70),
-        ("m", "d", "arbor", "beam", "0.25", "", 8, 600, 61, 50, 70),
-        ("m", "d", "llama.cpp", "greedy", "full", 1, 9, 500, 44, 30, 60),
-        ("m", "d", "llama.cpp", "greedy", "full", 1, 2.5, 450, 46, 30, 60),  # measured again
-        ("another", "d", "arbor", "greedy", "full", 1, 1, 1, 1, 1, 1),
+        ("t", "best-of-n,samples=8;aggregate=majority", 100, 2500, 2400, "", 70, 60, 80),
+        ("t", "best-of-n,samples=2;aggregate=majority", 100, 600, 700, "", 60, 50, 70),
+        ("t", "chain;temperature=0", 100, 310, 400, "", 55, 45, 65),
+        ("t", "chain;temperature=0", 100, 300, 400, "", 56, 45, 65),  # measured again
+        ("t", "chain;temperature=0", 400, 1, 1, "", 1, 1, 1),
+        ("t", "rebase,width=4", 100, 1200, 900, "", 61, 51, 70),
+        ("t", "mcts", 100, 1, 1, "outdated: why", 1, 1, 1),
+        ("another", "rebase,width=4", 100, 1, 1, "", 1, 1, 1),
     ]
-    with (tmp_path / "accuracy_cost.csv").open("w", encoding="utf-8", newline="") as file:
+    with (tmp_path / "controllers.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([(*names, *shares), *rows])
     monkeypatch.setattr(report, "DATA", tmp_path)
 
-    time, kv = report.accuracy_against_cost("m", "d").axes
+    tokens, kv = report.accuracy_against_cost("t").axes
 
-    def points(panel: report.Axes) -> dict[str, list[list[float]]]:
-        bars, labels = panel.get_legend_handles_labels()
-        return {
-            label: [[float(x), float(y)] for x, y in bar.lines[0].get_xydata()]
-            for bar, label in zip(bars, labels, strict=True)
-        }
+    def points(panel: report.Axes) -> list[list[list[float]]]:
+        bars, _ = panel.get_legend_handles_labels()
+        return [[[float(x), float(y)] for x, y in bar.lines[0].get_xydata()] for bar in bars]
 
-    assert points(time) == {
-        "arbor, majority of chains": [[2, 45], [3, 55]],
-        "arbor, trees": [[7, 60]],
-        "arbor, trees at 0.25 of the KV": [[8, 61]],
-        "llama.cpp, majority of chains": [[2.5, 46]],
-    }
-    assert points(kv)["arbor, trees at 0.25 of the KV"] == [[600, 61]]
-    assert [text.get_text() for text in kv.texts] == ["1", "2", "beam", "1"]
+    assert points(tokens) == [[[300, 56], [600, 60], [2500, 70]], [[1200, 61]]]
+    assert points(kv) == [[[400, 56], [700, 60], [2400, 70]], [[900, 61]]]
+    assert [text.get_text() for text in kv.texts] == ["1", "2", "8", "rebase"]
