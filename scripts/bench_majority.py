@@ -5,7 +5,7 @@
         --dataset gsm8k.jsonl --n 300 --threads 2 --csv majority.csv
 
 Each problem is solved greedily by one chain and by the majority of 2, 4, 8, 16 and 32 chains at
-temperature 0.7, each number in a run of its own. llama.cpp reads the token ids that arbor's chain
+temperature 0.7 and top-p 0.9, arbor's own, each number in a run of its own. llama.cpp reads the token ids that arbor's chain
 reads, with the same ends and the same most tokens of a chain; texts are read, grouped and graded by
 arbor's task and its `majority`. Equal votes go by the order of the chains.
 
@@ -45,7 +45,7 @@ from arbor.tree import NodeState, ThoughtTree
 
 PEER = "llama.cpp"
 SAMPLES = (1, 2, 4, 8, 16, 32)
-TEMPERATURE = 0.7  # of several chains; one is greedy
+TEMPERATURE, TOP_P = 0.7, 0.9  # of several chains; one is greedy
 CELLS = 256  # by which llama.cpp rounds up
 Row = dict[str, Any]
 
@@ -78,6 +78,7 @@ class Question:
             "prompt": self.prompt,
             "samples": samples,
             "temperature": TEMPERATURE if samples > 1 else 0.0,
+            "top_p": TOP_P,
             "max_tokens": most,
             "stop": list(ends),
             "seed": sample_seed(0, self.sample),

@@ -2,8 +2,8 @@
 
     python llama_majority.py MODEL.gguf CELLS CHAINS --threads 2
 
-Read, a JSON object per line: ``{"prompt": [...], "samples": k, "temperature": t, "max_tokens": m,
-"stop": [...], "seed": s}``, with token ids. Written: ``{"texts": [[...], ...], "cpu_seconds": of
+Read, a JSON object per line: ``{"prompt": [...], "samples": k, "temperature": t, "top_p": p,
+"max_tokens": m, "stop": [...], "seed": s}``, with token ids. Written: ``{"texts": [[...], ...], "cpu_seconds": of
 the process, "wall_seconds": s, "cells_peak": n}``.
 
 The chains are sequences that share the cells of the prompt; each step computes all that go on in
@@ -53,7 +53,9 @@ class Majority:
         with ExitStack() as stack:
             samplers = []
             for chain in range(asked["samples"]):
-                samplers.append(sampler(asked["temperature"], (asked["seed"] + chain) % SEEDS))
+                samplers.append(
+                    sampler(asked["temperature"], asked["top_p"], (asked["seed"] + chain) % SEEDS)
+                )
                 stack.callback(c.llama_sampler_free, samplers[-1])
             texts, peak = self._decode(asked, samplers)
         return {
@@ -93,13 +95,17 @@ class Majority:
             places = list(range(len(going)))
 
 
-def sampler(temperature: float, seed: int) -> Any:
-    """A sampler of llama.cpp: temperature, then the distribution; greedy at 0."""
+def sampler(temperature: float, top_p: float, seed: int) -> Any:
+    """A sampler of llama.cpp: temperature, nucleus, then the distribution; greedy at 0."""
     chain = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
     if temperature == 0:
         parts = [c.llama_sampler_init_greedy()]
     else:
-        parts = [c.llama_sampler_init_temp(temperature), c.llama_sampler_init_dist(seed)]
+        parts = [
+            c.llama_sampler_init_temp(temperature),
+            c.llama_sampler_init_top_p(top_p, 1),
+            c.llama_sampler_init_dist(seed),
+        ]
     for part in parts:
         c.llama_sampler_chain_add(chain, part)
     return chain
