@@ -5,9 +5,10 @@
         --dataset gsm8k.jsonl --n 300 --threads 2 --csv majority.csv
 
 Each problem is solved greedily by one chain and by the majority of 2, 4, 8, 16 and 32 chains at
-temperature 0.7 and top-p 0.9, arbor's own, each number in a run of its own. llama.cpp reads the token ids that arbor's chain
-reads, with the same ends and the same most tokens of a chain; texts are read, grouped and graded by
-arbor's task and its `majority`. Equal votes go by the order of the chains.
+temperature 0.7 and top-p 0.9 as by arbor, each number in a run of its own. llama.cpp reads the
+token ids that arbor's chain reads, with the same ends and the same most tokens of a chain; texts
+are read, grouped and graded by arbor's task and its `majority`. Equal votes go by the order of the
+chains.
 
 A chain ends with a token that ends texts, and its cells are free then; arbor's ends with its
 answer. Chain i has the same seed among any number of chains.

@@ -3,8 +3,8 @@
     python llama_majority.py MODEL.gguf CELLS CHAINS --threads 2
 
 Read, a JSON object per line: ``{"prompt": [...], "samples": k, "temperature": t, "top_p": p,
-"max_tokens": m, "stop": [...], "seed": s}``, with token ids. Written: ``{"texts": [[...], ...], "cpu_seconds": of
-the process, "wall_seconds": s, "cells_peak": n}``.
+"max_tokens": m, "stop": [...], "seed": s}``, with token ids. Written: ``{"texts": [[...], ...],
+"cpu_seconds": of the process, "wall_seconds": s, "cells_peak": n}``.
 
 The chains are sequences that share the cells of the prompt; each step computes all that go on in
 one batch. A chain ends with a token of `stop`, which its text has, or after `max_tokens`; its cells
