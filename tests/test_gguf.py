@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import struct
 import subprocess
@@ -484,7 +485,8 @@ def test_the_plan_names_dtype_and_memory_of_the_weights(
     ran = in_process(capsys)("solve", "4 5 6 10", "--model", str(tiny), "--dry-run")
     described = in_process(capsys)("info", str(tiny), "--dtype", "float32")
 
-    dtype = "bfloat16" if bfloat16.multiplies_bfloat16("cpu") else "float32"
+    by_codes = platform.machine() in ("x86_64", "AMD64")  # kernels that need no such products
+    dtype = "bfloat16" if by_codes or bfloat16.multiplies_bfloat16("cpu") else "float32"
     size = human_bytes(sum(each.length for each in read_gguf_header(tiny).tensors))
     assert ran.out.splitlines()[0] == f"weights           {dtype}, {size}"
     assert f"memory of weights   {size}" in described.out.splitlines()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +19,7 @@ from arbor.kernels.staging import Staging
 from arbor.memory.pool import KVPool
 from arbor.model.attention import Attend, AttentionCall, written
 from arbor.model.plan import ForwardPlan
+from arbor.support.garbage import no_collection
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class CudaRecorder:
             graph = torch.cuda.CUDAGraph()
             try:
                 with (
-                    _no_garbage_collection(),
+                    no_collection(),  # a graph that is freed meanwhile would end the capture
                     torch.cuda.graph(
                         graph,
                         pool=self._pool,
@@ -108,18 +107,6 @@ class CudaRecorder:
                 raise
             reserved = max(0, torch.cuda.memory_reserved() - before)
         return Recording(graph.replay, reserved)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Within, no cycle of objects is freed: a graph among them would end the capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class GraphBackend(AttentionBackend, FixedBackend, Protocol):

@@ -165,6 +165,7 @@ class FakeSolver:
     """A solver with the real one's arguments; words in ``--revision`` choose its behaviour."""
 
     rounding = None
+    setup = types.SimpleNamespace(tp=1)
     checkpoint = types.SimpleNamespace(read=lambda: types.SimpleNamespace(tokenizer=()))
     boundary = BlockLimits(("\n",), STEP_TOKENS, DEPTH)
 
