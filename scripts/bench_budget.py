@@ -1,7 +1,7 @@
 """What a smaller budget costs in time, and where the time goes.
 
     python scripts/bench_budget.py --n 30 --csv rows.csv
-    python scripts/bench_budget.py --n 16 --host --csv ../docs/experiments/tiers_time.csv
+    python scripts/bench_budget.py --n 16 --host --csv rows.csv
     python scripts/bench_budget.py --model m.gguf --dataset gsm8k.jsonl --task gsm8k --host
 
 Budgets are parts of what full retention holds at the time, as `--budget 0.25`. Every problem is
@@ -44,7 +44,7 @@ from arbor.measure.timing import turned
 PHASES = ("prefill", "decode", "verify", "rehydrate", "fetch", "policy")
 HOST = "1000000tok"
 
-Arm = tuple[float, bool]  # the part of the peak that is kept, and whether the host holds the rest
+Arm = tuple[float, bool]  # the part of full retention's KV, and whether the host holds the rest
 
 
 def on_cpu() -> float:
