@@ -71,7 +71,9 @@ struct CodePairs {
 #if defined(__AVX512VNNI__)
         return _mm512_dpwssd_epi32(sums, x, codes);
 #else
-        return _mm512_add_epi32(sums, _mm512_madd_epi16(x, codes));
+        sums = _mm512_add_epi32(sums, _mm512_madd_epi16(x, codes));
+        asm("" : "+v"(sums));  // in this order, as in block_words.h
+        return sums;
 #endif
     }
     // The unit is a power of two, or NaN if a number is not finite.

@@ -127,14 +127,40 @@ struct SingleLanes {
         return _mm256_cvtph_ps(_mm_set_epi16(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0)));
     }
 
-    static void prepare(const uint8_t* block, Scales& to) {
-        if constexpr (F::NUMBERS == RUN) {  // as `Small::prepare`, all runs at once
-            _mm256_store_ps(to.scale, eight_halves(block));
-            if (F::OFFSETS) {
-                _mm256_store_ps(to.offset, _mm256_sub_ps(_mm256_setzero_ps(), eight_halves(block + 2)));
-            }
+    // The first two of them, or only the first; `offsets` of formats with a second one.
+    static __m256 two_halves(const uint8_t* from, __m256& offsets) {
+        auto at = [&](int run) {
+            int32_t bits;
+            std::memcpy(&bits, from + run * F::BYTES, 4);
+            return bits;
+        };
+        const __m128i order = _mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0);
+        __m128i low = _mm_shuffle_epi8(_mm_set_epi32(at(3), at(2), at(1), at(0)), order);
+        __m128i high = _mm_shuffle_epi8(_mm_set_epi32(at(7), at(6), at(5), at(4)), order);
+        offsets = _mm256_cvtph_ps(_mm_unpackhi_epi64(low, high));
+        return _mm256_cvtph_ps(_mm_unpacklo_epi64(low, high));
+    }
+
+    // Scales and offsets of the eight runs of a block whose runs have one each.
+    INLINED static void of_runs(const uint8_t* block, __m256& scales, __m256& offsets) {
+        if constexpr (F::NUMBERS == BLOCK_WEIGHTS) {
+            six_bits(block, scales, offsets);
+        } else if constexpr (F::OFFSETS) {  // as `Small::prepare`, all runs at once
+            scales = two_halves(block, offsets);
+            offsets = _mm256_sub_ps(_mm256_setzero_ps(), offsets);
         } else {
+            offsets = scales = eight_halves(block);
+        }
+    }
+
+    INLINED static void prepare(const uint8_t* block, Scales& to) {
+        if constexpr (F::HALVES) {
             F::prepare(block, to);
+        } else {
+            __m256 scales, offsets;
+            of_runs(block, scales, offsets);
+            _mm256_store_ps(to.scale, scales);
+            if (F::OFFSETS) _mm256_store_ps(to.offset, offsets);
         }
     }
 
@@ -143,18 +169,31 @@ struct SingleLanes {
         return in_groups<GROUP / 4>(scales.scale + P * 4 * Vec::WIDTH / GROUP);
     }
 
-    // Calls `visit(block, part...)` for the blocks of some inputs of a row.
+    // Copies a run's block in the parts in which it is read, which is faster; or clears it.
+    INLINED static void copy_run(const uint8_t* from, uint8_t* to) {
+        constexpr int HALF_BYTES = F::OFFSETS ? 4 : 2, CODES = F::LEVELS == 256 ? 32 : 16;
+        constexpr int BITS = F::NUMBERS == RUN ? F::BYTES - HALF_BYTES - CODES : 0;
+        const uint8_t zeros[F::BYTES] = {0};
+        from = from ? from : zeros;
+        std::memcpy(to, from, HALF_BYTES);
+        std::memcpy(to + HALF_BYTES, from + HALF_BYTES, BITS);
+        std::memcpy(to + HALF_BYTES + BITS, from + HALF_BYTES + BITS, CODES);
+    }
+
+    // Calls `visit(block, inputs that are left)` for the blocks of some inputs of a row.
     template <class Visit>
-    static void blocks(const uint8_t* row, int64_t ahead, int inputs, Visit visit) {
-        for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, row += BYTES) {
+    INLINED static void blocks(const uint8_t* row, int64_t ahead, int inputs, Visit visit) {
+        uint8_t whole[BYTES];
+        for (int left = inputs; left > 0; left -= BLOCK_WEIGHTS, row += BYTES) {
             fetch(row + ahead, BYTES);
-            if (F::NUMBERS == RUN && inputs - at < BLOCK_WEIGHTS) {  // the last ones, and zeros
-                uint8_t whole[BYTES] = {0};
-                std::memcpy(whole, row, static_cast<size_t>(row_bytes(inputs - at)));
-                visit(whole);
-            } else {
-                visit(row);
+            const uint8_t* block = row;
+            if (F::NUMBERS == RUN && left < BLOCK_WEIGHTS) {  // the last runs, and zeros
+                for (int run = 0; run < BLOCK_WEIGHTS / RUN; run++) {
+                    copy_run(run < left / RUN ? row + run * F::BYTES : nullptr, whole + run * F::BYTES);
+                }
+                block = whole;
             }
+            visit(block, left);
         }
     }
 
@@ -169,7 +208,7 @@ struct SingleLanes {
     }
 
     static void decode(const uint8_t* row, int64_t ahead, int first, int inputs, char* to) {
-        blocks(row + row_bytes(first), ahead, inputs, [&](const uint8_t* block) {
+        blocks(row + row_bytes(first), ahead, inputs, [&](const uint8_t* block, int) {
             float* numbers = reinterpret_cast<float*>(to);
             Scales scales;
             prepare(block, scales);
@@ -203,7 +242,7 @@ struct SingleLanes {
         Vec total[R];
         WRITTEN_OUT
         for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * sums_row);
-        blocks(row, ahead, inputs, [&](const uint8_t* block) {
+        blocks(row, ahead, inputs, [&](const uint8_t* block, int) {
             Scales scales;
             prepare(block, scales);
             auto x_at = [&](int r) { return reinterpret_cast<const float*>(x + r * x_row); };

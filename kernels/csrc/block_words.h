@@ -11,16 +11,23 @@
 
 namespace {
 
-// The group whose sum a lane holds, of the eight of a half.
-constexpr int group_in_half(int lane) { return 2 * (lane % 4) + lane / 4; }
-
 template <class F>
 struct WordLanes {
     using Singles = SingleLanes<F>;
+    static constexpr bool NIBBLES = F::NUMBERS == RUN && F::LEVELS <= 32;  // in halves of a run
+    static constexpr bool SIGNED = F::LEVELS == 256 || std::is_same_v<F, IQ4_NL>;
+    static constexpr bool SHIFTED = !SIGNED && F::FIRST != 0;  // x has the sums of what codes lack
+    static_assert(!(SHIFTED && F::OFFSETS));
     static constexpr int ROWS = 2, FUSED_ROWS = 8, HALF = 256;  // bytes of numbers of a half
     static constexpr int X_BYTES = 512 + 2 * 64;                // and sums and units of groups
     static constexpr int WEIGHT_BYTES = 512 + 2 * 64;           // and scales and offsets of groups
     static constexpr int BYTES = Singles::BYTES;
+
+    // The group whose sum a lane holds, of the eight of a half.
+    static constexpr int group_in_half(int lane) {
+        int part = lane % 4, place = lane / 4;
+        return NIBBLES ? 2 * (place + part / 2 * 2) + part % 2 : 2 * part + place;
+    }
 
     static int64_t x_bytes(int inputs) { return Singles::blocks_of(inputs) * X_BYTES; }
     static int64_t weight_bytes(int inputs) { return Singles::blocks_of(inputs) * WEIGHT_BYTES; }
@@ -29,114 +36,206 @@ struct WordLanes {
     // Numbers of x in the order in which codes meet them; zeros behind the last.
     static void read_x(const bf16* x, int inputs, char* to) {
         for (int first = 0; first < inputs; first += BLOCK_WEIGHTS, to += X_BYTES) {
-            bf16 block[BLOCK_WEIGHTS] = {0};
-            int here = inputs - first < BLOCK_WEIGHTS ? inputs - first : BLOCK_WEIGHTS;
-            std::memcpy(block, x + first, here * sizeof(bf16));
-            int16_t* numbers = reinterpret_cast<int16_t*>(to);
-            float* sums = reinterpret_cast<float*>(to + 2 * HALF);
-            for (int g = 0; g < 16; g++) {
-                int half = g / 8, lane = g % 8, sum = 0;
-                int16_t group[16];
-                float unit = whole_numbers(block + 16 * (8 * half + group_in_half(lane)), group);
-                for (int j = 0; j < 16; j++) {
-                    // bytes 0 and 2 of four meet the first of two steps, bytes 1 and 3 the second
-                    numbers[half * HALF / 2 + (j / 4 * 2 + j % 2) * 16 + 2 * lane + j % 4 / 2] = group[j];
-                    sum += group[j];
+            bf16 whole[BLOCK_WEIGHTS];
+            const bf16* block = x + first;
+            if (inputs - first < BLOCK_WEIGHTS) {
+                size_t bytes = static_cast<size_t>(inputs - first) * sizeof(bf16);
+                std::memset(whole, 0, sizeof whole);
+                std::memcpy(whole, block, bytes);
+                block = whole;
+            }
+            for (int h = 0; h < 2; h++) {
+                float* sums = reinterpret_cast<float*>(to + 2 * HALF) + 8 * h;
+                __m256i steps[8], total = _mm256_setzero_si256();
+                WRITTEN_OUT
+                for (int lane = 0; lane < 8; lane++) {
+                    steps[lane] = whole_numbers(block + 16 * (8 * h + group_in_half(lane)), sums + 16 + lane);
                 }
-                sums[g] = static_cast<float>(sum) * unit;
-                sums[16 + g] = unit;
+                eight_by_eight(steps);
+                WRITTEN_OUT
+                for (int step = 0; step < 8; step++) {
+                    auto place = reinterpret_cast<__m256i*>(to + h * HALF + step * 32);
+                    _mm256_storeu_si256(place, steps[step]);
+                    total = _mm256_add_epi32(total, _mm256_madd_epi16(steps[step], _mm256_set1_epi16(1)));
+                }
+                if (SHIFTED) {
+                    total = _mm256_mullo_epi32(total, _mm256_set1_epi32(F::FIRST));
+                    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums), total);
+                } else {
+                    store(sums, Vec{_mm256_cvtepi32_ps(total)} * load(sums + 16));
+                }
             }
         }
     }
 
-    // 16 numbers in a unit that is a power of two, which is returned; NaN if one is not finite.
-    static float whole_numbers(const bf16* from, int16_t* to) {
-        int greatest = 0;
-        for (int j = 0; j < 16; j++) {
-            int size = from[j] & 0x7fff;
-            greatest = size > greatest ? size : greatest;
-        }
-        int exponent = greatest >> 7;
+    // 16 numbers in a unit that is a power of two, NaN if one is not finite. They are paired as codes
+    // are: bytes 0 and 2 of four meet the first of two steps, bytes 1 and 3 the second.
+    INLINED static __m256i whole_numbers(const bf16* from, float* unit) {
+        __m256i given = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        __m256i others = _mm256_xor_si256(given, _mm256_set1_epi16(0x7fff));  // the largest becomes the least
+        others = _mm256_and_si256(others, _mm256_set1_epi16(0x7fff));
+        __m128i least = _mm_min_epu16(_mm256_castsi256_si128(others), _mm256_extracti128_si256(others, 1));
+        int exponent = (0x7fff - _mm_extract_epi16(_mm_minpos_epu16(least), 0)) >> 7;
         if (exponent == 255) {
-            std::memset(to, 0, 32);
-            return NAN;
+            *unit = NAN;
+            return _mm256_setzero_si256();
         }
         exponent = exponent > 30 ? exponent : 30;  // smaller ones than 2^-111 are zeros
+        *unit = power(exponent - 14);
         Vec times = set1(power(254 + 14 - exponent));
         __m256i low = _mm256_cvtps_epi32((load(from) * times).v);
         __m256i high = _mm256_cvtps_epi32((load(from + 8) * times).v);
         __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), both);
-        return power(exponent - 14);
+        const __m256i pairs = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4,
+                                               5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+        return _mm256_shuffle_epi8(both, pairs);
+    }
+
+    // Eight vectors of 8 numbers of 32 bits become those of their places.
+    INLINED static void eight_by_eight(__m256i* rows) {
+        __m256i two[8], four[8];
+        WRITTEN_OUT
+        for (int i = 0; i < 8; i += 2) {
+            two[i] = _mm256_unpacklo_epi32(rows[i], rows[i + 1]);
+            two[i + 1] = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
+        }
+        WRITTEN_OUT
+        for (int i = 0; i < 8; i += 4) {
+            four[i] = _mm256_unpacklo_epi64(two[i], two[i + 2]);
+            four[i + 1] = _mm256_unpackhi_epi64(two[i], two[i + 2]);
+            four[i + 2] = _mm256_unpacklo_epi64(two[i + 1], two[i + 3]);
+            four[i + 3] = _mm256_unpackhi_epi64(two[i + 1], two[i + 3]);
+        }
+        WRITTEN_OUT
+        for (int i = 0; i < 4; i++) {
+            rows[i] = _mm256_permute2x128_si256(four[i], four[i + 4], 0x20);
+            rows[i + 4] = _mm256_permute2x128_si256(four[i], four[i + 4], 0x31);
+        }
     }
 
     template <int R>
-    static __m256i run(const uint8_t* block) {
+    INLINED static __m256i run(const uint8_t* block) {
         Codes codes = F::NUMBERS == RUN ? F::template codes<0>(block + R * F::BYTES)
                                         : F::template codes<R % (F::NUMBERS / RUN)>(block);
-        if (std::is_same_v<F, IQ4_NL>) codes = values_of<F>(codes);
         return reinterpret_cast<__m256i>(codes);
     }
 
-    // Calls `visit(step, 16 numbers)` for the eight steps of a half.
+    // The first halves of two runs of nibbles, and the second ones.
+    INLINED static void two_runs(const uint8_t* block, __m256i* to) {
+        const uint8_t* codes = block + F::BYTES - 16;
+        __m256i both = _mm256_inserti128_si256(
+            _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))),
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + F::BYTES)), 1);
+        to[0] = _mm256_and_si256(both, _mm256_set1_epi8(15));
+        to[1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+        if constexpr (F::LEVELS == 32) {  // a fifth bit each
+            auto first = reinterpret_cast<__m256i>(sixteens(codes - 4));
+            auto second = reinterpret_cast<__m256i>(sixteens(codes - 4 + F::BYTES));
+            to[0] = _mm256_or_si256(to[0], _mm256_permute2x128_si256(first, second, 0x20));
+            to[1] = _mm256_or_si256(to[1], _mm256_permute2x128_si256(first, second, 0x31));
+        }
+        if constexpr (std::is_same_v<F, IQ4_NL>) {
+            auto values = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(F::VALUES)));
+            to[0] = _mm256_shuffle_epi8(values, to[0]);
+            to[1] = _mm256_shuffle_epi8(values, to[1]);
+        }
+    }
+
+    // Calls `visit(step, 16 codes)` for the eight steps of a half.
     template <int H, class Visit>
-    static void half(const uint8_t* block, Visit visit) {
-        constexpr bool SIGNED = F::LEVELS == 256 || std::is_same_v<F, IQ4_NL>;
-        const __m256i z[4] = {run<4 * H>(block), run<4 * H + 1>(block), run<4 * H + 2>(block),
-                              run<4 * H + 3>(block)};
+    INLINED static void half(const uint8_t* block, Visit visit) {
+        __m256i z[4];
+        if constexpr (NIBBLES) {
+            two_runs(block + 4 * H * F::BYTES, z);
+            two_runs(block + (4 * H + 2) * F::BYTES, z + 2);
+        } else {
+            z[0] = run<4 * H>(block), z[1] = run<4 * H + 1>(block);
+            z[2] = run<4 * H + 2>(block), z[3] = run<4 * H + 3>(block);
+        }
         __m256i a = _mm256_unpacklo_epi32(z[0], z[1]), b = _mm256_unpackhi_epi32(z[0], z[1]);
         __m256i c = _mm256_unpacklo_epi32(z[2], z[3]), d = _mm256_unpackhi_epi32(z[2], z[3]);
         const __m256i lanes[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c),
                                   _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
-        const __m256i first = _mm256_set1_epi16(SIGNED ? 0 : F::FIRST);
         WRITTEN_OUT
         for (int j = 0; j < 4; j++) {
-            __m256i even, odd;
             if (SIGNED) {
-                even = _mm256_srai_epi16(_mm256_slli_epi16(lanes[j], 8), 8);
-                odd = _mm256_srai_epi16(lanes[j], 8);
+                visit(2 * j, _mm256_srai_epi16(_mm256_slli_epi16(lanes[j], 8), 8));
+                visit(2 * j + 1, _mm256_srai_epi16(lanes[j], 8));
             } else {
-                even = _mm256_and_si256(lanes[j], _mm256_set1_epi16(255));
-                odd = _mm256_srli_epi16(lanes[j], 8);
+                visit(2 * j, _mm256_and_si256(lanes[j], _mm256_set1_epi16(255)));
+                visit(2 * j + 1, _mm256_srli_epi16(lanes[j], 8));
             }
-            if (!SIGNED && F::FIRST) even = _mm256_add_epi16(even, first), odd = _mm256_add_epi16(odd, first);
-            visit(2 * j, even);
-            visit(2 * j + 1, odd);
         }
     }
 
-    // Numbers of the groups of a half, or of their runs, in the order of the lanes.
-    static Vec in_lanes(const float* numbers, int half) {
-        if (!F::HALVES) return {_mm256_broadcast_ps(reinterpret_cast<const __m128*>(numbers + 4 * half))};
-        const __m256i order = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0);
-        return {_mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers + 8 * half), order)};
+    // Scales and offsets of the groups of the two halves, in the order of the lanes.
+    struct Factors {
+        Vec scale[2], offset[2];
+    };
+
+    INLINED static Factors factors(const uint8_t* block) {
+        Factors found;
+        if constexpr (F::HALVES) {
+            Scales scales;
+            F::prepare(block, scales);
+            const __m256i order = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0);
+            for (int h = 0; h < 2; h++) {
+                found.scale[h] = {_mm256_permutevar8x32_ps(_mm256_load_ps(scales.scale + 8 * h), order)};
+                if (!F::OFFSETS) continue;
+                found.offset[h] = {_mm256_permutevar8x32_ps(_mm256_load_ps(scales.offset + 8 * h), order)};
+            }
+        } else {
+            __m256 scales, offsets;
+            Singles::of_runs(block, scales, offsets);
+            const __m256i nibbles = _mm256_set_epi32(3, 3, 1, 1, 2, 2, 0, 0);
+            const __m256i runs = _mm256_set_epi32(3, 2, 1, 0, 3, 2, 1, 0);
+            for (int h = 0; h < 2; h++) {
+                __m256i order = _mm256_add_epi32(NIBBLES ? nibbles : runs, _mm256_set1_epi32(4 * h));
+                found.scale[h] = {_mm256_permutevar8x32_ps(scales, order)};
+                if (F::OFFSETS) found.offset[h] = {_mm256_permutevar8x32_ps(offsets, order)};
+            }
+        }
+        return found;
     }
 
     static void decode(const uint8_t* row, int64_t ahead, int first, int inputs, char* to) {
-        Singles::blocks(row + row_bytes(first), ahead, inputs, [&](const uint8_t* block) {
-            Scales scales;
-            Singles::prepare(block, scales);
-            Singles::parts([&](auto h) {
-                half<h>(block, [&](int step, __m256i numbers) {
-                    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + h * HALF + step * 32), numbers);
+        Singles::blocks(row + row_bytes(first), ahead, inputs, [&](const uint8_t* block, int left) INLINED {
+            const Factors given = factors(block);
+            halves(left, [&](auto h) INLINED {
+                half<h>(block, [&](int step, __m256i codes) INLINED {
+                    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + h * HALF + step * 32), codes);
                 });
-                float* factors = reinterpret_cast<float*>(to + 2 * HALF) + 8 * h;
-                store(factors, in_lanes(scales.scale, h));
-                if (F::OFFSETS) store(factors + 16, in_lanes(scales.offset, h));
-            }, std::make_integer_sequence<int, 2>{});
+                float* kept = reinterpret_cast<float*>(to + 2 * HALF) + 8 * h;
+                store(kept, given.scale[h]);
+                if (F::OFFSETS) store(kept + 16, given.offset[h]);
+            });
             to += WEIGHT_BYTES;
         });
     }
 
+    // Calls `visit` for the halves of a block of which inputs are left.
+    template <class Visit>
+    INLINED static void halves(int left, Visit visit) {
+        visit(std::integral_constant<int, 0>{});
+        if (left > BLOCK_WEIGHTS / 2) visit(std::integral_constant<int, 1>{});
+    }
+
+    // The sums of a half of `x` before any product.
+    INLINED static __m256i none(const char* x) {
+        return SHIFTED ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)) : _mm256_setzero_si256();
+    }
+
     // Sums of the groups of a half, scaled and added to a total; `x` has their sums and units.
-    static Vec scaled(__m256i sums, Vec scale, Vec offset, const float* x, Vec total) {
+    INLINED static Vec scaled(__m256i sums, Vec scale, Vec offset, const float* x, Vec total) {
         total = fma(Vec{_mm256_cvtepi32_ps(sums)} * scale, load(x + 16), total);
         return F::OFFSETS ? Vec{_mm256_fnmadd_ps(offset.v, load(x).v, total.v)} : total;
     }
 
-    static __m256i add(__m256i sums, const char* x, __m256i numbers) {
+    INLINED static __m256i add(__m256i sums, const char* x, __m256i numbers) {
         __m256i factor = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-        return _mm256_add_epi32(sums, _mm256_madd_epi16(factor, numbers));
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(factor, numbers));
+        asm("" : "+x"(sums));  // in this order: else all products wait in memory for their sum
+        return sums;
     }
 
     // R rows of x by one output whose weights are never stored: the sums of `tile`.
@@ -146,25 +245,22 @@ struct WordLanes {
         Vec total[R];
         WRITTEN_OUT
         for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * sums_row);
-        Singles::blocks(row, ahead, inputs, [&](const uint8_t* block) {
-            Scales scales;
-            Singles::prepare(block, scales);
-            Singles::parts([&](auto h) {
+        Singles::blocks(row, ahead, inputs, [&](const uint8_t* block, int left) INLINED {
+            const Factors given = factors(block);
+            halves(left, [&](auto h) INLINED {
                 __m256i acc[R];
                 WRITTEN_OUT
-                for (int r = 0; r < R; r++) acc[r] = _mm256_setzero_si256();
-                half<h>(block, [&](int step, __m256i numbers) {
+                for (int r = 0; r < R; r++) acc[r] = none(x + r * x_row + 2 * HALF + 32 * h);
+                half<h>(block, [&](int step, __m256i codes) INLINED {
                     WRITTEN_OUT
-                    for (int r = 0; r < R; r++) acc[r] = add(acc[r], x + r * x_row + h * HALF + step * 32, numbers);
+                    for (int r = 0; r < R; r++) acc[r] = add(acc[r], x + r * x_row + h * HALF + step * 32, codes);
                 });
-                Vec scale = in_lanes(scales.scale, h), offset = scale;
-                if (F::OFFSETS) offset = in_lanes(scales.offset, h);
                 WRITTEN_OUT
                 for (int r = 0; r < R; r++) {
                     const float* groups = reinterpret_cast<const float*>(x + r * x_row + 2 * HALF) + 8 * h;
-                    total[r] = scaled(acc[r], scale, offset, groups, total[r]);
+                    total[r] = scaled(acc[r], given.scale[h], given.offset[h], groups, total[r]);
                 }
-            }, std::make_integer_sequence<int, 2>{});
+            });
             x += X_BYTES;
         });
         WRITTEN_OUT
@@ -181,12 +277,12 @@ struct WordLanes {
             }
         }
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, x += X_BYTES, weights += WEIGHT_BYTES) {
-            for (int h = 0; h < 2; h++) {
+            for (int h = 0; h < (inputs - at > BLOCK_WEIGHTS / 2 ? 2 : 1); h++) {
                 __m256i acc[R][4];
                 WRITTEN_OUT
                 for (int r = 0; r < R; r++) {
                     WRITTEN_OUT
-                    for (int p = 0; p < 4; p++) acc[r][p] = _mm256_setzero_si256();
+                    for (int p = 0; p < 4; p++) acc[r][p] = none(x + r * x_row + 2 * HALF + 32 * h);
                 }
                 WRITTEN_OUT
                 for (int step = 0; step < 8; step++) {
@@ -209,6 +305,7 @@ struct WordLanes {
                         const float* groups = reinterpret_cast<const float*>(x + r * x_row + 2 * HALF) + 8 * h;
                         float* sum = sums + r * sums_row + p * 8;
                         store(sum, scaled(acc[r][p], scale, offset, groups, load(sum)));
+                        asm("" ::: "memory");  // not in registers, which the products need
                     }
                 }
             }

@@ -197,6 +197,29 @@ struct Q3_K {
 };
 
 // Scales and offsets of 6 bits each, eight of them in 12 bytes.
+#if defined(__x86_64__)
+INLINED inline void six_bits(const uint8_t* block, __m256& scales, __m256& offsets) {
+    // a number's low bits and its two high ones lie in one byte, or in two
+    const __m128i low_at = _mm_setr_epi8(4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m128i high_at = _mm_setr_epi8(-1, -1, -1, -1, 4, 5, 6, 7, -1, -1, -1, -1, 8, 9, 10, 11);
+    __m128i header = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block));
+    __m128i low = _mm_shuffle_epi8(header, low_at), high = _mm_shuffle_epi8(header, high_at);
+    low = _mm_blend_epi16(low, _mm_srli_epi16(low, 4), 0xc0);
+    low = _mm_and_si128(low, _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
+    low = _mm_or_si128(low, _mm_and_si128(_mm_srli_epi16(high, 2), _mm_set1_epi8(0x30)));
+    __m128 both = _mm_cvtph_ps(header);
+    __m256 d = _mm256_broadcastss_ps(both), least = _mm256_broadcastss_ps(_mm_movehdup_ps(both));
+    scales = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(low)), d);
+    offsets = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(low, 8))), least);
+}
+
+inline void six_bits(const uint8_t* block, Scales& to) {
+    __m256 scales, offsets;
+    six_bits(block, scales, offsets);
+    _mm256_store_ps(to.scale, scales);
+    _mm256_store_ps(to.offset, offsets);
+}
+#else
 inline void six_bits(const uint8_t* block, Scales& to) {
     uint32_t packed[3], parts[4];
     std::memcpy(packed, block + 4, 12);
@@ -205,22 +228,14 @@ inline void six_bits(const uint8_t* block, Scales& to) {
     parts[2] = packed[1] & 0x3f3f3f3f;
     parts[3] = (packed[2] >> 4 & 0x0f0f0f0f) | (packed[1] >> 2 & 0x30303030);
     float d = half_at(block), least = half_at(block + 2);
-#if defined(__x86_64__)
-    __m256i scale = _mm256_cvtepu8_epi32(_mm_set_epi32(0, 0, static_cast<int>(parts[1]),
-                                                       static_cast<int>(parts[0])));
-    __m256i offset = _mm256_cvtepu8_epi32(_mm_set_epi32(0, 0, static_cast<int>(parts[3]),
-                                                        static_cast<int>(parts[2])));
-    _mm256_store_ps(to.scale, _mm256_mul_ps(_mm256_cvtepi32_ps(scale), _mm256_set1_ps(d)));
-    _mm256_store_ps(to.offset, _mm256_mul_ps(_mm256_cvtepi32_ps(offset), _mm256_set1_ps(least)));
-#else
     int8_t numbers[16];
     std::memcpy(numbers, parts, 16);
     for (int i = 0; i < 8; i += Vec::WIDTH) {
         store(to.scale + i, load(numbers + i) * set1(d));
         store(to.offset + i, load(numbers + 8 + i) * set1(least));
     }
-#endif
 }
+#endif
 
 struct Q4_K {
     static constexpr int NUMBERS = 256, BYTES = 144, LEVELS = 16, FIRST = 0;

@@ -25,6 +25,9 @@
 #define WRITTEN_OUT _Pragma("GCC unroll 16")
 #endif
 
+// A function that must not be called: what it works on stays in registers.
+#define INLINED __attribute__((always_inline))
+
 namespace {
 
 // Asks for the line of a cache that holds this address; any address will do.
