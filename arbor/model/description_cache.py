@@ -121,7 +121,7 @@ def keep_description(source: ModelLocation, dtype: str, config: Any, files: Desc
     """
     own = type(config).__module__.startswith("transformers.")
     if own and files.info.supported and keep_tokenizer(source, files.tokenizer):
-        _keep(source, dtype, record_of(files))
+        keep_record(source, dtype, record_of(files))
 
 
 def keep_tokenizer(source: ModelLocation, tokenizer: Any) -> bool:
@@ -139,11 +139,31 @@ def keep_tokenizer(source: ModelLocation, tokenizer: Any) -> bool:
     except (OSError, ArborError):
         return False
     record = {"content": content, "chat_template": template, "special_tokens": special}
-    return _keep(source, TOKENIZER, record)
+    return keep_record(source, TOKENIZER, record)
 
 
-def _keep(source: ModelLocation, kind: str, record: Record) -> bool:
-    """Writes a record; returns whether it could be written."""
+def kept_record(source: ModelLocation, kind: str) -> Record | None:
+    """A record of a model from a file; None if there is none that is still true.
+
+    Args:
+        source: the model.
+        kind: identifies the record among those of the model.
+
+    Raises:
+        OSError, KeyError, TypeError, ValueError: the file is damaged.
+    """
+    return _cached(source, kind) if _is_stable(source) else None
+
+
+def keep_record(source: ModelLocation, kind: str, record: Record) -> bool:
+    """Writes a record, if it may be kept; returns whether it could be written.
+
+    Args:
+        source, kind: as in `kept_record`.
+        record: as JSON.
+    """
+    if not _is_stable(source):
+        return False
     try:
         path = description_file(_place(source, kind))
         sealed = _sealed(_identity(source, kind), record)
@@ -219,7 +239,7 @@ def _opened(data: bytes, identity: str) -> Record | None:
 
 
 def _place(source: ModelLocation, kind: str) -> str:
-    """Identifies a model and a record of it: a dtype, or `TOKENIZER`.
+    """Identifies a model and a record of it: a dtype, `TOKENIZER`, or as `kept_record` has it.
 
     A directory is identified by its path, and its files may change; a GGUF file by its header.
     """

@@ -170,6 +170,7 @@ class ModelRunner:
         self._unembedding: Unembedding | None = None
         self._rotations: dict[int, PairRotation | None] = {}
         self._whole: WholeDecoder | None = None
+        self.several_tables: bool | None = None  # the form of it; None: layers run one by one
         # one forward at a time: hooks and buffers are the model's; a forward may call `unembed`
         self._turn = threading.RLock()
         self.graphs: DecodeGraphs | None = None
@@ -363,28 +364,32 @@ class ModelRunner:
             return {layer: self._rotations[layer] for layer in layers}
 
     @torch.inference_mode()
-    def fuse_layers(self) -> str:
+    def fuse_layers(self, known: bool | None = None) -> str:
         """From now on, run all layers of small batches as one native call, if the bits stay.
 
         A random batch and the step after it, on pools of their own, must give the logits, keys and
         values of the layers one by one. Weights packed and modules fused before.
 
+        Args:
+            known: the form that gave the same bits before (`several_tables`), which is taken
+                untried; None: each is tried.
+
         Returns:
             "", or why the layers run one by one.
         """
-        self._whole = None
+        self._whole = self.several_tables = None
         if self.ranks is not None:
             return "other processes have a part of each"
         if not isinstance(self.backend, NativeCascade) or self.device.type != "cpu":
             return "its attention does not run by the native kernels"
         reason = ""
-        for several_tables in (False, True):
+        for several_tables in (False, True) if known is None else (known,):
             whole = whole_decoder(self._layers, several_tables)
             if isinstance(whole, str):
                 return whole
-            reason = self._try_layers(whole)
+            reason = self._try_layers(whole) if known is None else ""
             if not reason:
-                self._whole = whole
+                self._whole, self.several_tables = whole, several_tables
                 break
         return reason
 

@@ -20,6 +20,7 @@ from arbor.kernels.fused.rotary import rotary_ops
 from arbor.kernels.linear.layers import batch_dependent, pack_linears
 from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 from arbor.memory.pool import KVPool
+from arbor.model.agreement_cache import Agreement, agreed_before, keep_agreement
 from arbor.model.attention import IMPLEMENTATION
 from arbor.model.describe import describe_attention
 from arbor.model.description_cache import keep_description
@@ -244,7 +245,12 @@ def load_weights(
     elif name == NATIVE and runs_native(info, device):
         deterministic = not batch_dependent(model)  # at no measurable cost, see docs/budget.md
     show(f"checking and packing the weights of {source.label}")
-    own, attention = own_logits(model), model.config._attn_implementation
+    plain = given is None and ranks is None and not int8_weights and device.type == "cpu"
+    how = (info.dtype, name, deterministic, int8_kv)
+    known = agreed_before(source, how) if plain else None
+    own, attention = None, model.config._attn_implementation
+    if known is None:
+        own = own_logits(model)
     # the others would have to capture, check and replay the same steps
     graphs = cuda_graphs and device.type == "cuda" and not deterministic and ranks is None
     recorder = CudaRecorder(device) if graphs else None
@@ -271,12 +277,16 @@ def load_weights(
             rotary = rotary_ops(runner.device)
             if rotary is not None:
                 fuse_attention(model, rotary)
-                if reason := runner.fuse_layers():
+                if known is not None and known.several_tables is None:
+                    logger.debug("layers run one by one, as before")
+                elif reason := runner.fuse_layers(known.several_tables if known else None):
                     logger.debug("layers run one by one: %s", reason)
     if rounding is not None and own is not None:
         rounding = replace(rounding, logit_error=logit_error(runner, own))
     elif own is not None:
         _check_agreement(model, runner, own, attention)
+        if plain:
+            keep_agreement(source, how, Agreement(runner.several_tables))
     logger.info(
         "%s: %s weights, %s on %s, attention by %s",
         source.name,

@@ -1,0 +1,88 @@
+"""Which weights had the logits of their model's own forward when they were loaded before.
+
+Comparing them takes as long as forty tokens of a prompt. What was found is kept next to the
+descriptions of models (`arbor.model.description_cache`) and holds while everything that decides is
+the same: what a description is made from, this package's kernels, how the model is loaded, and the
+files of the weights, by place, inode, size and times.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from arbor.errors import ArborError
+from arbor.kernels import native
+from arbor.model.description_cache import WEIGHTS, keep_record, kept_record
+from arbor.model.loading import ModelLocation
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What was found when weights were checked.
+
+    Attributes:
+        several_tables: the form in which all layers as one call gave the same bits, as in
+            `ModelRunner.fuse_layers`; None: they run one by one.
+    """
+
+    several_tables: bool | None
+
+
+def agreed_before(source: ModelLocation, how: tuple[object, ...]) -> Agreement | None:
+    """What was found of these weights; None if it is not known, or they differed.
+
+    Args:
+        source: the model.
+        how: what else decides: dtype, backend, and what is asked of the layers.
+    """
+    try:
+        record = kept_record(source, _kind(source, how))
+        return None if record is None else Agreement(record["several_tables"])
+    except (ArborError, OSError, KeyError, TypeError, ValueError):
+        return None  # whatever a damaged file holds: the weights are then checked
+
+
+def keep_agreement(source: ModelLocation, how: tuple[object, ...], found: Agreement) -> None:
+    """Writes what was found, if it may be kept; a failure is ignored.
+
+    Args:
+        source, how: as in `agreed_before`.
+        found: the weights agreed.
+    """
+    try:
+        keep_record(source, _kind(source, how), asdict(found))
+    except (ArborError, OSError):
+        return
+
+
+def _kind(source: ModelLocation, how: tuple[object, ...]) -> str:
+    """Names the record: everything that decides and that a description is not made from."""
+    facts = ["agreement", *map(str, how), *_weights(source), _kernels(), source.adapter]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _weights(source: ModelLocation) -> Iterator[str]:
+    """The files of the weights, as a program that changes one leaves them."""
+    folder = Path(source.path)
+    packed = source.gguf is not None
+    paths = [folder / str(source.gguf)] if packed else sorted(folder.iterdir())
+    for path in paths:
+        if packed or path.suffix in WEIGHTS:
+            status = path.stat()
+            times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+            yield f"{path.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {times}"
+
+
+@functools.cache
+def _kernels() -> str:
+    """A digest of the modules that compute, and of the native library."""
+    digest = hashlib.blake2b(digest_size=16)
+    folder = Path(native.__file__).parent
+    for path in sorted([*folder.rglob("*.py"), *folder.glob("*.so")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

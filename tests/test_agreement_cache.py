@@ -1,0 +1,79 @@
+"""Weights that had their model's own logits are not compared with them again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.gguf_files import write_random
+
+from arbor import Solver
+from arbor.errors import ModelError
+from arbor.model import weights
+from arbor.model.gguf.header import read_gguf_header
+from arbor.support.cache_dir import cache_dir
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each load that computed a model's own logits."""
+    calls: list[None] = []
+    own_logits = weights.own_logits
+
+    def counted(model: Any) -> Any:
+        calls.append(None)
+        return own_logits(model)
+
+    monkeypatch.setattr(weights, "own_logits", counted)
+    return calls
+
+
+def loaded(path: Path, **settings: Any) -> tuple[torch.Tensor, bool | None]:
+    """Logits of a model's first tokens, and the form of its layers as one call."""
+    with Solver(path, controller="chain", verifier="exact", **settings) as solver:
+        runner = solver.engine.runner
+        return weights.arbor_logits(runner), runner.several_tables
+
+
+def test_weights_that_agreed_are_compared_once(tmp_path: Path, compared: list[None]) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, "llama", ("Q4_0", "Q5_K"))
+
+    first, form = loaded(path)
+    again, same = loaded(path)
+
+    assert len(compared) == 1
+    assert torch.equal(first, again) and form == same
+    loaded(path, dtype="float32")
+    assert len(compared) == 2
+    os.utime(path)
+    loaded(path)
+    assert len(compared) == 3
+
+
+def test_weights_that_are_damaged_later_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, "llama", ("Q4_0", "Q5_K"))
+    loaded(path)
+    norm = next(each for each in read_gguf_header(path).tensors if "norm" in each.name)
+    data = bytearray(path.read_bytes())
+    data[norm.start : norm.start + norm.length] = b"\xff" * norm.length
+    path.write_bytes(data)
+
+    with pytest.raises(ModelError, match="logits"):
+        loaded(path)
+
+
+def test_a_damaged_record_is_not_believed(tmp_path: Path, compared: list[None]) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, "llama", ("Q4_0", "Q5_K"))
+    loaded(path)
+    for record in (cache_dir() / "models").iterdir():
+        record.write_text(record.read_text().replace("false", "true"))
+
+    loaded(path)
+
+    assert len(compared) == 2
