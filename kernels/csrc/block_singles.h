@@ -173,11 +173,17 @@ struct SingleLanes {
     INLINED static void copy_run(const uint8_t* from, uint8_t* to) {
         constexpr int HALF_BYTES = F::OFFSETS ? 4 : 2, CODES = F::LEVELS == 256 ? 32 : 16;
         constexpr int BITS = F::NUMBERS == RUN ? F::BYTES - HALF_BYTES - CODES : 0;
-        const uint8_t zeros[F::BYTES] = {0};
+        static constexpr uint8_t zeros[F::BYTES] = {0};
         from = from ? from : zeros;
         std::memcpy(to, from, HALF_BYTES);
         std::memcpy(to + HALF_BYTES, from + HALF_BYTES, BITS);
-        std::memcpy(to + HALF_BYTES + BITS, from + HALF_BYTES + BITS, CODES);
+        from += HALF_BYTES + BITS, to += HALF_BYTES + BITS;
+        if (CODES == 16) {
+            std::memcpy(to, from, 16);
+        } else {
+            auto codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes);
+        }
     }
 
     // Calls `visit(block, inputs that are left)` for the blocks of some inputs of a row.

@@ -291,6 +291,7 @@ struct WordLanes {
                     for (int p = 0; p < 4; p++) {
                         const char* from = weights + p * weight_row + place;
                         __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+                        asm("" : "+x"(numbers));  // once for all rows
                         WRITTEN_OUT
                         for (int r = 0; r < R; r++) acc[r][p] = add(acc[r][p], x + r * x_row + place, numbers);
                     }
