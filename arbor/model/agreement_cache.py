@@ -62,20 +62,26 @@ def keep_agreement(source: ModelLocation, how: tuple[object, ...], found: Agreem
 
 def _kind(source: ModelLocation, how: tuple[object, ...]) -> str:
     """Names the record: everything that decides and that a description is not made from."""
-    facts = ["agreement", *map(str, how), *_weights(source), _kernels(), source.adapter]
+    facts = ["agreement", *map(str, how), *_weights(source), _kernels()]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def _weights(source: ModelLocation) -> Iterator[str]:
-    """The files of the weights, as a program that changes one leaves them."""
+    """The files of the weights and of an adapter, as a program that changes one leaves them.
+
+    Raises:
+        OSError: one cannot be seen, as where the adapter is on the Hub.
+    """
     folder = Path(source.path)
     packed = source.gguf is not None
     paths = [folder / str(source.gguf)] if packed else sorted(folder.iterdir())
+    paths = [each for each in paths if packed or each.suffix in WEIGHTS]
+    if source.adapter is not None:
+        paths += sorted(Path(source.adapter).expanduser().iterdir())
     for path in paths:
-        if packed or path.suffix in WEIGHTS:
-            status = path.stat()
-            times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
-            yield f"{path.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {times}"
+        status = path.stat()
+        times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+        yield f"{path.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {times}"
 
 
 @functools.cache
