@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from support.gguf_files import write_random
 from arbor import Solver
 from arbor.errors import ModelError
 from arbor.model import weights
+from arbor.model.agreement_cache import Agreement, agreed_before, keep_agreement
 from arbor.model.gguf.header import read_gguf_header
+from arbor.model.loading import locate_model
 from arbor.support.cache_dir import cache_dir
 
 
@@ -77,3 +80,19 @@ def test_a_damaged_record_is_not_believed(tmp_path: Path, compared: list[None]) 
     loaded(path)
 
     assert len(compared) == 2
+
+
+def test_a_changed_adapter_is_compared(tmp_path: Path) -> None:
+    path, adapter = tmp_path / "m.gguf", tmp_path / "adapter"
+    write_random(path, "llama", ("Q4_0",))
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"one")
+    source, found = replace(locate_model(path), adapter=str(adapter)), Agreement(False)
+
+    keep_agreement(source, ("float32",), found)
+
+    assert agreed_before(source, ("float32",)) == found
+    assert agreed_before(replace(source, adapter=None), ("float32",)) is None
+    (adapter / "adapter_model.safetensors").write_bytes(b"other")
+    assert agreed_before(source, ("float32",)) is None
+    assert agreed_before(replace(source, adapter="user/on-the-hub"), ("float32",)) is None
