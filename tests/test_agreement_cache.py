@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -74,8 +75,13 @@ def test_a_damaged_record_is_not_believed(tmp_path: Path, compared: list[None]) 
     path = tmp_path / "m.gguf"
     write_random(path, "llama", ("Q4_0", "Q5_K"))
     loaded(path)
-    for record in (cache_dir() / "models").iterdir():
-        record.write_text(record.read_text().replace("false", "true"))
+    changed = 0
+    for file in (cache_dir() / "models").iterdir():
+        record = json.loads(file.read_text())
+        if "several_tables" in record:
+            file.write_text(json.dumps(record | {"several_tables": True}))
+            changed += record["several_tables"] is not True
+    assert changed
 
     loaded(path)
 

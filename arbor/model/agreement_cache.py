@@ -8,15 +8,11 @@ files of the weights, by place, inode, size and times.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arbor.errors import ArborError
-from arbor.kernels import native
 from arbor.model.description_cache import WEIGHTS, keep_record, kept_record
 from arbor.model.loading import ModelLocation
 
@@ -41,29 +37,38 @@ def agreed_before(source: ModelLocation, how: tuple[object, ...]) -> Agreement |
         how: what else decides: dtype, backend, and what is asked of the layers.
     """
     try:
-        record = kept_record(source, _kind(source, how))
-        return None if record is None else Agreement(record["several_tables"])
+        record = kept_record(source, _kind(how))
+        if record is None or record["made_from"] != _made_from(source):
+            return None
+        return Agreement(record["several_tables"])
     except (ArborError, OSError, KeyError, TypeError, ValueError):
         return None  # whatever a damaged file holds: the weights are then checked
 
 
 def keep_agreement(source: ModelLocation, how: tuple[object, ...], found: Agreement) -> None:
-    """Writes what was found, if it may be kept; a failure is ignored.
+    """Writes what was found in place of what was known, if it may be kept; a failure is ignored.
 
     Args:
         source, how: as in `agreed_before`.
         found: the weights agreed.
     """
     try:
-        keep_record(source, _kind(source, how), asdict(found))
+        record = asdict(found) | {"made_from": _made_from(source)}
+        keep_record(source, _kind(how), record)
     except (ArborError, OSError):
         return
 
 
-def _kind(source: ModelLocation, how: tuple[object, ...]) -> str:
-    """Names the record: everything that decides and that a description is not made from."""
-    facts = ["agreement", *map(str, how), *_weights(source), _kernels()]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+def _kind(how: tuple[object, ...]) -> str:
+    """Names the record among those of the model."""
+    return " ".join(["agreement", *map(str, how)])
+
+
+def _made_from(source: ModelLocation) -> str:
+    """Everything that decides and that a description is not made from."""
+    from arbor.model.kv_identity import computing_code
+
+    return "\n".join([*_weights(source), computing_code()])
 
 
 def _weights(source: ModelLocation) -> Iterator[str]:
@@ -82,13 +87,3 @@ def _weights(source: ModelLocation) -> Iterator[str]:
         status = path.stat()
         times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
         yield f"{path.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {times}"
-
-
-@functools.cache
-def _kernels() -> str:
-    """A digest of the modules that compute, and of the native library."""
-    digest = hashlib.blake2b(digest_size=16)
-    folder = Path(native.__file__).parent
-    for path in sorted([*folder.rglob("*.py"), *folder.glob("*.so")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -55,13 +55,13 @@ def kv_identity(
         "format": FORMAT,
         "deterministic": deterministic,
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "code": _code(),
+        "code": computing_code(),
     }
     return _digest(facts)
 
 
 @functools.cache
-def _code() -> str:
+def computing_code() -> str:
     """A digest of the code that computes K and V: an editable install keeps its version."""
     digest = hashlib.blake2b(digest_size=16)
     package = Path(__file__).parents[1]

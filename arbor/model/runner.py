@@ -170,7 +170,6 @@ class ModelRunner:
         self._unembedding: Unembedding | None = None
         self._rotations: dict[int, PairRotation | None] = {}
         self._whole: WholeDecoder | None = None
-        self.several_tables: bool | None = None  # the form of it; None: layers run one by one
         # one forward at a time: hooks and buffers are the model's; a forward may call `unembed`
         self._turn = threading.RLock()
         self.graphs: DecodeGraphs | None = None
@@ -363,6 +362,11 @@ class ModelRunner:
                     self._rotations |= rotations_of(self.model, missing)
             return {layer: self._rotations[layer] for layer in layers}
 
+    @property
+    def several_tables(self) -> bool | None:
+        """The form in which all layers run as one call (`WholeDecoder`); None: one by one."""
+        return None if self._whole is None else self._whole.several_tables
+
     @torch.inference_mode()
     def fuse_layers(self, known: bool | None = None) -> str:
         """From now on, run all layers of small batches as one native call, if the bits stay.
@@ -377,7 +381,7 @@ class ModelRunner:
         Returns:
             "", or why the layers run one by one.
         """
-        self._whole = self.several_tables = None
+        self._whole = None
         if self.ranks is not None:
             return "other processes have a part of each"
         if not isinstance(self.backend, NativeCascade) or self.device.type != "cpu":
@@ -389,7 +393,7 @@ class ModelRunner:
                 return whole
             reason = self._try_layers(whole) if known is None else ""
             if not reason:
-                self._whole, self.several_tables = whole, several_tables
+                self._whole = whole
                 break
         return reason
 

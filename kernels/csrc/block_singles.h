@@ -127,7 +127,7 @@ struct SingleLanes {
         return _mm256_cvtph_ps(_mm_set_epi16(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0)));
     }
 
-    // The first two of them, or only the first; `offsets` of formats with a second one.
+    // The first two such numbers of each: scales and `offsets`.
     static __m256 two_halves(const uint8_t* from, __m256& offsets) {
         auto at = [&](int run) {
             int32_t bits;

@@ -173,13 +173,19 @@ struct WordLanes {
         Vec scale[2], offset[2];
     };
 
+    // Which scale each lane takes, of a half whose first one is at `first`.
+    INLINED static __m256i scales_of_lanes(int first) {
+        auto at = [&](int lane) { return first + group_in_half(lane) / (F::HALVES ? 1 : 2); };
+        return _mm256_set_epi32(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0));
+    }
+
     INLINED static Factors factors(const uint8_t* block) {
         Factors found;
         if constexpr (F::HALVES) {
             Scales scales;
             F::prepare(block, scales);
-            const __m256i order = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0);
             for (int h = 0; h < 2; h++) {
+                const __m256i order = scales_of_lanes(0);
                 found.scale[h] = {_mm256_permutevar8x32_ps(_mm256_load_ps(scales.scale + 8 * h), order)};
                 if (!F::OFFSETS) continue;
                 found.offset[h] = {_mm256_permutevar8x32_ps(_mm256_load_ps(scales.offset + 8 * h), order)};
@@ -187,10 +193,8 @@ struct WordLanes {
         } else {
             __m256 scales, offsets;
             Singles::of_runs(block, scales, offsets);
-            const __m256i nibbles = _mm256_set_epi32(3, 3, 1, 1, 2, 2, 0, 0);
-            const __m256i runs = _mm256_set_epi32(3, 2, 1, 0, 3, 2, 1, 0);
             for (int h = 0; h < 2; h++) {
-                __m256i order = _mm256_add_epi32(NIBBLES ? nibbles : runs, _mm256_set1_epi32(4 * h));
+                const __m256i order = scales_of_lanes(4 * h);
                 found.scale[h] = {_mm256_permutevar8x32_ps(scales, order)};
                 if (F::OFFSETS) found.offset[h] = {_mm256_permutevar8x32_ps(offsets, order)};
             }

@@ -115,6 +115,7 @@ class WholeDecoder(InPlaceOfLayers):
         before = list(layers)[:-1] if several_tables else []
         noted = [Noted(tables, each, layers.in_tuples) for each in before]
         self.__dict__.update(native=native, hooks=hooks, tables=tables, reads=None)
+        self.__dict__["several_tables"] = several_tables
         self.__dict__.update(replaced=partial(layers.replaced_by, *noted, self))
 
     @contextmanager
