@@ -117,39 +117,33 @@ struct SingleLanes {
         }
     }
 
-    // The numbers of 16 bits at the same place of eight blocks of 32.
-    static __m256 eight_halves(const uint8_t* from) {
-        auto at = [&](int run) {
-            int16_t bits;
-            std::memcpy(&bits, from + run * F::BYTES, 2);
-            return bits;
+    // The first eight bytes of four runs, in their order or, `PAIRED`, the first and third of them first.
+    template <bool PAIRED>
+    INLINED static __m256i heads(const uint8_t* block) {
+        constexpr int NEXT = PAIRED ? 2 * F::BYTES : F::BYTES, SECOND = PAIRED ? F::BYTES : 2 * F::BYTES;
+        auto two = [](const uint8_t* from) {
+            __m128 first = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+            return _mm_castps_si128(_mm_loadh_pi(first, reinterpret_cast<const __m64*>(from + NEXT)));
         };
-        return _mm256_cvtph_ps(_mm_set_epi16(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0)));
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(two(block)), two(block + SECOND), 1);
     }
 
-    // The first two such numbers of each: scales and `offsets`.
-    static __m256 two_halves(const uint8_t* from, __m256& offsets) {
-        auto at = [&](int run) {
-            int32_t bits;
-            std::memcpy(&bits, from + run * F::BYTES, 4);
-            return bits;
-        };
-        const __m128i order = _mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0);
-        __m128i low = _mm_shuffle_epi8(_mm_set_epi32(at(3), at(2), at(1), at(0)), order);
-        __m128i high = _mm_shuffle_epi8(_mm_set_epi32(at(7), at(6), at(5), at(4)), order);
-        offsets = _mm256_cvtph_ps(_mm_unpackhi_epi64(low, high));
-        return _mm256_cvtph_ps(_mm_unpacklo_epi64(low, high));
-    }
-
-    // Scales and offsets of the eight runs of a block whose runs have one each.
+    // Scales and offsets of the eight runs of a block whose runs have one each, in their order or,
+    // `PAIRED`, those of even runs first.
+    template <bool PAIRED = false>
     INLINED static void of_runs(const uint8_t* block, __m256& scales, __m256& offsets) {
         if constexpr (F::NUMBERS == BLOCK_WEIGHTS) {
             six_bits(block, scales, offsets);
-        } else if constexpr (F::OFFSETS) {  // as `Small::prepare`, all runs at once
-            scales = two_halves(block, offsets);
+        } else {  // as `Small::prepare`, all runs at once
+            const __m128i two = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, -1, -1, -1, -1, -1, -1, -1, -1);
+            const __m256i halves = _mm256_broadcastsi128_si256(two);
+            __m256i first = _mm256_shuffle_epi8(heads<PAIRED>(block), halves);
+            __m256i second = _mm256_shuffle_epi8(heads<PAIRED>(block + 4 * F::BYTES), halves);
+            __m256i both = _mm256_unpacklo_epi32(first, second);
+            __m128i low = _mm256_castsi256_si128(both), high = _mm256_extracti128_si256(both, 1);
+            scales = _mm256_cvtph_ps(PAIRED ? _mm_unpacklo_epi64(low, high) : _mm_unpacklo_epi32(low, high));
+            offsets = _mm256_cvtph_ps(PAIRED ? _mm_unpackhi_epi64(low, high) : _mm_unpackhi_epi32(low, high));
             offsets = _mm256_sub_ps(_mm256_setzero_ps(), offsets);
-        } else {
-            offsets = scales = eight_halves(block);
         }
     }
 

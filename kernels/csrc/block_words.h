@@ -19,9 +19,12 @@ struct WordLanes {
     static constexpr bool SHIFTED = !SIGNED && F::FIRST != 0;  // x has the sums of what codes lack
     static_assert(!(SHIFTED && F::OFFSETS));
     static constexpr int ROWS = 2, FUSED_ROWS = 8, HALF = 256;  // bytes of numbers of a half
-    static constexpr int X_BYTES = 512 + 2 * 64;                // and sums and units of groups
-    static constexpr int WEIGHT_BYTES = 512 + 2 * 64;           // and scales and offsets of groups
+    static constexpr int X_BYTES = 512 + 2 * 64;                // and sums of groups or runs, units
+    static constexpr int WEIGHT_BYTES = 512 + 2 * 64;           // and scales and offsets
     static constexpr int BYTES = Singles::BYTES;
+
+    // Whether offsets are met with a half: those of its groups, or with the first half those of runs.
+    static constexpr bool offsets_with(int half) { return F::OFFSETS && (F::HALVES || half == 0); }
 
     // The group whose sum a lane holds, of the eight of a half.
     static constexpr int group_in_half(int lane) {
@@ -44,6 +47,7 @@ struct WordLanes {
                 std::memcpy(whole, block, bytes);
                 block = whole;
             }
+            Vec of_groups[2];
             for (int h = 0; h < 2; h++) {
                 float* sums = reinterpret_cast<float*>(to + 2 * HALF) + 8 * h;
                 __m256i steps[8], total = _mm256_setzero_si256();
@@ -62,8 +66,12 @@ struct WordLanes {
                     total = _mm256_mullo_epi32(total, _mm256_set1_epi32(F::FIRST));
                     _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums), total);
                 } else {
-                    store(sums, Vec{_mm256_cvtepi32_ps(total)} * load(sums + 16));
+                    of_groups[h] = Vec{_mm256_cvtepi32_ps(total)} * load(sums + 16);
+                    if (F::HALVES) store(sums, of_groups[h]);
                 }
+            }
+            if (F::OFFSETS && !F::HALVES) {
+                store(reinterpret_cast<float*>(to + 2 * HALF), sums_of_runs(of_groups[0], of_groups[1]));
             }
         }
     }
@@ -89,6 +97,13 @@ struct WordLanes {
         const __m256i pairs = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4,
                                                5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
         return _mm256_shuffle_epi8(both, pairs);
+    }
+
+    // Sums of the runs of a block from those of its groups.
+    INLINED static Vec sums_of_runs(Vec first, Vec second) {
+        if (NIBBLES) return {_mm256_hadd_ps(first.v, second.v)};
+        return {_mm256_add_ps(_mm256_permute2f128_ps(first.v, second.v, 0x20),
+                              _mm256_permute2f128_ps(first.v, second.v, 0x31))};
     }
 
     // Eight vectors of 8 numbers of 32 bits become those of their places.
@@ -128,16 +143,27 @@ struct WordLanes {
             _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + F::BYTES)), 1);
         to[0] = _mm256_and_si256(both, _mm256_set1_epi8(15));
         to[1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
-        if constexpr (F::LEVELS == 32) {  // a fifth bit each
-            auto first = reinterpret_cast<__m256i>(sixteens(codes - 4));
-            auto second = reinterpret_cast<__m256i>(sixteens(codes - 4 + F::BYTES));
-            to[0] = _mm256_or_si256(to[0], _mm256_permute2x128_si256(first, second, 0x20));
-            to[1] = _mm256_or_si256(to[1], _mm256_permute2x128_si256(first, second, 0x31));
-        }
         if constexpr (std::is_same_v<F, IQ4_NL>) {
             auto values = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(F::VALUES)));
             to[0] = _mm256_shuffle_epi8(values, to[0]);
             to[1] = _mm256_shuffle_epi8(values, to[1]);
+        }
+    }
+
+    // Adds the fifth bits of four runs of nibbles, in the order of the lanes.
+    INLINED static void add_fifth_bits(const uint8_t* block, __m256i* to) {
+        constexpr int PLACE = F::BYTES - 20;  // of a run's bits in its head
+        const __m128i two_bytes = _mm_set_epi32(0x0a0a0a0a, 0x08080808, 0x02020202, 0x00000000);
+        __m256i runs = Singles::template heads<true>(block);
+        const __m256i bits = _mm256_set1_epi32(static_cast<int>(0x80402010)), sixteen = _mm256_set1_epi8(16);
+        WRITTEN_OUT
+        for (int j = 0; j < 4; j += 2) {
+            __m128i places = _mm_add_epi8(two_bytes, _mm_set1_epi8(static_cast<char>(PLACE + j / 2)));
+            __m256i eight = _mm256_shuffle_epi8(runs, _mm256_broadcastsi128_si256(places));
+            __m256i first = _mm256_and_si256(_mm256_slli_epi16(eight, 4), bits);
+            __m256i second = _mm256_and_si256(eight, bits);
+            to[j] = _mm256_or_si256(to[j], _mm256_min_epu8(first, sixteen));
+            to[j + 1] = _mm256_or_si256(to[j + 1], _mm256_min_epu8(second, sixteen));
         }
     }
 
@@ -154,8 +180,9 @@ struct WordLanes {
         }
         __m256i a = _mm256_unpacklo_epi32(z[0], z[1]), b = _mm256_unpackhi_epi32(z[0], z[1]);
         __m256i c = _mm256_unpacklo_epi32(z[2], z[3]), d = _mm256_unpackhi_epi32(z[2], z[3]);
-        const __m256i lanes[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c),
-                                  _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
+        __m256i lanes[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c),
+                            _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
+        if constexpr (NIBBLES && F::LEVELS == 32) add_fifth_bits(block + 4 * H * F::BYTES, lanes);
         WRITTEN_OUT
         for (int j = 0; j < 4; j++) {
             if (SIGNED) {
@@ -168,36 +195,34 @@ struct WordLanes {
         }
     }
 
-    // Scales and offsets of the groups of the two halves, in the order of the lanes.
+    // Scales of the groups of the two halves, in the order of the lanes, and their offsets; or those of
+    // the block's runs, in the order of `sums_of_runs`.
     struct Factors {
         Vec scale[2], offset[2];
     };
-
-    // Which scale each lane takes, of a half whose first one is at `first`.
-    INLINED static __m256i scales_of_lanes(int first) {
-        auto at = [&](int lane) { return first + group_in_half(lane) / (F::HALVES ? 1 : 2); };
-        return _mm256_set_epi32(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0));
-    }
 
     INLINED static Factors factors(const uint8_t* block) {
         Factors found;
         if constexpr (F::HALVES) {
             Scales scales;
             F::prepare(block, scales);
+            const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
             for (int h = 0; h < 2; h++) {
-                const __m256i order = scales_of_lanes(0);
                 found.scale[h] = {_mm256_permutevar8x32_ps(_mm256_load_ps(scales.scale + 8 * h), order)};
                 if (!F::OFFSETS) continue;
                 found.offset[h] = {_mm256_permutevar8x32_ps(_mm256_load_ps(scales.offset + 8 * h), order)};
             }
         } else {
             __m256 scales, offsets;
-            Singles::of_runs(block, scales, offsets);
-            for (int h = 0; h < 2; h++) {
-                const __m256i order = scales_of_lanes(4 * h);
-                found.scale[h] = {_mm256_permutevar8x32_ps(scales, order)};
-                if (F::OFFSETS) found.offset[h] = {_mm256_permutevar8x32_ps(offsets, order)};
+            Singles::template of_runs<NIBBLES>(block, scales, offsets);
+            if (NIBBLES) {
+                found.scale[0] = {_mm256_permute_ps(scales, 0x50)};
+                found.scale[1] = {_mm256_permute_ps(scales, 0xfa)};
+            } else {
+                found.scale[0] = {_mm256_permute2f128_ps(scales, scales, 0x00)};
+                found.scale[1] = {_mm256_permute2f128_ps(scales, scales, 0x11)};
             }
+            found.offset[0] = {offsets};
         }
         return found;
     }
@@ -211,7 +236,7 @@ struct WordLanes {
                 });
                 float* kept = reinterpret_cast<float*>(to + 2 * HALF) + 8 * h;
                 store(kept, given.scale[h]);
-                if (F::OFFSETS) store(kept + 16, given.offset[h]);
+                if (offsets_with(h)) store(kept + 16, given.offset[h]);
             });
             to += WEIGHT_BYTES;
         });
@@ -229,10 +254,10 @@ struct WordLanes {
         return SHIFTED ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)) : _mm256_setzero_si256();
     }
 
-    // Sums of the groups of a half, scaled and added to a total; `x` has their sums and units.
-    INLINED static Vec scaled(__m256i sums, Vec scale, Vec offset, const float* x, Vec total) {
+    // Sums of the groups of a half, scaled and added to a total less offsets; `x` has sums and units.
+    INLINED static Vec scaled(__m256i sums, Vec scale, Vec offset, bool offsets, const float* x, Vec total) {
         total = fma(Vec{_mm256_cvtepi32_ps(sums)} * scale, load(x + 16), total);
-        return F::OFFSETS ? Vec{_mm256_fnmadd_ps(offset.v, load(x).v, total.v)} : total;
+        return offsets ? Vec{_mm256_fnmadd_ps(offset.v, load(x).v, total.v)} : total;
     }
 
     INLINED static __m256i add(__m256i sums, const char* x, __m256i numbers) {
@@ -262,7 +287,7 @@ struct WordLanes {
                 WRITTEN_OUT
                 for (int r = 0; r < R; r++) {
                     const float* groups = reinterpret_cast<const float*>(x + r * x_row + 2 * HALF) + 8 * h;
-                    total[r] = scaled(acc[r], given.scale[h], given.offset[h], groups, total[r]);
+                    total[r] = scaled(acc[r], given.scale[h], given.offset[h], offsets_with(h), groups, total[r]);
                 }
             });
             x += X_BYTES;
@@ -304,12 +329,12 @@ struct WordLanes {
                 for (int p = 0; p < 4; p++) {
                     const float* factors = reinterpret_cast<const float*>(weights + p * weight_row + 2 * HALF) + 8 * h;
                     Vec scale = load(factors), offset = scale;
-                    if (F::OFFSETS) offset = load(factors + 16);
+                    if (offsets_with(h)) offset = load(factors + 16);
                     WRITTEN_OUT
                     for (int r = 0; r < R; r++) {
                         const float* groups = reinterpret_cast<const float*>(x + r * x_row + 2 * HALF) + 8 * h;
                         float* sum = sums + r * sums_row + p * 8;
-                        store(sum, scaled(acc[r][p], scale, offset, groups, load(sum)));
+                        store(sum, scaled(acc[r][p], scale, offset, offsets_with(h), groups, load(sum)));
                         asm("" ::: "memory");  // not in registers, which the products need
                     }
                 }

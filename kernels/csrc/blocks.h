@@ -47,6 +47,17 @@ inline Codes codes_at(const uint8_t* p) {
     return found;
 }
 
+// Bits of each byte, moved up, or down by a number below zero. CPUs shift no bytes, but wider numbers,
+// whose bits from other bytes `kept` leaves out.
+template <int UP>
+inline Codes bits_at(const uint8_t* p, int kept) {
+    using Wider = uint16_t __attribute__((vector_size(32)));
+    Wider bits;
+    std::memcpy(&bits, p, 32);
+    bits = UP < 0 ? bits >> (UP < 0 ? -UP : 0) : bits << (UP < 0 ? 0 : UP);
+    return reinterpret_cast<Codes>(bits) & static_cast<uint8_t>(kept);
+}
+
 // 32 nibbles, the lower ones of 16 bytes first.
 inline Codes nibbles(const uint8_t* from) {
     Bytes both;
@@ -166,7 +177,7 @@ struct Q2_K {
     }
     template <int R>
     static Codes codes(const uint8_t* block) {
-        return codes_at(block + 16 + R / 4 * 32) >> (R % 4 * 2) & 3;
+        return bits_at<-(R % 4 * 2)>(block + 16 + R / 4 * 32, 3);
     }
 };
 
@@ -191,8 +202,7 @@ struct Q3_K {
     }
     template <int R>
     static Codes codes(const uint8_t* block) {
-        Codes low = codes_at(block + 32 + R / 4 * 32) >> (R % 4 * 2) & 3;
-        return low | (codes_at(block) >> R & 1) << 2;
+        return bits_at<-(R % 4 * 2)>(block + 32 + R / 4 * 32, 3) | bits_at<2 - R>(block, 4);
     }
 };
 
@@ -243,7 +253,7 @@ struct Q4_K {
     static void prepare(const uint8_t* block, Scales& to) { six_bits(block, to); }
     template <int R>
     static Codes codes(const uint8_t* block) {
-        return codes_at(block + 16 + R / 2 * 32) >> (R % 2 * 4) & 15;
+        return bits_at<-(R % 2 * 4)>(block + 16 + R / 2 * 32, 15);
     }
 };
 
@@ -253,8 +263,7 @@ struct Q5_K {
     static void prepare(const uint8_t* block, Scales& to) { six_bits(block, to); }
     template <int R>
     static Codes codes(const uint8_t* block) {
-        Codes low = codes_at(block + 48 + R / 2 * 32) >> (R % 2 * 4) & 15;
-        return low | (codes_at(block + 16) >> R & 1) << 4;
+        return bits_at<-(R % 2 * 4)>(block + 48 + R / 2 * 32, 15) | bits_at<4 - R>(block + 16, 16);
     }
 };
 
@@ -268,8 +277,8 @@ struct Q6_K {
     }
     template <int R>
     static Codes codes(const uint8_t* block) {
-        Codes low = codes_at(block + R / 4 * 64 + R % 2 * 32) >> (R % 4 / 2 * 4) & 15;
-        return low | (codes_at(block + 128 + R / 4 * 32) >> (R % 4 * 2) & 3) << 4;
+        return bits_at<-(R % 4 / 2 * 4)>(block + R / 4 * 64 + R % 2 * 32, 15) |
+               bits_at<4 - R % 4 * 2>(block + 128 + R / 4 * 32, 48);
     }
 };
 

@@ -7,10 +7,11 @@ rows, so on a machine it takes at least (the roofline of Williams et al., CACM 2
     forwards             = tokens / rows
 
 with rows the thoughts that decode together. Tokens are at most those of the plan: blocks times
-tokens of a thought. In lossless mode a budget below the peak multiplies the time by what was
-measured for such a search (docs/experiments/budget_cost.csv). Left out: prompts, the reading of KV,
-verification, and everything a machine does not reach of its peaks. So hours are a lower bound at
-these tokens, and tokens are an upper bound; the time that is left is measured while it runs.
+a thought's share of the longest path. In lossless mode a budget below the peak multiplies the time
+by what was measured for such a search (docs/experiments/budget_cost.csv). Left out: prompts, the
+reading of KV, verification, and everything a machine does not reach of its peaks. So hours are a
+lower bound at these tokens, and tokens are an upper bound; the time that is left is measured while
+it runs.
 """
 
 from __future__ import annotations
@@ -111,9 +112,10 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 
 
 def most_tokens(solver: Solver) -> int:
-    """Most tokens that a search of this solver generates: blocks times tokens of a thought."""
+    """Most tokens that a search of this solver generates: its blocks, each with its share of the
+    longest path, which the task limits beside the thoughts."""
     limits = solver.boundary
-    return solver.controller.max_blocks(limits.max_depth) * limits.max_tokens
+    return solver.controller.max_blocks(limits.max_depth) * limits.longest_path // limits.max_depth
 
 
 def slower(arm: Arm) -> float:
