@@ -105,6 +105,27 @@ def test_rows_wider_than_a_cache_have_the_bits_of_any_batch(kind: str, dtype: to
         assert torch.equal(multiply(x[:rows], weight, None), found[:rows])
 
 
+def test_rows_end_within_a_block() -> None:
+    for kind in (kind for kind in KINDS if KINDS[kind][0] == 32):
+        for inputs in (32, 288, 576, 896):
+            weight = random_blocks(kind, 70, inputs)
+            exact = defined(weight).double()
+            x = torch.randn(9, inputs, generator=torch.Generator().manual_seed(3)).bfloat16()
+            found = multiply(x, weight, None)
+            wanted = x.double() @ exact.T
+            bound = 2**-8 * wanted.abs() + 1e-5 * (x.double().abs() @ exact.abs().T)
+            assert bool(((found.double() - wanted).abs() <= bound).all()), kind
+
+            for at in HALVES[kind]:  # a neighbour whose first numbers are not finite
+                weight.data[40, at : at + 2] = torch.tensor([0, 0x7E])
+            damaged = multiply(x, weight, None)
+            others = torch.arange(70) != 40
+            assert torch.equal(damaged[:, others], found[:, others]), (kind, inputs)
+            assert bool(damaged[:, 40].isnan().all()), kind
+            for rows in (1, 2, 8):
+                assert torch.equal(multiply(x[:rows], weight, None)[:, others], found[:rows, others])
+
+
 def test_numbers_of_any_size_meet_codes() -> None:
     for kind in (kind for kind in KINDS if kind not in ("F32", "F16", "BF16")):
         weight = random_blocks(kind, 19, 512)
@@ -144,6 +165,7 @@ def test_every_instruction_set_multiplies_alike(
             if kind in ("Q4_K", "Q6_K", "Q5_0"):
                 test_rows_wider_than_a_cache_have_the_bits_of_any_batch(kind, dtype)
     test_numbers_of_any_size_meet_codes()
+    test_rows_end_within_a_block()
 
 
 def test_without_the_kernels_torch_multiplies_by_the_same_weights() -> None:

@@ -177,7 +177,7 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
             int count = end - output < group ? end - output : group;
             const uint8_t* from = static_cast<const uint8_t*>(job.packed) + output * job.packed_row;
             // whose weights are fetched meanwhile: no CPU sees them coming, a part of a row each
-            int64_t ahead = output + 2 * group <= end ? group * job.packed_row : 0;
+            int64_t ahead = output + 2 * group <= job.outputs ? group * job.packed_row : 0;
             if (job.rows <= Lanes::FUSED_ROWS) {
                 for (int input = 0; input < job.inputs; input += fused_inputs) {
                     int inputs = job.inputs - input < fused_inputs ? job.inputs - input : fused_inputs;

@@ -129,16 +129,17 @@ struct SingleLanes {
     }
 
     // Scales and offsets of the eight runs of a block whose runs have one each, in their order or,
-    // `PAIRED`, those of even runs first.
+    // `PAIRED`, those of even runs first. Formats of small blocks have them in `heads`, kept here too.
     template <bool PAIRED = false>
-    INLINED static void of_runs(const uint8_t* block, __m256& scales, __m256& offsets) {
+    INLINED static void of_runs(const uint8_t* block, __m256i* head, __m256& scales, __m256& offsets) {
         if constexpr (F::NUMBERS == BLOCK_WEIGHTS) {
             six_bits(block, scales, offsets);
         } else {  // as `Small::prepare`, all runs at once
+            head[0] = heads<PAIRED>(block), head[1] = heads<PAIRED>(block + 4 * F::BYTES);
             const __m128i two = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, -1, -1, -1, -1, -1, -1, -1, -1);
             const __m256i halves = _mm256_broadcastsi128_si256(two);
-            __m256i first = _mm256_shuffle_epi8(heads<PAIRED>(block), halves);
-            __m256i second = _mm256_shuffle_epi8(heads<PAIRED>(block + 4 * F::BYTES), halves);
+            __m256i first = _mm256_shuffle_epi8(head[0], halves);
+            __m256i second = _mm256_shuffle_epi8(head[1], halves);
             __m256i both = _mm256_unpacklo_epi32(first, second);
             __m128i low = _mm256_castsi256_si128(both), high = _mm256_extracti128_si256(both, 1);
             scales = _mm256_cvtph_ps(PAIRED ? _mm_unpacklo_epi64(low, high) : _mm_unpacklo_epi32(low, high));
@@ -151,8 +152,9 @@ struct SingleLanes {
         if constexpr (F::HALVES) {
             F::prepare(block, to);
         } else {
+            __m256i head[2];
             __m256 scales, offsets;
-            of_runs(block, scales, offsets);
+            of_runs(block, head, scales, offsets);
             _mm256_store_ps(to.scale, scales);
             if (F::OFFSETS) _mm256_store_ps(to.offset, offsets);
         }
@@ -180,14 +182,15 @@ struct SingleLanes {
         }
     }
 
-    // Calls `visit(block, inputs that are left)` for the blocks of some inputs of a row.
-    template <class Visit>
+    // Calls `visit(block, inputs that are left)` for the blocks of some inputs of a row. Behind the last
+    // runs are zeros or, where `visit` minds what is left, what follows the row if it can be read.
+    template <bool MINDS = false, class Visit>
     INLINED static void blocks(const uint8_t* row, int64_t ahead, int inputs, Visit visit) {
         uint8_t whole[BYTES];
         for (int left = inputs; left > 0; left -= BLOCK_WEIGHTS, row += BYTES) {
             fetch(row + ahead, BYTES);
             const uint8_t* block = row;
-            if (F::NUMBERS == RUN && left < BLOCK_WEIGHTS) {  // the last runs, and zeros
+            if (F::NUMBERS == RUN && left < BLOCK_WEIGHTS && !(MINDS && ahead >= BYTES)) {
                 for (int run = 0; run < BLOCK_WEIGHTS / RUN; run++) {
                     copy_run(run < left / RUN ? row + run * F::BYTES : nullptr, whole + run * F::BYTES);
                 }

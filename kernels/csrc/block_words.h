@@ -150,16 +150,22 @@ struct WordLanes {
         }
     }
 
+    // Scales of the groups of the two halves, in the order of the lanes, and their offsets; or those of
+    // the block's runs, in the order of `sums_of_runs`.
+    struct Factors {
+        Vec scale[2], offset[2];
+        __m256i head[2];  // of small blocks
+    };
+
     // Adds the fifth bits of four runs of nibbles, in the order of the lanes.
-    INLINED static void add_fifth_bits(const uint8_t* block, __m256i* to) {
+    INLINED static void add_fifth_bits(__m256i head, __m256i* to) {
         constexpr int PLACE = F::BYTES - 20;  // of a run's bits in its head
         const __m128i two_bytes = _mm_set_epi32(0x0a0a0a0a, 0x08080808, 0x02020202, 0x00000000);
-        __m256i runs = Singles::template heads<true>(block);
         const __m256i bits = _mm256_set1_epi32(static_cast<int>(0x80402010)), sixteen = _mm256_set1_epi8(16);
         WRITTEN_OUT
         for (int j = 0; j < 4; j += 2) {
             __m128i places = _mm_add_epi8(two_bytes, _mm_set1_epi8(static_cast<char>(PLACE + j / 2)));
-            __m256i eight = _mm256_shuffle_epi8(runs, _mm256_broadcastsi128_si256(places));
+            __m256i eight = _mm256_shuffle_epi8(head, _mm256_broadcastsi128_si256(places));
             __m256i first = _mm256_and_si256(_mm256_slli_epi16(eight, 4), bits);
             __m256i second = _mm256_and_si256(eight, bits);
             to[j] = _mm256_or_si256(to[j], _mm256_min_epu8(first, sixteen));
@@ -169,7 +175,7 @@ struct WordLanes {
 
     // Calls `visit(step, 16 codes)` for the eight steps of a half.
     template <int H, class Visit>
-    INLINED static void half(const uint8_t* block, Visit visit) {
+    INLINED static void half(const uint8_t* block, const Factors& given, Visit visit) {
         __m256i z[4];
         if constexpr (NIBBLES) {
             two_runs(block + 4 * H * F::BYTES, z);
@@ -182,7 +188,7 @@ struct WordLanes {
         __m256i c = _mm256_unpacklo_epi32(z[2], z[3]), d = _mm256_unpackhi_epi32(z[2], z[3]);
         __m256i lanes[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c),
                             _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
-        if constexpr (NIBBLES && F::LEVELS == 32) add_fifth_bits(block + 4 * H * F::BYTES, lanes);
+        if constexpr (NIBBLES && F::LEVELS == 32) add_fifth_bits(given.head[H], lanes);
         WRITTEN_OUT
         for (int j = 0; j < 4; j++) {
             if (SIGNED) {
@@ -195,13 +201,7 @@ struct WordLanes {
         }
     }
 
-    // Scales of the groups of the two halves, in the order of the lanes, and their offsets; or those of
-    // the block's runs, in the order of `sums_of_runs`.
-    struct Factors {
-        Vec scale[2], offset[2];
-    };
-
-    INLINED static Factors factors(const uint8_t* block) {
+    INLINED static Factors factors(const uint8_t* block, int left) {
         Factors found;
         if constexpr (F::HALVES) {
             Scales scales;
@@ -214,7 +214,14 @@ struct WordLanes {
             }
         } else {
             __m256 scales, offsets;
-            Singles::template of_runs<NIBBLES>(block, scales, offsets);
+            Singles::template of_runs<NIBBLES>(block, found.head, scales, offsets);
+            if (F::NUMBERS == RUN && left < BLOCK_WEIGHTS) {  // zeros behind the last run
+                const __m256i runs = NIBBLES ? _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)
+                                             : _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+                __m256 mask = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(left / RUN), runs));
+                scales = _mm256_and_ps(scales, mask);
+                offsets = _mm256_and_ps(offsets, mask);
+            }
             if (NIBBLES) {
                 found.scale[0] = {_mm256_permute_ps(scales, 0x50)};
                 found.scale[1] = {_mm256_permute_ps(scales, 0xfa)};
@@ -228,10 +235,11 @@ struct WordLanes {
     }
 
     static void decode(const uint8_t* row, int64_t ahead, int first, int inputs, char* to) {
-        Singles::blocks(row + row_bytes(first), ahead, inputs, [&](const uint8_t* block, int left) INLINED {
-            const Factors given = factors(block);
+        row += row_bytes(first);
+        Singles::template blocks<true>(row, ahead, inputs, [&](const uint8_t* block, int left) INLINED {
+            const Factors given = factors(block, left);
             halves(left, [&](auto h) INLINED {
-                half<h>(block, [&](int step, __m256i codes) INLINED {
+                half<h>(block, given, [&](int step, __m256i codes) INLINED {
                     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + h * HALF + step * 32), codes);
                 });
                 float* kept = reinterpret_cast<float*>(to + 2 * HALF) + 8 * h;
@@ -274,15 +282,17 @@ struct WordLanes {
         Vec total[R];
         WRITTEN_OUT
         for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * sums_row);
-        Singles::blocks(row, ahead, inputs, [&](const uint8_t* block, int left) INLINED {
-            const Factors given = factors(block);
+        Singles::template blocks<true>(row, ahead, inputs, [&](const uint8_t* block, int left) INLINED {
+            const Factors given = factors(block, left);
             halves(left, [&](auto h) INLINED {
                 __m256i acc[R];
                 WRITTEN_OUT
                 for (int r = 0; r < R; r++) acc[r] = none(x + r * x_row + 2 * HALF + 32 * h);
-                half<h>(block, [&](int step, __m256i codes) INLINED {
+                half<h>(block, given, [&](int step, __m256i codes) INLINED {
                     WRITTEN_OUT
-                    for (int r = 0; r < R; r++) acc[r] = add(acc[r], x + r * x_row + h * HALF + step * 32, codes);
+                    for (int r = 0; r < R; r++) {
+                        acc[r] = add(acc[r], x + r * x_row + h * HALF + step * 32, codes);
+                    }
                 });
                 WRITTEN_OUT
                 for (int r = 0; r < R; r++) {
