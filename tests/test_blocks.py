@@ -123,7 +123,9 @@ def test_rows_end_within_a_block() -> None:
             assert torch.equal(damaged[:, others], found[:, others]), (kind, inputs)
             assert bool(damaged[:, 40].isnan().all()), kind
             for rows in (1, 2, 8):
-                assert torch.equal(multiply(x[:rows], weight, None)[:, others], found[:rows, others])
+                assert torch.equal(
+                    multiply(x[:rows], weight, None)[:, others], found[:rows, others]
+                )
 
 
 def test_numbers_of_any_size_meet_codes() -> None:

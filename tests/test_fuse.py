@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.fused.parts import Activation, NormForm
 from arbor.kernels.linear.layers import pack_linears
-from arbor.model.fuse.parts import FuseReport, fuse
+from arbor.model.fuse.parts import FuseReport, fuse, unfuse
 from arbor.model.runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
@@ -280,6 +280,29 @@ def test_gated_parts_are_compared_without_their_products() -> None:
     report = fuse(model, TorchFusedOps())
 
     assert report.gated and products == 0
+
+
+def test_gated_parts_that_differ_in_weights_alone_are_compared_once() -> None:
+    compared = 0
+
+    def same(x: Tensor) -> Tensor:
+        nonlocal compared
+        compared += x.shape[1] == 64
+        return x
+
+    model = nn.ModuleDict({str(layer): Gated(nn.SiLU(), same) for layer in range(3)})
+    model["plain"] = Gated(nn.SiLU())
+    model["alone"] = Gated(nn.PReLU(init=0.0), same)  # has a weight
+
+    report = fuse(model, TorchFusedOps())
+
+    assert report.gated == ("0", "1", "2", "plain") and "differ" in report.kept["alone"]
+    assert compared == 2
+    x = torch.randn(1, 5, 32)
+    found = [model[name](x) for name in report.gated]
+    unfuse(model)
+    for name, fused in zip(report.gated, found, strict=True):
+        torch.testing.assert_close(fused, model[name](x))
 
 
 class WrongOps(TorchFusedOps):

@@ -5,15 +5,22 @@ The figures are not checked; mypy checks the calls of every script.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support import warm_process
+
+from arbor.tasks.base import BlockLimits
+from controllers.chain import Chain
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 # used by other scripts
@@ -163,6 +170,18 @@ def test_a_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "arguments"), runs(SLOW))
 def test_a_long_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
     check(name, arguments, tmp_path)
+
+
+def test_an_estimate_counts_no_more_tokens_than_a_path_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    most_tokens = importlib.import_module("evidence_stages.costs").most_tokens
+    limits = BlockLimits((), max_tokens=192, max_depth=64, path_tokens=1024)
+    chain: Any = SimpleNamespace(boundary=limits, controller=Chain())
+    assert most_tokens(chain) == 1024
+    chain.boundary = replace(limits, path_tokens=None)
+    assert most_tokens(chain) == 64 * 192
 
 
 def test_every_script_that_searches_takes_a_model_and_a_data_set() -> None:

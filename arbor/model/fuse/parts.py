@@ -151,8 +151,9 @@ def fuse(model: nn.Module, ops: FusedOps) -> FuseReport:
 
     A module is changed only if its results agree with those of its own forward: for random inputs
     of the model's dtype with 1, 3 and 64 rows of several sizes, without the products of gated
-    parts, which stay as they are. Modules that an earlier call fused
-    are compared anew. Hooks of a gated part's activation do not run any more.
+    parts, which stay as they are; so gated parts that differ in weights alone are compared once.
+    Modules that an earlier call fused are compared anew. Hooks of a gated part's activation do not
+    run any more.
 
     Args:
         model: weights loaded, in eval mode.
@@ -164,13 +165,14 @@ def fuse(model: nn.Module, ops: FusedOps) -> FuseReport:
     unfuse(model)
     fused: dict[str, list[str]] = {"norms": [], "gated": []}
     kept: dict[str, str] = {}
+    known: dict[Any, Any] = {}
     for name, module in list(model.named_modules()):
         kind, reason = "", ""
         try:
             if _is_norm(module):
                 kind, reason = "norms", _fuse_norm(module, ops)
             elif _is_gated(module):
-                kind, reason = "gated", _fuse_gated(module, ops)
+                kind, reason = "gated", _fuse_gated(module, ops, known)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # compilers, loaders and CUDA fail in many ways
@@ -246,8 +248,11 @@ def _fuse_norm(module: nn.Module, ops: FusedOps) -> str:
     return _compare(module, FusedNorm, ops, NORM_FORMS, inputs, errors)
 
 
-def _fuse_gated(module: nn.Module, ops: FusedOps) -> str:
-    """Fuse a gated part; the reason if it stays."""
+def _fuse_gated(module: nn.Module, ops: FusedOps, known: dict[Any, Any]) -> str:
+    """Fuse a gated part; the reason if it stays.
+
+    known: forms of those that were compared, by `_settings` and what else a comparison sees.
+    """
     joint = hasattr(module, "gate_up_proj")
     projection: Any = module.gate_up_proj if joint else module.gate_proj
     sizes = [getattr(projection, name, None) for name in ("in_features", "out_features")]
@@ -265,6 +270,13 @@ def _fuse_gated(module: nn.Module, ops: FusedOps) -> str:
 
     kind = _FusedJoint if joint else _FusedSeparate
     names = ("gate_up_proj",) if joint else ("gate_proj", "up_proj")
+    settings = _settings(module, (*names, "down_proj"))
+    seen = (settings, width, outputs, weight.dtype, weight.device)
+    if settings is not None and seen in known:
+        install(module, kind, ops, known[seen])
+        if not joint:
+            _join(module, inputs, errors)
+        return ""
     own = {name: getattr(module, name) for name in (*names, "down_proj")}
     try:
         for number, name in enumerate(names):
@@ -274,9 +286,31 @@ def _fuse_gated(module: nn.Module, ops: FusedOps) -> str:
     finally:
         for name, each in own.items():
             setattr(module, name, each)
-    if not reason and not joint:
-        _join(module, inputs, errors)
+    if not reason:
+        fused: Any = module
+        known[seen] = fused._arbor_form
+        if not joint:
+            _join(module, inputs, errors)
     return reason
+
+
+def _settings(module: nn.Module, projections: Sequence[str]) -> Any:
+    """What decides a forward beside the projections; None if that is not known to be alike in two
+    modules where it is equal."""
+    found: list[Any] = [type(module)]
+    for name, value in sorted(vars(module).items()):
+        if not name.startswith("_"):
+            plain = value is None or isinstance(value, bool | int | float | str)
+            found.append((name, value if plain else id(value)))
+    if any(True for _ in module.buffers(recurse=False)):
+        return None
+    for name, child in module.named_children():
+        if name not in projections:
+            inner = _settings(child, ())
+            if inner is None or any(True for _ in child.parameters()):
+                return None
+            found.append((name, inner))
+    return tuple(found)
 
 
 class _Spread(nn.Module):
