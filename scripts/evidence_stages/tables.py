@@ -396,6 +396,8 @@ def controllers_rows(measured: Measured, folder: Path) -> Iterable[Row]:
         }
 
 
+FIT = "msve.json"  # weights fitted to these problems
+
 # name of the table -> its experiment, and its rows
 TABLES: Mapping[str, tuple[str, Callable[[Measured, Sequence[Arm]], Iterable[Row]]]] = {
     "paths": ("paths", solved_rows),
@@ -421,7 +423,7 @@ def write_tables(
     given: argparse.Namespace,
     command: str,
 ) -> tuple[dict[str, list[Row]], list[str]]:
-    """One CSV file for each table, written anew.
+    """One CSV file for each table, written anew, and the weights fitted to these problems.
 
     Args:
         folder: for the files.
@@ -451,6 +453,10 @@ def write_tables(
         table = ExperimentTable(given, command)
         for row in rows:
             table.add(row)
+    if found.get("weights"):
+        fit = found["weights"][0]
+        theta = (fit["value"], fit["confidence"], fit["attention"])
+        MSVE(theta, fit["bias"]).save(folder / FIT, **measured.named)
     failed: dict[str, list[str]] = {}
     for arm in arms:
         for record in measured.of(arm):
