@@ -38,7 +38,7 @@ class ExperimentTable:
 
     Args:
         given: the script's options (`add_options`); no file without ``--csv``.
-        command: of the rows; None: as it was typed.
+        command: of the rows; None: as it was typed, of absolute paths the names.
 
     Raises:
         SystemExit: a row whose columns are not those of the file.
@@ -52,7 +52,8 @@ class ExperimentTable:
             "machine": given.machine,
             "conditions": given.conditions,
         }
-        typed = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        given_names = (Path(each).name if each.startswith("/") else each for each in sys.argv[1:])
+        typed = shlex.join([Path(sys.argv[0]).name, *given_names])
         self._command = typed if command is None else command
 
     def show(self, row: Mapping[str, Any], note: str = "") -> None:

@@ -231,12 +231,12 @@ class Gated(nn.Module):
         self.gate_proj, self.up_proj = (nn.Linear(32, 48, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(48, 32, bias=False)
         self.act_fn = act_fn
-        self.change = change or (lambda x: x)
+        self._change = change or (lambda x: x)
         for weight in self.parameters():
             nn.init.normal_(weight, std=1.4 * weight.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self.change(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        product = self._change(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         found: Tensor = self.down_proj(product)
         return found
 

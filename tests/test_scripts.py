@@ -21,6 +21,7 @@ from support import warm_process
 
 from arbor.tasks.base import BlockLimits
 from controllers.chain import Chain
+from controllers.tot import ToT
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 # used by other scripts
@@ -182,6 +183,8 @@ def test_an_estimate_counts_no_more_tokens_than_a_path_may_have(
     assert most_tokens(chain) == 1024
     chain.boundary = replace(limits, path_tokens=None)
     assert most_tokens(chain) == 64 * 192
+    tree: Any = SimpleNamespace(boundary=limits, controller=ToT(strategy="dfs"))
+    assert most_tokens(tree) == tree.controller.max_blocks(64) * 192
 
 
 def test_every_script_that_searches_takes_a_model_and_a_data_set() -> None:

@@ -176,7 +176,8 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
         for (int output = first; output < end; output += group) {
             int count = end - output < group ? end - output : group;
             const uint8_t* from = static_cast<const uint8_t*>(job.packed) + output * job.packed_row;
-            // whose weights are fetched meanwhile: no CPU sees them coming, a part of a row each
+            // whose weights are fetched meanwhile: no CPU sees them coming, a part of a row each;
+            // none near the end, where little may be read behind a row
             int64_t ahead = output + 2 * group <= job.outputs ? group * job.packed_row : 0;
             if (job.rows <= Lanes::FUSED_ROWS) {
                 for (int input = 0; input < job.inputs; input += fused_inputs) {

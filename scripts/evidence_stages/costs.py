@@ -6,12 +6,11 @@ rows, so on a machine it takes at least (the roofline of Williams et al., CACM 2
     seconds of a forward = max(weight bytes / bandwidth, 2 x parameters x rows / FLOP/s)
     forwards             = tokens / rows
 
-with rows the thoughts that decode together. Tokens are at most those of the plan: blocks times
-a thought's share of the longest path. In lossless mode a budget below the peak multiplies the time
-by what was measured for such a search (docs/experiments/budget_cost.csv). Left out: prompts, the
-reading of KV, verification, and everything a machine does not reach of its peaks. So hours are a
-lower bound at these tokens, and tokens are an upper bound; the time that is left is measured while
-it runs.
+with rows the thoughts that decode together. Tokens are at most those of the plan (`most_tokens`).
+In lossless mode a budget below the peak multiplies the time by what was measured for such a search
+(docs/experiments/budget_cost.csv). Left out: prompts, the reading of KV, verification, and
+everything a machine does not reach of its peaks. So hours are a lower bound at these tokens, and
+tokens are an upper bound; the time that is left is measured while it runs.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import torch
 from arbor import Solver
 from arbor.kernels.linear.blocks import BlockWeight, encode_q8_0, multiply
 from arbor.model.model_info import ModelInfo
+from controllers.chain import Chain
 
 from .arms import CONTROLLERS, ROWS, SEARCHES, TOGETHER, Arm, reference
 
@@ -112,10 +112,13 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 
 
 def most_tokens(solver: Solver) -> int:
-    """Most tokens that a search of this solver generates: its blocks, each with its share of the
-    longest path, which the task limits beside the thoughts."""
+    """Most tokens that a search of this solver generates: of chains what a path may have, of trees,
+    whose paths are not known before, blocks times tokens of a thought."""
     limits = solver.boundary
-    return solver.controller.max_blocks(limits.max_depth) * limits.longest_path // limits.max_depth
+    blocks = solver.controller.max_blocks(limits.max_depth)
+    if isinstance(solver.controller, Chain):
+        return blocks // limits.max_depth * limits.longest_path
+    return blocks * limits.max_tokens
 
 
 def slower(arm: Arm) -> float:

@@ -59,6 +59,9 @@ class FuseReport:
     kept: Mapping[str, str] = field(default_factory=dict)
 
 
+OF_ANY_MODULE = frozenset(vars(nn.Module()))  # attributes that are no settings
+
+
 class Fused(nn.Module):
     """A module with a fused forward, as a subclass of its own class; hooks and weights stay.
 
@@ -272,7 +275,7 @@ def _fuse_gated(module: nn.Module, ops: FusedOps, known: dict[Any, Any]) -> str:
     names = ("gate_up_proj",) if joint else ("gate_proj", "up_proj")
     settings = _settings(module, (*names, "down_proj"))
     seen = (settings, width, outputs, weight.dtype, weight.device)
-    if settings is not None and seen in known:
+    if seen in known:
         install(module, kind, ops, known[seen])
         if not joint:
             _join(module, inputs, errors)
@@ -286,11 +289,11 @@ def _fuse_gated(module: nn.Module, ops: FusedOps, known: dict[Any, Any]) -> str:
     finally:
         for name, each in own.items():
             setattr(module, name, each)
-    if not reason:
+    if not reason and settings is not None:
         fused: Any = module
         known[seen] = fused._arbor_form
-        if not joint:
-            _join(module, inputs, errors)
+    if not reason and not joint:
+        _join(module, inputs, errors)
     return reason
 
 
@@ -299,7 +302,7 @@ def _settings(module: nn.Module, projections: Sequence[str]) -> Any:
     modules where it is equal."""
     found: list[Any] = [type(module)]
     for name, value in sorted(vars(module).items()):
-        if not name.startswith("_"):
+        if name not in OF_ANY_MODULE:
             plain = value is None or isinstance(value, bool | int | float | str)
             found.append((name, value if plain else id(value)))
     if any(True for _ in module.buffers(recurse=False)):
