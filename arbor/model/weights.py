@@ -60,9 +60,10 @@ from arbor.model.placement import (
 from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.model.threads import torch_threads
-from arbor.support.garbage import give_memory_back
+from arbor.support.garbage import free_dropped, give_memory_back, look_for
 from arbor.support.stages import show
 
+LARGE = 32_000_000  # parameters; of fewer, what is left behind is not worth a search
 LENGTH = 10
 HEAD = 4  # tokens of the first path in the first of two forwards
 TOLERANCE = 1e-3  # seen: 1e-6
@@ -232,7 +233,11 @@ def load_weights(
     if division is not None and isinstance(files, Files):
         files = replace(files, shapes=shapes_of_rank(files.shapes, division))
     name, attend = _backend(files, device, backend, required)
+    if given is None:
+        free_dropped()  # an earlier model, before this one takes room
     model = given or load_model(source, getattr(torch, info.dtype), device, division=division)
+    if info.parameters >= LARGE:
+        look_for(model)
     if ranks is not None and division is not None:
         ranks.loaded()
         _divide(model, division, ranks)

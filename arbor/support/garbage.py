@@ -7,6 +7,9 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
+
+_large: WeakSet[object] = WeakSet()
 
 
 @contextmanager
@@ -28,13 +31,28 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def look_for(large: object) -> None:
+    """From now on `free_dropped` looks for this, which takes much memory and lies in a cycle."""
+    _large.add(large)
+
+
+def free_dropped() -> None:
+    """Frees what `look_for` was told of and nothing refers to any more.
+
+    Without it a model that was dropped, whose parts refer to one another, has its weights until
+    Python next searches the oldest objects. The search takes a third of a second; where nothing
+    large was made there is none.
+    """
+    if _large:
+        gc.collect()
+
+
 def give_memory_back() -> None:
     """Returns to the system what was freed: glibc keeps most of it for the process.
 
     Loading a model leaves holes of half a gigabyte. Elsewhere than on Linux with glibc nothing
-    happens besides a search for garbage.
+    happens.
     """
-    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
