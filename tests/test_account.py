@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.drawn_searches import MODEL, QUESTION, DrawnSearch, drawn_lab, run
-from support.slow_cases import every, only
+from support.slow_cases import only
 from support.trees import Lab
 
 from arbor.engine.operation import GivenBlock, Growing
@@ -132,7 +132,7 @@ def test_a_block_lends_nothing_that_it_is_lent_itself() -> None:
     of_full_retention(667, 1, 4)
 
 
-@pytest.mark.parametrize("seed", only({16, 25, 44, 47}, range(60)))
+@pytest.mark.parametrize("seed", only({16, 44}, range(60)))
 def test_a_question_that_goes_first_leaves_room_for_the_blocks_of_others(seed: int) -> None:
     choices = random.Random(seed)
     longest, rounds = shape(choices)
@@ -179,19 +179,19 @@ def each_of(check: Callable[[int], None], seeds: range) -> None:
 
 
 # the engine before what siblings share was fetched once fails parts 3 and 9
-@pytest.mark.parametrize("part", only({3, 40}, range(120)))
+@pytest.mark.parametrize("part", only({3}, range(120)))
 def test_searches_in_any_budget_have_the_trees_of_full_retention(part: int) -> None:
     """48 searches."""
     each_of(lambda seed: of_full_retention(seed, 1, 4), range(12 * part, 12 * part + 12))
 
 
-@pytest.mark.parametrize("part", every(30, range(90)))
+@pytest.mark.parametrize("part", only({30}, range(90)))
 def test_eight_searches_in_any_budget_have_the_trees_of_full_retention(part: int) -> None:
     """32 searches."""
     each_of(lambda seed: of_full_retention(seed, 8, 2), range(2 * part, 2 * part + 2))
 
 
-@pytest.mark.parametrize("part", every(30, range(90)))
+@pytest.mark.parametrize("part", only({30}, range(90)))
 def test_in_lossy_mode_searches_end_within_any_budget(part: int) -> None:
     """16 searches: eight alone, and eight in one engine."""
     each_of(lambda seed: lossy(seed, 1), range(8 * part, 8 * part + 8))

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from support.slow_cases import every
 from torch import Tensor
 
 from arbor import Solution, Solver
@@ -81,7 +82,7 @@ def searched(
     return solution, happened
 
 
-@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("name", every(3, SEARCHES))
 def test_all_that_happens_is_what_happens_on_a_device_that_is_waited_for(
     name: str, checkpoint: Checkpoint, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +155,7 @@ def checked(solver: Solver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "after"), [(KeyboardInterrupt(), 9), (ModelError("logits", "NaN."), 2)]
+    ("failure", "after"), every(2, [(KeyboardInterrupt(), 9), (ModelError("logits", "NaN."), 2)])
 )
 def test_after_a_failure_in_between_the_next_search_is_as_ever(
     failure: BaseException,
@@ -190,6 +191,7 @@ def test_a_search_that_is_stopped_while_a_step_waits_leaves_none(
         checked(solver)
 
 
+@pytest.mark.slow
 def test_searches_that_come_and_go_find_what_they_find_alone(
     counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support import answer_forms as forms
 from support.real_data import VARIABLE, data_folder
+from support.slow_cases import every
 
 from arbor.tasks.base import Problem
 from arbor.tasks.grading.number_words import in_digits
@@ -259,7 +260,7 @@ def test_every_number_in_words_is_that_number(joint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "character", ["*", "#", "{", "(", "1 ", "- ", "answer is ", "\\boxed{", " \t"]
+    "character", every(3, ["*", "#", "{", "(", "1 ", "- ", "answer is ", "\\boxed{", " \t"])
 )
 def test_a_text_of_one_thing_repeated_is_read_to_its_end(character: str) -> None:
     """Patterns that go back and forth would not finish within the limit of a test."""
@@ -368,7 +369,7 @@ def check(name: str, data: Path, take: slice) -> None:
     assert [each for each in wrong if each[1:] not in NEAR_THAT_COUNT] == []
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", every(3, SETS))
 def test_a_sample_of_real_keys_is_right_in_every_form_and_near_ones_are_wrong(
     name: str, data: Path
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models import build, path_logits
+from support.slow_cases import every
 from support.trees import PROMPT, Lab
 
 from arbor import Solver, UsageError
@@ -74,10 +75,13 @@ GRID = list(itertools.product((2, 3, 8), ENDS, (0.0, 1.0, -0.5, 2.0), EARLY))
 
 @pytest.mark.parametrize(
     ("beams", "ends", "penalty", "early"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] * bool(place % 5), id=f"case{place}")
-        for place, case in enumerate(GRID)
-    ],
+    every(
+        4,
+        [
+            pytest.param(*case, marks=[pytest.mark.slow] * bool(place % 5), id=f"case{place}")
+            for place, case in enumerate(GRID)
+        ],
+    ),
 )
 def test_it_finds_what_transformers_finds(
     beams: int, ends: tuple[int, ...], penalty: float, early: EarlyStopping

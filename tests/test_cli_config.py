@@ -139,6 +139,7 @@ def complete(*words: str, heavy: str = "torch transformers") -> list[str]:
     return [line.partition(",")[2] for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_commands_options_and_names_complete() -> None:
     assert complete("arbor", "tr", heavy="torch numpy rich") == ["trace"]
     assert "--max-tokens" in complete("arbor", "solve", "--max")
@@ -208,7 +209,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     return folder, settings
 
 
-@pytest.mark.parametrize("example", every(2, examples(LIGHT)))
+@pytest.mark.parametrize("example", every(6, examples(LIGHT)))
 def test_every_example_of_a_help_page_runs(
     example: str, shell: tuple[Path, dict[str, str]]
 ) -> None:
@@ -256,7 +257,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Solution]:
         return folder, solver.solve("4 5 6 10", trace=folder / "run.arbor.jsonl")
 
 
-@pytest.mark.parametrize("example", every(3, examples(HEAVY)))
+@pytest.mark.parametrize("example", every(6, examples(HEAVY)))
 def test_every_example_of_a_help_page_that_needs_a_model_runs(
     example: str,
     desk: tuple[Path, Solution],

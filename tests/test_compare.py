@@ -15,6 +15,7 @@ import click
 import pytest
 from support import fake_solver
 from support.run_cli import Arbor, await_line, spawn
+from support.slow_cases import every
 
 from arbor.cli.evaluation.arms import Arm, read_arms
 from arbor.cli.evaluation.compare import compare as command_compare
@@ -141,7 +142,7 @@ def test_every_arm_solves_every_problem_in_a_folder_of_its_own(command: Arbor) -
     assert json.loads(Path("out/compare.json").read_text("utf-8")) == ran.document
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["INT", "KILL"])
+@pytest.mark.parametrize("number", every(2, [signal.SIGINT, signal.SIGKILL]), ids=["INT", "KILL"])
 def test_a_comparison_that_is_ended_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

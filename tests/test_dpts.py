@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fakes import Key, Run, Script, Thought, grow, hashed, run, scripted
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.controllers.base import Expansion
@@ -269,7 +270,7 @@ def solver_of(checkpoint: Checkpoint, **settings: Any) -> Solver:
     return made
 
 
-@pytest.mark.parametrize("continuous", [True, False])
+@pytest.mark.parametrize("continuous", every(2, [True, False]))
 def test_limits_and_interruptions_end_it_with_what_was_found(
     continuous: bool, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
@@ -288,6 +289,7 @@ def test_limits_and_interruptions_end_it_with_what_was_found(
     assert ends == ["limit", "timeout", "limit"]
 
 
+@pytest.mark.slow
 def test_a_recorded_search_is_replayed_with_its_counters(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
@@ -312,11 +314,14 @@ def test_a_recorded_search_is_replayed_with_its_counters(
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        ("lossy", "off"),
-        pytest.param(("lossy", "selective"), marks=pytest.mark.slow),
-        ("lossless", "span"),
-    ],
+    every(
+        2,
+        [
+            ("lossy", "off"),
+            pytest.param(("lossy", "selective"), marks=pytest.mark.slow),
+            ("lossless", "span"),
+        ],
+    ),
     ids=str,
 )
 def test_every_mode_runs_it_in_the_smallest_budget(

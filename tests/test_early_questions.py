@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from support.slow_cases import only
 
 from arbor import Solver
 from arbor.events import Boundary, Event, Forwarded, Selected, Verified
@@ -40,7 +41,7 @@ def values(events: list[Event]) -> list[tuple[tuple[int, ...], tuple[float, ...]
     return [(e.nodes, e.values, e.asked) for e in events if isinstance(e, Verified)]
 
 
-@pytest.mark.parametrize("controller", SEARCHES)
+@pytest.mark.parametrize("controller", only(["tot"], SEARCHES))
 def test_blocks_are_judged_while_others_wait_and_are_not_computed_again_for_it(
     controller: str,
 ) -> None:

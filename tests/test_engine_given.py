@@ -98,6 +98,7 @@ def problems(lab: Lab) -> list[str]:
     return replay.problems
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(slots=st.integers(SMALLEST, 120))
 def test_any_feasible_budget_gives_the_same_tree(slots: int) -> None:

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 
+import pytest
 from support.fakes import Thought, hashed, run, scripted
 
 from arbor.controllers.ets import ETS, choose
@@ -95,6 +96,7 @@ def worth(
     return gained - spent + extra
 
 
+@pytest.mark.slow
 def test_it_finds_what_trying_every_choice_finds_on_random_trees() -> None:
     rng = random.Random(0)
     for number in range(1000):

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from support import fake_solver
 from support.run_cli import Arbor, await_line, in_process, spawn
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.cli.progress import Progress
@@ -188,7 +189,7 @@ def test_an_internal_error_ends_its_own_sample_and_no_other(
     assert Path("out", bad["trace"]).is_file()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["INT", "KILL"])
+@pytest.mark.parametrize("number", every(2, [signal.SIGINT, signal.SIGKILL]), ids=["INT", "KILL"])
 def test_a_run_that_is_ended_keeps_what_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_run_that_is_ended_keeps_what_is_finished(
             assert json.loads((out / "results.json").read_text("utf-8"))["missing"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ENDS, ids=["INT", "KILL"])
 def test_a_concurrent_run_that_is_ended_in_the_middle_finishes_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals

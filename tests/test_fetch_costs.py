@@ -111,6 +111,7 @@ def test_what_was_measured_is_kept_for_the_model_the_tiers_and_the_machine(
     assert len(measured) == 5
 
 
+@pytest.mark.slow
 def test_a_search_follows_the_costs() -> None:
     cheap = "host=0+0;key=1;forward=1:900,64:9000"
     dear = "host=1000000+1;key=0;forward=1:900,64:901"

@@ -58,6 +58,7 @@ modes = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=20, phases=(Phase.explicit, Phase.generate))  # shrinking takes minutes
 @given(st.sampled_from(["full", *EVERY]), protects, modes, st.integers(1, 70))
 def test_floors_that_do_not_fit_are_refused_and_never_hang(

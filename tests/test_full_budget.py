@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.slow_cases import every
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from arbor import Solver
@@ -47,17 +48,20 @@ def peak(events: list[Event]) -> int:
 
 @pytest.mark.parametrize(
     ("controller", "settings"),
-    [
-        ("tot,beam=3,width=4", {}),
-        ("tot,beam=3,width=4", {"mode": "lossy", "policy": "streaming"}),
-        ("tot,beam=3,width=4", {"staging": "16tok", "host": "1000tok"}),
-        ("tot,beam=3,width=4", {"policy": "full"}),
-        ("tot,beam=2,width=3,generate=propose", {}),
-        ("mcts,simulations=6", {}),
-        ("ab-mcts,thoughts=24", {}),
-        ("best-of-n", {}),
-        ("rebase", {"share": "off"}),
-    ],
+    every(
+        3,
+        [
+            ("tot,beam=3,width=4", {}),
+            ("tot,beam=3,width=4", {"mode": "lossy", "policy": "streaming"}),
+            ("tot,beam=3,width=4", {"staging": "16tok", "host": "1000tok"}),
+            ("tot,beam=3,width=4", {"policy": "full"}),
+            ("tot,beam=2,width=3,generate=propose", {}),
+            ("mcts,simulations=6", {}),
+            ("ab-mcts,thoughts=24", {}),
+            ("best-of-n", {}),
+            ("rebase", {"share": "off"}),
+        ],
+    ),
     ids=str,
 )
 def test_nothing_leaves_for_questions_within_the_full_budget(

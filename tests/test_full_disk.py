@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.fake_run import fake_run, tick
 from support.run_cli import FAKE, REAL, environment
+from support.slow_cases import every
 
 from arbor.trace import TraceWriter
 
@@ -65,11 +66,17 @@ def written(path: Path, rounds: int = 6) -> Path:
 
 @pytest.mark.parametrize(
     ("words", "name"),
-    [
-        (["view", "run.arbor.jsonl"], "run.html"),
-        (["trace", "convert", "run.arbor.jsonl", "-o", "run.json"], "run.json"),
-        (["trace", "repair", "run.arbor.jsonl", "-o", "clean.arbor.jsonl"], "clean.arbor.jsonl"),
-    ],
+    every(
+        3,
+        [
+            (["view", "run.arbor.jsonl"], "run.html"),
+            (["trace", "convert", "run.arbor.jsonl", "-o", "run.json"], "run.json"),
+            (
+                ["trace", "repair", "run.arbor.jsonl", "-o", "clean.arbor.jsonl"],
+                "clean.arbor.jsonl",
+            ),
+        ],
+    ),
 )
 def test_what_a_command_writes_is_whole_or_as_it_was(
     tmp_path: Path, words: list[str], name: str

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import ARCHITECTURES, VOCABULARY, config_of, random_model
+from support.slow_cases import every
 from test_layers import batch
 from torch import Tensor, nn
 
@@ -220,7 +221,7 @@ def test_the_call_observes_layers(name: str, by_head: bool) -> None:
     assert masses_found[2] is None and float(masses_found[0].sum()) > 0  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name", every(2, ["llama", "gemma3_text"]))
 def test_a_forward_that_fails_before_the_layers_keeps_no_pool(name: str) -> None:
     runner = prepared(name)
     before, _ = forward(runner)

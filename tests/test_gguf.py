@@ -408,6 +408,7 @@ def test_a_missing_tensor_is_named_as_the_files(tmp_path: Path) -> None:
 # Models that others trained
 
 
+@pytest.mark.slow
 @needs_load
 @pytest.mark.parametrize(
     "name",

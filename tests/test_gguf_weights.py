@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.gguf_files import ARCHITECTURES, llama, write_gguf, write_random
 from support.real_models import model_file
+from support.slow_cases import drawn, every
 from torch import Tensor, nn
 
 from arbor import Solver
@@ -71,9 +72,7 @@ def logits(model: Any, count: int = 12) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
-@pytest.mark.parametrize("architecture", IN_BLOCKS)
+@pytest.mark.parametrize(("architecture", "tied", "dtype"), drawn(IN_BLOCKS, [False, True], DTYPES))
 def test_weights_have_the_bits_of_transformers_conversion(
     architecture: str, tied: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -120,7 +119,7 @@ def test_settings_of_layers_that_no_memory_holds_are_refused(tmp_path: Path) -> 
         assert "settings" in caught.value.message
 
 
-@pytest.mark.parametrize("architecture", IN_BLOCKS)
+@pytest.mark.parametrize("architecture", every(3, IN_BLOCKS))
 def test_a_search_runs_over_the_blocks(architecture: str, tmp_path: Path) -> None:
     """Its logits are compared with the model's own when it is loaded."""
     path = tmp_path / "m.gguf"

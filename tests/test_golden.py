@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.slow_cases import only
 
 from arbor import Solver
 from arbor.controllers.beam import Beam
@@ -19,6 +20,7 @@ from arbor.controllers.tot import ToT
 from arbor.kernels.native import without_native
 from arbor.trace import Replay, read_trace
 
+KERNELS = [nullcontext, without_native]
 RUNS: dict[str, dict[str, Any]] = {
     "chain": {"controller": Chain(samples=3), "verifier": "self"},
     "beam": {"controller": Beam(beam_size=2, width=3), "verifier": "exact"},
@@ -39,8 +41,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", [nullcontext, without_native], ids=["native", "torch"])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("kernels", only([nullcontext], KERNELS), ids=["native", "torch"])
+@pytest.mark.parametrize("name", only(["tot_small_budget", "tot_tiers"], RUNS))
 def test_a_search_gives_the_events_it_gave(
     name: str,
     kernels: Callable[[], AbstractContextManager[None]],

@@ -14,6 +14,7 @@ from support import tree_standin
 from support.flashinfer_standin import MULTIPROCESSORS, demand
 from support.graph_tape import Broken, Tape, nothing
 from support.models import config_of, copy_of, random_model
+from support.slow_cases import every
 from support.trees import Lab, relative_error
 from torch import Tensor
 
@@ -160,7 +161,7 @@ def changed(before: KVPool, after: KVPool) -> set[int]:
 # Steps
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every(3, MODELS))
 def test_replayed_steps_give_what_the_model_gives(
     backend: FlashInferCascade, tape: Tape, name: str
 ) -> None:
@@ -269,6 +270,7 @@ def test_steps_over_8_bit_kv_are_replayed(monkeypatch: pytest.MonkeyPatch, tape:
     assert tape.recorded == 1 and tape.replays == 3
 
 
+@pytest.mark.slow
 def test_a_budget_of_fewer_slots_than_a_wide_step_has_rows_gives_the_same_tree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.head_reads import HeadReads, held, masked_forward, recorded
 from support.models import build, path_keys
 from support.policies import POLICIES
-from support.slow_cases import drawn
+from support.slow_cases import drawn, every
 from support.trees import GREEDY, PROMPT, Lab, relative_error
 
 from arbor import Solver
@@ -98,7 +98,7 @@ def check_path(lab: Lab, model: str, node: Node, seen: HeadReads) -> None:
     assert relative_error(lab.state.logits[node.row], logits[-1]) < 1e-4
 
 
-@pytest.mark.parametrize("name", list(SCORED))
+@pytest.mark.parametrize("name", every(3, list(SCORED)))
 def test_each_head_attends_to_its_own_tokens(name: str, seen: HeadReads) -> None:
     lab = lossy(by_head(name, **SCORED[name]))
     tree = lab.plant(SLOTS)
@@ -130,7 +130,7 @@ def test_models_whose_heads_keep_their_own(model: str, heads: str, seen: HeadRea
 
 
 @pytest.mark.parametrize(
-    ("allocator", "spare", "heads"), drawn([Pooled(), Uniform()], [0, 5], SHARES, count=4)
+    ("allocator", "spare", "heads"), every(2, drawn([Pooled(), Uniform()], [0, 5], SHARES, count=4))
 )
 def test_branches_read_what_is_left_of_mixed_blocks(
     allocator: Pooled | Uniform, spare: int, heads: str, seen: HeadReads
@@ -147,7 +147,7 @@ def test_branches_read_what_is_left_of_mixed_blocks(
     assert any(isinstance(event, Evicted) for event in lab.events)
 
 
-@pytest.mark.parametrize(("allocator", "spare"), drawn(SEGMENTING, [0, 5]))
+@pytest.mark.parametrize(("allocator", "spare"), every(2, drawn(SEGMENTING, [0, 5])))
 def test_heads_keep_their_own_tokens_of_segments(
     allocator: Segmented, spare: int, seen: HeadReads
 ) -> None:
@@ -410,7 +410,8 @@ def test_a_copy_that_fails_leaves_nothing_wrong(
 
 
 @pytest.mark.parametrize(
-    ("rehydrate", "stored", "heads"), drawn(["selective", "span"], [False, True], SHARES, count=4)
+    ("rehydrate", "stored", "heads"),
+    every(2, drawn(["selective", "span"], [False, True], SHARES, count=4)),
 )
 def test_a_mixed_block_comes_back_whole(rehydrate: Rehydrate, stored: bool, heads: str) -> None:
     lower = LowerRoom(host=200) if stored else LowerRoom()
@@ -431,7 +432,7 @@ def test_a_mixed_block_comes_back_whole(rehydrate: Rehydrate, stored: bool, head
     assert not second.span.resident.all()
 
 
-@pytest.mark.parametrize(("rehydrate", "heads"), drawn(["selective", "span"], SHARES))
+@pytest.mark.parametrize(("rehydrate", "heads"), every(3, drawn(["selective", "span"], SHARES)))
 def test_reversible_searches_below_a_path_s_length(rehydrate: Rehydrate, heads: str) -> None:
     lab = lossy(by_head("snapkv", heads=heads), rehydrate=rehydrate)
     tree = lab.plant(2 * SLOTS)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from support.models import build
 from support.policies import POLICIES
+from support.slow_cases import every
 from support.trees import GREEDY, Lab
 
 from arbor.events import Allocated
@@ -31,7 +32,7 @@ def wide(policy: Policy | str, slots: int) -> tuple[Lab, ThoughtTree]:
     return lab, tree
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", every(3, PATHS))
 def test_trees_whose_paths_fit_are_those_of_ends(name: str) -> None:
     (lab, tree), (other, same) = (wide(policy, 64) for policy in (newest(name), "ends"))
 
@@ -45,7 +46,7 @@ def test_trees_whose_paths_fit_are_those_of_ends(name: str) -> None:
     assert held[0] == held[1]
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", every(3, PATHS))
 def test_a_path_that_does_not_fit_is_decided_as_ever(name: str) -> None:
     """There are no idle blocks, so the policy alone decides."""
     found = []

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.slow_cases import every
 from test_kernels import TOLERANCE, Case, cases, make_case, make_level, make_shape, random_layout
 
 from arbor.kernels import native
@@ -102,7 +103,7 @@ def assert_reads_what_is_stored(case: Case, backend: AttentionBackend) -> None:
     torch.testing.assert_close(mass, expected_mass, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", every(2, BACKENDS))
 @given(cases())
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=SLOW)
 def test_every_backend_reads_what_is_stored(backend: Make, case: Case) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.slow_cases import only
+from support.slow_cases import every, only
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -262,8 +262,8 @@ def test_cascade_agrees_with_the_reference(backend: Backend, case: Case) -> None
 
 
 @pytest.mark.parametrize("backend", [*CASCADES, pytest.param(RowwiseAttention, id="rowwise")])
-@pytest.mark.parametrize("changes", [{}, {"head_dim_vo": 24}, {"softcap": 30.0}])
-@pytest.mark.parametrize("bias", [30.0, 3000.0])
+@pytest.mark.parametrize("changes", only([{}], [{}, {"head_dim_vo": 24}, {"softcap": 30.0}]))
+@pytest.mark.parametrize("bias", only([3000.0], [30.0, 3000.0]))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_keys_of_a_large_bias_agree_with_float64_in_half_precision(
     dtype: torch.dtype, bias: float, changes: dict[str, object], backend: Backend
@@ -429,19 +429,22 @@ SCATTERED = ONE_RUN[::-1]
 
 @pytest.mark.parametrize(
     ("changes", "levels"),
-    [
-        pytest.param({}, [make_level([(8192, ONE_RUN[:8192])], True)], id="prompt"),
-        pytest.param({}, [make_level([(8192, ONE_RUN)], True)], id="after a context"),
-        pytest.param({}, [make_level([(8192, SCATTERED)], True)], id="of scattered slots"),
-        pytest.param({"softcap": 50.0}, [make_level([(8192, ONE_RUN)], True)], id="softcap"),
-        pytest.param({"window": 4096}, [make_level([(8192, ONE_RUN)], True)], id="window"),
-        pytest.param(
-            {},
-            [make_level([(256, ONE_RUN[:8192])], False), decode_level([64] * 256, 64, 8192)],
-            id="shared by 256 leaves",
-        ),
-        pytest.param({}, [decode_level([1024] * 256, 1024, 0)], id="256 leaves"),
-    ],
+    every(
+        3,
+        [
+            pytest.param({}, [make_level([(8192, ONE_RUN[:8192])], True)], id="prompt"),
+            pytest.param({}, [make_level([(8192, ONE_RUN)], True)], id="after a context"),
+            pytest.param({}, [make_level([(8192, SCATTERED)], True)], id="of scattered slots"),
+            pytest.param({"softcap": 50.0}, [make_level([(8192, ONE_RUN)], True)], id="softcap"),
+            pytest.param({"window": 4096}, [make_level([(8192, ONE_RUN)], True)], id="window"),
+            pytest.param(
+                {},
+                [make_level([(256, ONE_RUN[:8192])], False), decode_level([64] * 256, 64, 8192)],
+                id="shared by 256 leaves",
+            ),
+            pytest.param({}, [decode_level([1024] * 256, 1024, 0)], id="256 leaves"),
+        ],
+    ),
 )
 def test_long_prompts_make_few_logits_at_once(
     changes: dict[str, object], levels: list[CascadeLevel]
@@ -459,7 +462,7 @@ def test_long_prompts_make_few_logits_at_once(
     assert largest.bytes <= max(TASK_BYTES, outputs, keys)
 
 
-@pytest.mark.parametrize("task_bytes", [1, 2_000, 20_000, TASK_BYTES])
+@pytest.mark.parametrize("task_bytes", only([2_000], [1, 2_000, 20_000, TASK_BYTES]))
 @pytest.mark.parametrize(
     "changes",
     [

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.aggregate.base import AnswerVotes, lead_probability
@@ -95,7 +96,7 @@ def test_a_round_gets_as_many_blocks_as_fit_the_tokens(controller: str, most: in
 # The longest path
 
 
-@pytest.mark.parametrize("controller", ["chain", "beam", "tot", "mcts", "rebase"])
+@pytest.mark.parametrize("controller", every(4, ["chain", "beam", "tot", "mcts", "rebase"]))
 @pytest.mark.parametrize("budget", ["full", "smallest"])
 def test_no_path_is_longer_than_its_tokens(controller: str, budget: str) -> None:
     events: list[Event] = []

@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 from support.run_cli import Arbor, in_process
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.errors import UsageError
@@ -115,13 +116,19 @@ def test_code_next_to_the_weights_runs_only_if_it_is_trusted(command: Arbor, own
 
 @pytest.mark.parametrize(
     ("settings", "kind"),
-    [
-        ({}, NativeCascade if native_library() is not None else TorchCascade),
-        ({"backend": "torch"}, TorchCascade),
-        ({"backend": "rowwise"}, RowwiseAttention),
-        ({"deterministic": True}, RowwiseAttention if native_library() is None else NativeCascade),
-        ({"deterministic": True, "backend": "rowwise"}, RowwiseAttention),
-    ],
+    every(
+        3,
+        [
+            ({}, NativeCascade if native_library() is not None else TorchCascade),
+            ({"backend": "torch"}, TorchCascade),
+            ({"backend": "rowwise"}, RowwiseAttention),
+            (
+                {"deterministic": True},
+                RowwiseAttention if native_library() is None else NativeCascade,
+            ),
+            ({"deterministic": True, "backend": "rowwise"}, RowwiseAttention),
+        ],
+    ),
 )
 def test_the_backend_is_the_one_that_was_asked_for(
     settings: dict[str, Any], kind: type[Any], tmp_path: Path

@@ -92,7 +92,7 @@ def full(name: str, backend: type[AttentionBackend]) -> tuple[ThoughtTree, Tenso
     return tree, answers, ends
 
 
-@pytest.mark.parametrize(("name", "backend"), EVERY)
+@pytest.mark.parametrize(("name", "backend"), every(2, EVERY))
 def test_every_block_has_the_logits_of_the_models_own_forward(
     name: str, backend: type[AttentionBackend]
 ) -> None:
@@ -116,7 +116,7 @@ def test_every_block_has_the_logits_of_the_models_own_forward(
             assert node.tokens == chosen.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(("name", "backend"), every(3, EVERY))
+@pytest.mark.parametrize(("name", "backend"), every(6, EVERY))
 def test_a_small_budget_changes_no_token(name: str, backend: type[AttentionBackend]) -> None:
     want, want_answers, _ = full(name, backend)
     lab = Lab(model_for(name, backend), backend(), debug=True)  # freed slots hold NaN

@@ -35,6 +35,7 @@ def search() -> None:
         solver.solve("4 5 6 10", budget=budget)
 
 
+@pytest.mark.slow
 def test_every_phase_of_a_search_has_its_range(
     opened: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from support.models import build
 from support.policies import POLICIES
+from support.slow_cases import every
 from support.trees import PROMPT, SAMPLED, Lab, Words
 from test_batch import PROBLEMS, Together, found, solver_of
 from test_deterministic import deterministic_runner
@@ -209,12 +210,17 @@ def without_numbers(solution: Solution) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("budgets", "most"),
-    [
-        pytest.param(["60tok", "64tok", "68tok", "60tok"], 3, id="the pool is the sum of three"),
-        pytest.param(["60tok", "90tok", "60tok", "120tok"], 3, id="the largest waits for room"),
-        pytest.param(["60tok"] * 4, 1, id="an amount given for all is that of all"),
-        pytest.param([0.9] * 4, 3, id="ratios"),
-    ],
+    every(
+        2,
+        [
+            pytest.param(
+                ["60tok", "64tok", "68tok", "60tok"], 3, id="the pool is the sum of three"
+            ),
+            pytest.param(["60tok", "90tok", "60tok", "120tok"], 3, id="the largest waits for room"),
+            pytest.param(["60tok"] * 4, 1, id="an amount given for all is that of all"),
+            pytest.param([0.9] * 4, 3, id="ratios"),
+        ],
+    ),
 )
 def test_each_search_is_held_to_its_own_budget(
     checkpoint: Checkpoint, budgets: list[Any], most: int

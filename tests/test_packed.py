@@ -301,6 +301,7 @@ def solved(trace: Path | None = None, **settings: Any) -> tuple[Any, list[Event]
     return solution, heard
 
 
+@pytest.mark.slow
 def test_a_search_fetches_what_was_packed_and_repeats_itself(tmp_path: Path) -> None:
     path = tmp_path / "run.arbor.jsonl"
     costs = "compressed=10+1;key=0.1;forward=1:900,64:3000"

@@ -19,11 +19,11 @@ from arbor.model.parallel.shards import cuts, division_of
 
 SEARCHES: list[dict[str, Any]] = [
     {"controller": "beam,beam_size=2,width=2", "budget": 0.3, "debug": True},
-    {"controller": "beam,beam_size=3", "mode": "lossy", "budget": 0.3},
-    {"controller": "beam,beam_size=2", "mode": "lossy", "budget": 0.3, "policy": "snapkv"},
     {"mode": "lossy", "budget": 0.3, "policy": "expected"},  # asks how positions are encoded
 ]
 MORE_SEARCHES: list[dict[str, Any]] = [
+    {"controller": "beam,beam_size=3", "mode": "lossy", "budget": 0.3},
+    {"controller": "beam,beam_size=2", "mode": "lossy", "budget": 0.3, "policy": "snapkv"},
     {"controller": "mcts,simulations=6", "budget": 0.3},
     {"controller": "best-first", "budget": 0.3},
     {"controller": "rebase,width=4", "sampling": {"temperature": 1.0}},

@@ -41,6 +41,7 @@ def test_the_others_end_with_the_solver() -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal_number", "at"),
     [

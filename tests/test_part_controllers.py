@@ -65,7 +65,7 @@ def check_limits(events: Sequence[Event]) -> None:
 @pytest.mark.parametrize(
     ("controller", "count"),
     only(
-        [("rstar", 1), ("dpts", 1), ("chain", 8)],
+        [("dpts", 1), ("chain", 8)],
         [(name, n) for n in (1, 8) for name in names("controller")],
     ),
 )
@@ -81,7 +81,7 @@ def test_every_controller_has_its_trees_at_a_tenth(controller: str, count: int) 
 @pytest.mark.parametrize(
     ("controller", "count"),
     only(
-        [("mcts", 1), ("ets", 1), ("chain", 8)],
+        [("mcts", 1), ("chain", 8)],
         [(name, n) for n in (1, 8) for name in names("controller")],
     ),
 )

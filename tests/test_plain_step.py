@@ -66,9 +66,9 @@ def plain(budget: str | float) -> list[Entered]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stepper, "step", watched)
         with Solver(controller="tot", budget=budget) as solver:
-            solver.solve("4 5 6 10")
+            solver.solve("4 5 6 10", max_tokens=150)
             steps.clear()  # what is done once is done by now
-            solver.solve("3 3 8 8")
+            solver.solve("3 3 8 8", max_tokens=250)
     return [step for step in steps if not JOINS & {function for _, function in step}]
 
 

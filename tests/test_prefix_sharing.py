@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import Words, build
+from support.slow_cases import every
 from support.trees import QUESTIONS, SAMPLED, Lab, relative_error
 
 from arbor.engine.operation import Growth
@@ -192,7 +193,7 @@ LAST = len(FIRST) - 1
 
 @pytest.mark.parametrize("gone", [(20, 21), (LAST - 1, LAST)], ids=["inside", "last"])
 @pytest.mark.parametrize("prompt", [FIRST, (*FIRST, 5), SECOND], ids=["same", "longer", "other"])
-@pytest.mark.parametrize("costs", [None, CHEAP, DEAR], ids=["no costs", "cheap", "dear"])
+@pytest.mark.parametrize("costs", every(3, [None, CHEAP, DEAR]), ids=["no costs", "cheap", "dear"])
 def test_two_prompts_want_what_only_one_has_stored(
     costs: FetchCosts | None, prompt: tuple[int, ...], gone: tuple[int, ...]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.run_cli import Arbor, in_process
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.controllers.tot import ToT
@@ -43,7 +44,7 @@ def proposing(**settings: Any) -> Solver:
     return Solver(**given | {"deterministic": True, "device": "cpu"} | settings)
 
 
-@pytest.mark.parametrize("verifier", ["self", "vote"])
+@pytest.mark.parametrize("verifier", every(2, ["self", "vote"]))
 def test_the_smallest_budget_gives_the_tree_of_full_retention(
     verifier: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.real_models import model_file
 from support.reward_models import byte_tokenizer, spaced_tokenizer
+from support.slow_cases import every
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arbor import Solver
@@ -99,7 +100,7 @@ def smollm() -> tuple[Any, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(file.parent, **named)
 
 
-@pytest.mark.parametrize("chat", ["auto", "off"])
+@pytest.mark.parametrize("chat", every(2, ["auto", "off"]))
 def test_a_real_model_is_judged_by_its_answer_to_the_whole_rendered_text(
     smollm: tuple[Any, Any], chat: Literal["auto", "off"]
 ) -> None:

@@ -77,7 +77,7 @@ def test_a_replay_has_the_counters_of_a_run(search: dict[str, object], tokenizer
         assert again.evicted_tokens > 0
 
 
-@pytest.mark.parametrize("share", ["exact", "off"])
+@pytest.mark.parametrize("share", every(2, ["exact", "off"]))
 def test_the_smallest_budget_is_found_near_the_longest_path(
     share: str, tokenizer: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +126,7 @@ def test_a_run_that_was_cut_short_is_replayed_up_to_its_last_whole_round(
     assert {(True, 0), (False, 1), (True, 1)} <= rounds
 
 
+@pytest.mark.slow
 def test_the_command_compares_policies_on_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,7 +64,7 @@ def full() -> tuple[list[list[int]], torch.Tensor]:
     return [node.tokens for node in tree], answers
 
 
-@pytest.mark.parametrize("policy", BY_LOSSLESS_POLICY)
+@pytest.mark.parametrize("policy", every(3, BY_LOSSLESS_POLICY))
 def test_what_a_policy_was_shown_is_gone_when_it_has_decided(policy: str) -> None:
     """Views of all tokens take megabytes: they must not wait for the garbage collector."""
     lab = Lab(build("llama"), policy=policy)
@@ -80,7 +80,7 @@ def test_what_a_policy_was_shown_is_gone_when_it_has_decided(policy: str) -> Non
     assert not left
 
 
-@pytest.mark.parametrize("rehydrate", REVERSIBLE)
+@pytest.mark.parametrize("rehydrate", every(3, REVERSIBLE))
 @pytest.mark.parametrize("policy", BY_LOSSLESS_POLICY)
 def test_lossless_gives_the_tree_of_full_retention_under_every_policy(
     policy: str, rehydrate: str, full: tuple[list[list[int]], torch.Tensor]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.slow_cases import every
 
 from arbor import Solution, Solver, StopSearch
 from arbor.errors import BudgetInfeasible
@@ -58,7 +59,7 @@ def asked() -> Iterator[list[Solution]]:
         yield solver.solve_batch(PROBLEMS, concurrency=1)
 
 
-@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize("concurrency", every(2, [1, 8]))
 @pytest.mark.parametrize("budget", [pytest.param("full", marks=pytest.mark.slow), "0.2"])
 def test_a_copy_of_the_model_gives_the_values_that_the_model_gives(
     concurrency: int, budget: str, asked: list[Solution]
@@ -114,6 +115,7 @@ def test_a_stopped_search_leaves_nothing_in_the_reward_model() -> None:
         assert not engine_of(solver).load().state.trees
 
 
+@pytest.mark.slow
 def test_a_replay_needs_no_reward_model(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with Solver(verifier=Combined((OWN, "self"))) as solver:

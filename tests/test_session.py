@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.slow_cases import every
 
 from arbor import Solver, TraceWriter
 from arbor.events import Boundary, Event
@@ -39,7 +40,7 @@ class Listening:
                 raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", every(2, [False, True]))
 @pytest.mark.parametrize("streamed", [False, True])
 def test_nothing_of_a_run_is_reachable_after_it_but_its_tree(
     fails: bool, streamed: bool, tmp_path: Path

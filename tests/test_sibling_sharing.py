@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import pytest
 from support.models import Words, build
+from support.slow_cases import every
 from support.trees import PROMPT, QUESTIONS, SAMPLED, Lab, planted_again, relative_error
 from torch import Tensor
 
@@ -256,7 +257,7 @@ def test_a_trace_with_shared_siblings_adds_up() -> None:
     assert "tokens_merged" not in MetricsFold().metrics().to_dict()
 
 
-@pytest.mark.parametrize("budget", ["full", "0.3"])
+@pytest.mark.parametrize("budget", every(2, ["full", "0.3"]))
 def test_a_search_is_the_same_whether_siblings_share_or_not(budget: str) -> None:
     trees, metrics = {}, {}
     for share in ("exact", "off"):

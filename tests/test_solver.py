@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.models import ARCHITECTURES, config_of
-from support.slow_cases import only
+from support.slow_cases import every, only
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -118,7 +118,7 @@ def test_the_readme_problem_is_solved_with_the_models_own_judgement() -> None:
     assert "".join(step.text for step in solution.steps) == solution.text
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", every(2, [False, True]))
 def test_every_feasible_budget_gives_the_same_tree(deterministic: bool) -> None:
     full, events = search("builtin:sapling", deterministic=deterministic)
 
@@ -135,7 +135,7 @@ def test_every_feasible_budget_gives_the_same_tree(deterministic: bool) -> None:
         assert any(isinstance(e, Evicted) for e in seen)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", every(2, ["float32", "bfloat16"]))
 def test_deterministic_values_are_the_same_bits_at_every_budget(dtype: str) -> None:
     settings = {"deterministic": True, "dtype": dtype}
     full, _ = search("builtin:sapling", **settings)
@@ -147,7 +147,7 @@ def test_deterministic_values_are_the_same_bits_at_every_budget(dtype: str) -> N
     assert squeezed.steps == full.steps
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("controller", every(4, CONTROLLERS))
 @pytest.mark.parametrize("verifier", only(["exact"], ["exact", "self"]))
 def test_every_controller_runs_with_every_verifier(controller: str, verifier: str) -> None:
     solution, events = search("builtin:sapling", controller=controller, verifier=verifier)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.engine.grammar import Grammar
@@ -52,7 +53,7 @@ def test_every_thought_matches(pattern: str, temperature: float, tokenizer: Any)
     assert any(whole(text, 32, tokenizer) for text in found)
 
 
-@pytest.mark.parametrize("policy", ["reentry", "lru"])
+@pytest.mark.parametrize("policy", every(2, ["reentry", "lru"]))
 def test_the_tree_is_the_same_at_any_budget(policy: str) -> None:
     found, recomputed = [], []
     for budget in ("full", "120tok"):

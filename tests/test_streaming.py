@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from support.masked_reads import masked_logits, recorded
 from support.models import Words, build, path_logits
 from support.policies import POLICIES
+from support.slow_cases import every
 from support.trees import (
     GREEDY,
     PROMPT,
@@ -456,7 +457,7 @@ def destroying(slots: int, staging: int = 4, **given: Any) -> tuple[Lab, Node]:
     return lab, block
 
 
-@pytest.mark.parametrize("slots", [12, 20, 40])
+@pytest.mark.parametrize("slots", every(3, [12, 20, 40]))
 def test_a_token_reads_what_was_not_destroyed_wherever_it_lies(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.slow_cases import every
 
 from arbor import Solver, StopSearch
 from arbor.controllers.tot import ToT
@@ -97,11 +98,14 @@ def test_importing_arbor_after_torch_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("given", "imports", "policy"),
-    [
-        ({}, "arbor", "PASSIVE"),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, "arbor", "ACTIVE"),
-        ({}, "torch, arbor", "None"),  # too late: OpenMP has read it
-    ],
+    every(
+        3,
+        [
+            ({}, "arbor", "PASSIVE"),
+            ({"OMP_WAIT_POLICY": "ACTIVE"}, "arbor", "ACTIVE"),
+            ({}, "torch, arbor", "None"),  # too late: OpenMP has read it
+        ],
+    ),
 )
 def test_threads_of_torch_wait_without_spinning(
     given: dict[str, str], imports: str, policy: str

@@ -308,7 +308,7 @@ def outcome(solution: Any) -> Any:
 
 @pytest.mark.parametrize(
     "lower",
-    every(2, [{"host": "9999tok"}, {"host": "60tok", "disk": "9999tok"}, {"disk": "9999tok"}]),
+    every(3, [{"host": "9999tok"}, {"host": "60tok", "disk": "9999tok"}, {"disk": "9999tok"}]),
     ids=["host", "both", "disk"],
 )
 def test_a_search_with_room_below_computes_nothing_again(lower: dict[str, str]) -> None:
@@ -339,7 +339,7 @@ def texts(solver: Solver) -> list[tuple[str, float, float]]:
     return [(node.text, node.value, node.logprob) for node in solver.engine.tree]
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", every(2, [True, False]))
 def test_every_split_gives_the_same_tree(deterministic: bool) -> None:
     trees = []
     for budget, lower in (
@@ -362,14 +362,19 @@ def test_every_split_gives_the_same_tree(deterministic: bool) -> None:
 
 @pytest.mark.parametrize(
     ("change", "found"),
-    [
-        (lambda e: replace(e, stored=()) if isinstance(e, Evicted) else e, "lower tiers"),
-        (lambda e: None if isinstance(e, Discarded) else e, "tokens_discarded"),
-        (
-            lambda e: replace(e, nodes=((e.nodes[0][0], 99),)) if isinstance(e, Discarded) else e,
-            "lower tiers would hold -",
-        ),
-    ],
+    every(
+        3,
+        [
+            (lambda e: replace(e, stored=()) if isinstance(e, Evicted) else e, "lower tiers"),
+            (lambda e: None if isinstance(e, Discarded) else e, "tokens_discarded"),
+            (
+                lambda e: (
+                    replace(e, nodes=((e.nodes[0][0], 99),)) if isinstance(e, Discarded) else e
+                ),
+                "lower tiers would hold -",
+            ),
+        ],
+    ),
     ids=["not stored", "not given up", "too much given up"],
 )
 def test_a_trace_whose_tiers_do_not_add_up_is_found(change: Any, found: str) -> None:

@@ -81,6 +81,7 @@ def solver() -> Iterator[Solver]:
         solver.listeners = ()
 
 
+@pytest.mark.slow
 @settings(max_examples=6, phases=[Phase.explicit, Phase.generate])  # to shrink takes minutes
 @given(
     controller=st.sampled_from(sorted(CONTROLLERS)),

@@ -46,6 +46,7 @@ def weights(training: Any) -> list[torch.Tensor]:
     return [each.detach().clone() for each in training.model.parameters()]
 
 
+@pytest.mark.slow
 def test_the_gradient_of_packed_trees_is_that_of_their_paths(
     script: ModuleType, trees: list[Rollout]
 ) -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gguf_files import ARCHITECTURES, write_random
 from support.models import Words, build, config_of, random_model
-from support.slow_cases import drawn, only
+from support.slow_cases import drawn, every, only
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -140,6 +140,7 @@ def test_searches_are_those_of_a_model_loaded_with_the_weights(
             assert found == searched(fresh, *PUZZLES[:2])
 
 
+@pytest.mark.slow
 def test_kept_prompts_of_former_weights_are_not_read(
     small: Any, folder: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def test_kept_prompts_of_former_weights_are_not_read(
         assert files() == 2 * former
 
 
+@pytest.mark.slow
 def test_the_trees_of_a_batch_end_with_the_weights_they_began_with(
     small: Any, folder: Path
 ) -> None:
@@ -191,6 +193,7 @@ def test_the_trees_of_a_batch_end_with_the_weights_they_began_with(
             assert found[place].candidates == other.candidates
 
 
+@pytest.mark.slow
 def test_an_endless_loop_over_rollouts_goes_on_with_new_weights(small: Any, folder: Path) -> None:
     def forever() -> Iterator[str]:
         while True:
@@ -260,7 +263,7 @@ def test_streams_end_first(small: Any, folder: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "other", only(["queue", "batch"], ["stream", "queue", "coroutine", "batch", "thread"])
+    "other", only(["batch"], ["stream", "queue", "coroutine", "batch", "thread"])
 )
 def test_another_thread_waits_for_what_a_loop_waits_for(
     other: str, small: Any, folder: Path
@@ -298,7 +301,7 @@ def test_another_thread_waits_for_what_a_loop_waits_for(
         assert updated == [first.checkpoint.updated] * 2
 
 
-@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize("drain", every(2, [False, True]))
 def test_a_listener_cannot_change_what_its_search_reads(
     drain: bool, small: Any, folder: Path
 ) -> None:
@@ -448,6 +451,7 @@ def test_quantised_layers_are_refused(small: Any) -> None:
             solver.update_weights(moved(small, 1))
 
 
+@pytest.mark.slow
 def test_records_name_the_weights(small: Any, folder: Path, tmp_path: Path) -> None:
     new = moved(small, 1)
     with Solver(folder, **SMALL) as solver:
@@ -492,9 +496,7 @@ IN_BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "tied"), only([("llama", True), ("qwen2moe", False)], IN_BLOCKS)
-)
+@pytest.mark.parametrize(("architecture", "tied"), only([("llama", True)], IN_BLOCKS))
 def test_blocks_become_dense_where_they_are_updated(
     architecture: str, tied: bool, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build
+from support.slow_cases import every
 from support.trees import Lab
 from test_prefix_sharing import growth, opened, run
 
@@ -354,7 +355,7 @@ def solved(
     return solution, tree, heard
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", every(2, ["float32", "bfloat16"]))
 def test_a_warm_search_is_the_cold_one_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dtype": dtype, "deterministic": True}
     _, cold, _ = solved(None, **settings)

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from support.slow_cases import every
 
 from arbor import Solver
 
@@ -38,7 +39,9 @@ def test_a_segment_is_wiped_out_when_nothing_of_it_is_held(script: ModuleType) -
     assert script.wiped(np.zeros((1, 0), bool), []) == 0
 
 
-@pytest.mark.parametrize("policy", ["tova", "lru", "snapkv,granularity=head", "pyramidkv"])
+@pytest.mark.parametrize(
+    "policy", every(2, ["tova", "lru", "snapkv,granularity=head", "pyramidkv"])
+)
 def test_what_is_held_is_what_the_engine_holds(script: ModuleType, policy: str) -> None:
     with Solver(
         task="chains",

@@ -73,5 +73,6 @@ def real() -> type:
     return Solver
 
 
+@pytest.mark.slow
 def test_random_configurations_end_deliberately(real: type, command: Arbor) -> None:
     check(command, real, 0, 400)

@@ -23,6 +23,7 @@ from rich.console import Console
 from support.chromium import MISSING, Page, chromium, program
 from support.fake_run import fake_run, header, tick
 from support.hostile import CHARACTERS, LONG, MARKUP, OBEYED, TERMINAL, hostile
+from support.slow_cases import every
 
 from arbor.events import Answered, Boundary, Event, Header, Opened, Terminal, Verified
 from arbor.metrics import Metrics
@@ -172,7 +173,7 @@ def obeyed(text: str) -> set[str]:
     return set(SEQUENCE.findall(text))
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", every(5, range(SEEDS)))
 @pytest.mark.parametrize("view", [LiveView, ShowView])
 def test_a_live_view_emits_its_own_control_sequences_only(view: type[Any], seed: int) -> None:
     file = io.StringIO()
@@ -199,6 +200,7 @@ def tab() -> Iterator[Page]:
         yield running.page()
 
 
+@pytest.mark.slow
 def test_a_browser_runs_nothing_of_a_text(tab: Page, tmp_path: Path) -> None:
     for seed in range(3):
         page = tmp_path / "page.html"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.policies import POLICIES
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.controllers.base import Expansion
@@ -213,7 +214,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("member", "junk"), WRONG)
+@pytest.mark.parametrize(("member", "junk"), every(4, WRONG))
 def test_a_controller_that_answers_nonsense_is_named(member: str, junk: str) -> None:
     message = refused("BadController", lambda: solve_with_controller(member, junk))
 
@@ -297,10 +298,13 @@ FIRST = ("short", "nans", "more than held", "exception")  # the others run later
 
 @pytest.mark.parametrize(
     "junk",
-    [
-        pytest.param(each, marks=[] if each in FIRST else pytest.mark.slow)
-        for each in (*SHAPES, "objects", "none", "text", "exception")
-    ],
+    every(
+        4,
+        [
+            pytest.param(each, marks=[] if each in FIRST else pytest.mark.slow)
+            for each in (*SHAPES, "objects", "none", "text", "exception")
+        ],
+    ),
 )
 def test_a_policy_that_answers_nonsense_is_named_and_the_memory_is_whole(junk: str) -> None:
     settings: dict[str, Any] = GOOD | {"policy": BadAllocator(junk), "debug": True}

@@ -11,6 +11,7 @@ import presses
 import pytest
 import torch
 from support.models import build
+from support.slow_cases import every
 from support.trees import GREEDY, Lab
 
 from arbor import components
@@ -70,7 +71,7 @@ def test_what_cannot_score_is_refused_before_a_run(kind: str, text: str, message
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("name", ["NormPress", "SnapKVPress"])
+@pytest.mark.parametrize("name", every(2, ["NormPress", "SnapKVPress"]))
 def test_press_policies_keep_the_rules(name: str) -> None:
     check_policy(policy_of(f"kvpress:{name}"))
     check_policy(policy_of(f"kvpress:{name},granularity=head"))

@@ -27,6 +27,7 @@ def taken(process: EngineProcess, count: int) -> list[Delivered]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_process_finds_what_a_solver_finds(tmp_path: Path, concurrency: int) -> None:
     with Solver(**CONFIG, seed=3, max_depth=2, step_tokens=12) as solver:

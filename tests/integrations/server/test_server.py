@@ -504,6 +504,7 @@ def test_events_name_no_path_of_the_machine(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_searches_share_the_ratio_of_the_server(
     solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1048,6 +1049,7 @@ def test_a_value_that_is_not_supported_is_told_which_is(
     assert document["error"]["message"] == words
 
 
+@pytest.mark.slow
 def test_bytes_of_tokens_are_those_of_the_text(smollm2: Path) -> None:
     fields = chat("Repeat: 😀😃😄😁", max_tokens=24, temperature=0, logprobs=True, top_logprobs=5)
     with Solver(str(smollm2), task="reasoning") as solver:

@@ -166,6 +166,7 @@ def test_no_queries_are_kept_where_they_are_calibrated(
 # The commands
 
 
+@pytest.mark.slow
 def test_what_the_command_writes_is_read_by_a_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -174,6 +174,7 @@ def test_problems_without_a_thought_are_refused() -> None:
         calibrate_thoughts(solver, itertools.islice(solver.task.problems("train"), 0))
 
 
+@pytest.mark.slow
 def test_a_search_takes_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

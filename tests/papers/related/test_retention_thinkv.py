@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.models import build
 from support.offers import SEEDS, offer, room_for
 from support.policies import POLICIES
+from support.slow_cases import every
 from support.trees import GREEDY, Lab
 
 from arbor.errors import UsageError
@@ -490,7 +491,7 @@ def tiered(valleys: tuple[float, float], slots: int = 200) -> tuple[Lab, Node]:
     return lab, block
 
 
-@pytest.mark.parametrize("slots", [200, 40])
+@pytest.mark.parametrize("slots", every(2, [200, 40]))
 def test_executions_are_packed_and_nothing_is_destroyed_without_a_transition(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Words, build
+from support.slow_cases import every
 from support.trees import SAMPLED, Lab, own_logits
 
 from arbor.engine.operation import Growth
@@ -111,7 +112,7 @@ def test_the_rule_is_the_formula_over_different_texts(
 
 
 @pytest.mark.parametrize("ends", ["all", "others"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", every(3, range(6)))
 def test_branches_are_cut_where_the_rule_says_and_are_else_the_same(
     model: Any, reference: Any, ends: Any, seed: int
 ) -> None:
@@ -138,7 +139,7 @@ def test_branches_are_cut_where_the_rule_says_and_are_else_the_same(
 
 
 @pytest.mark.parametrize("ends", ["all", "others"])
-@pytest.mark.parametrize("slots", [23, 27, 34])
+@pytest.mark.parametrize("slots", every(3, [23, 27, 34]))
 def test_what_ends_does_not_depend_on_the_budget(model: Any, ends: Any, slots: int) -> None:
     held = stopped = 0
     for seed in range(4):

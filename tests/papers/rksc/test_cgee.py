@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.fakes import FakeAsker, FakeTask
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.events import Event, Verified
@@ -96,7 +97,7 @@ def shape(events: Sequence[Event]) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("controller", every(3, CONTROLLERS))
 def test_an_audit_changes_nothing_of_the_search(controller: str) -> None:
     gate = CGEE(confidence=0.3, gap=0.005)
     plain, events = search(controller, gate)

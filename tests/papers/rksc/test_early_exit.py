@@ -147,7 +147,7 @@ def path_plan(runner: ModelRunner, rows: int) -> Any:
     return plan_forward([segment]), KVPool(runner.layer_kv, rows, runner.dtype, runner.device)
 
 
-@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"gemma3n_text"}))
+@pytest.mark.parametrize("name", every(6, sorted(set(ARCHITECTURES) - {"gemma3n_text"})))
 def test_a_state_has_the_logits_of_a_model_that_ends_with_it(name: str) -> None:
     runner = ModelRunner(build(name), TorchCascade())
     layers = range(runner.layer_count)
@@ -497,6 +497,7 @@ def test_a_search_reports_where_its_questions_left() -> None:
     assert solution.metrics.layers_skipped == skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", ["entropy", pytest.param("margin", marks=pytest.mark.slow)])
 def test_an_audit_changes_no_value_and_a_small_budget_none_either(measure: Any) -> None:
     rule = LayerExit(first=2, threshold=0.9, settle=0.9, patience=1, measure=measure)
