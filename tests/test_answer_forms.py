@@ -260,7 +260,7 @@ def test_every_number_in_words_is_that_number(joint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "character", every(3, ["*", "#", "{", "(", "1 ", "- ", "answer is ", "\\boxed{", " \t"])
+    "character", every(5, ["*", "#", "{", "(", "1 ", "- ", "answer is ", "\\boxed{", " \t"])
 )
 def test_a_text_of_one_thing_repeated_is_read_to_its_end(character: str) -> None:
     """Patterns that go back and forth would not finish within the limit of a test."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from support.real_models import model_file
 from support.reward_models import byte_tokenizer, spaced_tokenizer
 from support.slow_cases import every
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arbor import Solver
 from arbor.controllers.tot import ToT
@@ -91,30 +90,13 @@ def test_a_template_without_a_further_turn_leaves_the_question_in_the_text_and_s
 # A real model
 
 
-@pytest.fixture(scope="module")
-def smollm() -> tuple[Any, Any]:
-    """SmolLM2 in float32, and its tokenizer."""
-    file = model_file("smollm2")
-    named = {"gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **named)
-    return model.eval(), AutoTokenizer.from_pretrained(file.parent, **named)
-
-
 @pytest.mark.parametrize("chat", every(2, ["auto", "off"]))
 def test_a_real_model_is_judged_by_its_answer_to_the_whole_rendered_text(
-    smollm: tuple[Any, Any], chat: Literal["auto", "off"]
+    smollm2: Path, chat: Literal["auto", "off"]
 ) -> None:
     """Every value, asked after the KV of the path, is that of one pass over all of the text."""
-    model, tokenizer = smollm
     task = Reasoning(chat=chat, max_tokens=24, max_depth=2, stop=("\n",))
     problem = task.parse("What is 12 * 3?")
-    question = task.question(problem, ())
-    asked = question if question.turn is None or chat == "off" else question.turn
-    verdicts = {
-        tokenizer.encode(word, add_special_tokens=False)[0]: worth
-        for word, worth in asked.values.items()
-    }
-    assert len(set(verdicts.values())) > 1
     seen: list[Verified] = []
 
     def listen(event: Event) -> None:
@@ -122,7 +104,15 @@ def test_a_real_model_is_judged_by_its_answer_to_the_whole_rendered_text(
             seen.append(event)
 
     settings = {"controller": ToT(beam=1, width=2), "task": task, "listeners": [listen]}
-    with Solver(model, tokenizer=tokenizer, device="cpu", **settings) as solver:
+    with Solver(smollm2, dtype="float32", device="cpu", **settings) as solver:
+        tokenizer = solver.tokenizer
+        question = task.question(problem, ())
+        asked = question if question.turn is None or chat == "off" else question.turn
+        verdicts = {
+            tokenizer.encode(word, add_special_tokens=False)[0]: worth
+            for word, worth in asked.values.items()
+        }
+        assert len(set(verdicts.values())) > 1
         solver.solve(problem)
         tree = solver.engine.tree
         first = verdict_tokens(question, words(tokenizer, task, problem))

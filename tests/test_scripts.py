@@ -45,12 +45,12 @@ QUICK: dict[str, tuple[str, ...]] = {
     "evidence": ("--model builtin:sapling --dataset game24 --n 2 --experiments 1 2 10 --dry-run",),
     "docs": ("--check",),
     "fetch_models": ("--list",),
-    "mutate": ("--folder arbor/memory --n 3 --list",),
-    "bench_ranks": ("--model builtin:sapling --rows 1 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
     "gpu_bundle": ("--dry-run --out FOLDER/bundle --json FOLDER/out.json",),
     "report": ("--check --tables",),
 }
 SLOW: dict[str, tuple[str, ...]] = {
+    "mutate": ("--folder arbor/memory --n 3 --list",),
+    "bench_ranks": ("--model builtin:sapling --rows 1 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
     "kill_ranks": ("--rounds 1 --csv FOLDER/out.csv",),
     "check_ranks": (
         "--model builtin:sapling --device cpu --dtypes float32 --tokens 6 --load-s 300 "

@@ -92,8 +92,10 @@ def solver_of(path: Path, **settings: Any) -> Solver:
     )
 
 
-def greedy(solver: Solver, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Chains of a solver of `solver_of`, all at once: `TOKENS` of each, or up to its end token."""
+def greedy(
+    solver: Solver, prompts: Sequence[Sequence[int]], tokens: int = TOKENS
+) -> list[list[int]]:
+    """Chains of a solver of `solver_of`, all at once: `tokens` of each, or up to its end token."""
     found: list[list[int]] = [[] for _ in prompts]
 
     def listen(place: int, event: Event) -> None:
@@ -101,10 +103,10 @@ def greedy(solver: Solver, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
             found[place] += event.ids
 
     jobs = [
-        (plain_problem(ids, f"prompt {number}"), {"max_tokens": TOKENS})
+        (plain_problem(ids, f"prompt {number}"), {"max_tokens": tokens})
         for number, ids in enumerate(prompts)
     ]
     for _, solution in solver.as_completed(jobs, concurrency=len(jobs), listen=listen):
         if isinstance(solution, Exception):
             raise solution
-    return [chain[:TOKENS] for chain in found]  # the limit counts on blocks of their mean length
+    return [chain[:tokens] for chain in found]  # the limit counts on blocks of their mean length
