@@ -314,14 +314,11 @@ def test_a_recorded_search_is_replayed_with_its_counters(
 
 @pytest.mark.parametrize(
     "mode",
-    every(
-        2,
-        [
-            ("lossy", "off"),
-            pytest.param(("lossy", "selective"), marks=pytest.mark.slow),
-            ("lossless", "span"),
-        ],
-    ),
+    [
+        ("lossy", "off"),
+        pytest.param(("lossy", "selective"), marks=pytest.mark.slow),
+        ("lossless", "span"),
+    ],
     ids=str,
 )
 def test_every_mode_runs_it_in_the_smallest_budget(

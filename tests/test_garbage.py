@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 from weakref import WeakSet
 
 import pytest
 
+from arbor import Solver
+from arbor.model import weights
 from arbor.support import garbage
-from arbor.support.garbage import free_dropped, look_for, no_collection
+from arbor.support.garbage import no_collection
 
 
 def is_in(generation: int, thing: object) -> bool:
@@ -43,26 +46,24 @@ def test_inner_blocks_leave_it_to_the_outer_one() -> None:
         assert not gc.isenabled()
 
 
-class Cycle:
-    """What only a search for garbage frees."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_what_is_large_and_dropped_is_freed_and_else_nothing_is_searched(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("large", "stays"), [(0, False), (weights.LARGE, True)])
+def test_a_large_model_that_was_dropped_is_freed_before_the_next_is_read(
+    large: int, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A small one is not worth a search of all objects."""
+    monkeypatch.setattr(weights, "LARGE", large)
     monkeypatch.setattr(garbage, "_large", WeakSet())
+    right, alive = weights.load_model, []
+
+    def watched(*given: Any, **named: Any) -> Any:
+        alive.append(first() is not None)
+        return right(*given, **named)
+
     with no_collection():
-        small, large = Cycle(), Cycle()
-        left = [weakref.ref(small), weakref.ref(large)]
+        solver = Solver(device="cpu")
+        first = weakref.ref(solver.engine.runner.model)
+        del solver
+        monkeypatch.setattr(weights, "load_model", watched)
+        Solver(device="cpu").load()
 
-        del small
-        free_dropped()
-        assert left[0]() is not None
-
-        look_for(large)
-        del large
-        free_dropped()
-        assert left[0]() is left[1]() is None
+    assert alive == [stays]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from support.gguf_files import ARCHITECTURES, llama, write_gguf, write_random
 from support.real_models import model_file
-from support.slow_cases import drawn, every
+from support.slow_cases import drawn, every, only
 from torch import Tensor, nn
 
 from arbor import Solver
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that conver
 CPU = torch.device("cpu")
 IN_BLOCKS = list(weights.ARCHITECTURES)
 DTYPES = (torch.float32, torch.bfloat16)
+CONVERTED = (IN_BLOCKS, (False, True), DTYPES)  # architectures, whether the head is tied, dtypes
 LONG = 64  # tokens
 
 
@@ -72,7 +74,10 @@ def logits(model: Any, count: int = 12) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize(("architecture", "tied", "dtype"), drawn(IN_BLOCKS, [False, True], DTYPES))
+@pytest.mark.parametrize(
+    ("architecture", "tied", "dtype"),
+    only(drawn(*CONVERTED), itertools.product(*CONVERTED)),
+)
 def test_weights_have_the_bits_of_transformers_conversion(
     architecture: str, tied: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
