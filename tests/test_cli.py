@@ -273,6 +273,26 @@ def test_a_signal_during_start_up_ends_with_one_line(module: str, number: int) -
     assert lines == [b"arbor: error: [interrupted] stopped at once."]
 
 
+def test_a_signal_during_a_command_s_import_ends_with_one_line(tmp_path: Path) -> None:
+    """An exception raised there would become a `RuntimeError` (Python 3.11: in `__set_name__`)."""
+    (tmp_path / "signalling.py").write_text(
+        "import os, signal\n"
+        "class Named:\n"
+        "    def __set_name__(self, owner, name):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "class Owner:\n"
+        "    named = Named()\n"
+    )
+    code = "import sys; from arbor.cli import app, main; sys.path.append(sys.argv.pop()); "
+    code += "app.cli.lazy['solve'] = ('signalling:solve', ''); sys.exit(main())"
+
+    with spawn("solve", "4 5 6 10", str(tmp_path), code=code) as process:
+        out, err = process.communicate(timeout=60)
+
+    assert (process.returncode, out) == (128 + signal.SIGTERM, b"")
+    assert err == b"arbor: error: [interrupted] stopped at once.\n"
+
+
 # Other commands
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from arbor import components, registry
 from arbor.cli.output import Output
 from arbor.cli.record_options import SolverOptions
-from arbor.cli.signals import ending_at_once
 from arbor.errors import InputError
 from arbor.run.planning import reads_words
 from arbor.run.plugin_answers import checked_task
@@ -42,23 +41,21 @@ def build_solver(
     settings = options.settings
     if problem is not None:
         _check_problem(checked_task(settings.task), problem)
-    with ending_at_once():
-        from arbor.solver import Solver
+    from arbor.solver import Solver
+
     given = {name: getattr(settings, name) for name in settings_of(Settings)}
     solver = Solver(**{**given, "record_bytes": 0})
     if searches:
         import_engine()
     else:
-        with ending_at_once():
-            solver.describe()
+        solver.describe()
     return solver
 
 
 def import_engine() -> None:
-    """Imports what a search needs; a signal meanwhile ends the process with one line."""
-    with ending_at_once():
-        for module in ENGINE:
-            importlib.import_module(module)
+    """Imports what a search needs before it begins: meanwhile a signal ends the process at once."""
+    for module in ENGINE:
+        importlib.import_module(module)
 
 
 def _check_problem(task: Task, problem: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 
 EXIT_SIGNAL = 128  # plus the signal's number
 SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+IMPORTER = "<frozen importlib._bootstrap>"  # the file of Python's own importing functions
 STOPPED = "[interrupted] stopped at once."
 
 
@@ -25,10 +26,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def ending_at_once() -> contextlib.AbstractContextManager[None]:
-    """A context in which a signal ends the process at once, with a line on stderr.
-
-    For imports: an exception raised in the middle of one may be swallowed or become another.
-    """
+    """A context in which a signal ends the process at once, with a line on stderr."""
     return handled_by(_end)
 
 
@@ -40,8 +38,8 @@ def end_at_once() -> None:
 
 
 def raising() -> contextlib.AbstractContextManager[None]:
-    """A context in which a signal raises `Interrupted`."""
-    return handled_by(_raise)
+    """A context in which a signal raises `Interrupted`; during an import it ends the process."""
+    return handled_by(_interrupt)
 
 
 @contextlib.contextmanager
@@ -67,8 +65,19 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(EXIT_SIGNAL + number)
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _importing(frame):
+        _end(number, frame)
     raise Interrupted(number)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported, where an exception may be swallowed or become another."""
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTER:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Stoppable(Protocol):
@@ -111,7 +120,8 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._search is None or self.received is not None:
-            raise Interrupted(number)
+            _interrupt(number, frame)
+            return
         self.received = number
         self._search.stop("interrupted")
         with contextlib.suppress(OSError):

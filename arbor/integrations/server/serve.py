@@ -20,7 +20,6 @@ from arbor.cli.command import Command, option
 from arbor.cli.options import output_options, preset_option
 from arbor.cli.output import Output
 from arbor.cli.record_options import SolverOptions, options_of, read_options
-from arbor.cli.signals import ending_at_once
 from arbor.errors import UsageError
 from arbor.integrations.server import FEATURE
 from arbor.integrations.server.settings import (
@@ -96,9 +95,8 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
     is_part = budget is not None and budget.unit == "ratio"
     options = read_options(ServeOptions, values | {"budget": str(budget) if is_part else "full"})
     _check_packages()
-    with ending_at_once():
-        from arbor.integrations.server.app import LOCAL_HOSTS, Server, bound_socket, url_of
-        from arbor.integrations.server.service import Service
+    from arbor.integrations.server.app import LOCAL_HOSTS, Server, bound_socket, url_of
+    from arbor.integrations.server.service import Service
 
     keys = read_keys(options.api_keys, os.environ.get(KEYS_VARIABLE))
     local = _is_local(options.bind)
