@@ -24,7 +24,7 @@ is given (`--gpu-bandwidth`), with the formula. Nothing is searched without `--y
      9  trees        answers of a tree search at 0.75, 0.5 and 0.25 of its peak, by policy
     10  controllers  `arbor compare`: ten searches at the same generated tokens and the same KV
 
-`--experiments 2 3 10` measures some of them.
+`--experiments 2 3 10` measures some of them, `--arms 'trees/*/0.5'` some of their arms.
 
 Every problem is searched by every arm, with full retention first, whose peak the budgets are parts
 of. A record is on disk as soon as it is known; the same command goes on where it stopped. The
@@ -37,6 +37,7 @@ Exit code: 0, 2 without `--yes` or for an invalid argument, 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import platform
@@ -123,6 +124,13 @@ def arguments() -> argparse.Namespace:
         default=list(EXPERIMENTS),
         help="by their numbers above; default: all",
     )
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=["*"],
+        metavar="GLOB",
+        help="those whose EXPERIMENT/SEARCH/NAME/PART matches one; default: all",
+    )
     parser.add_argument("--fitted", nargs="+", type=Path, default=[], metavar="FILE", help=FITTED)
     parser.add_argument("--tokens", type=int, default=1024, help="of each search of `controllers`")
     parser.add_argument(
@@ -189,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
     device = first.device
     options = DatasetOptions(dataset=dataset, split=args.split, limit=str(args.n))
     samples = read_samples(options, first.task, stop_on_error=True)
-    arms = arms_of(args.experiments, device.type)
+    arms = chosen(arms_of(args.experiments, device.type), args.arms)
     for path in args.fitted:
         MSVE.load(path)  # a wrong file is refused before anything is searched
     machines = [measured_machine(device, info.dtype, args.threads)]
@@ -236,6 +244,22 @@ def run(args: argparse.Namespace) -> int:
     write_atomically(folder / REPORT, text)
     print(folder / REPORT)
     return 0
+
+
+def chosen(arms: Sequence[Arm], globs: Sequence[str]) -> list[Arm]:
+    """The arms whose key matches one of these globs, in the order of the globs.
+
+    Raises:
+        UsageError: a glob matches none.
+    """
+    found: dict[str, Arm] = {}
+    for glob in globs:
+        matching = {arm.key: arm for arm in arms if fnmatch.fnmatchcase(arm.key, glob)}
+        if not matching and glob != "*":
+            hint = f"Arms are named as in {arms[0].key!r}." if arms else "Name another experiment."
+            raise UsageError("no-such-arm", f"--arms {glob!r} matches no arm.", hint)
+        found |= matching
+    return list(found.values())
 
 
 def new_folder(args: argparse.Namespace) -> Path:
@@ -359,6 +383,8 @@ def command_of(args: argparse.Namespace) -> str:
     if args.experiments != list(EXPERIMENTS.values()):
         numbers = (str(n) for n, name in EXPERIMENTS.items() if name in args.experiments)
         words += ["--experiments", *numbers]
+    if args.arms != ["*"]:
+        words += ["--arms", *args.arms]
     return shlex.join([*words, "--yes"])
 
 

@@ -42,7 +42,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "bench_start": ("--n 1 --commands version --csv FOLDER/out.csv",),
     "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
     "describe_sapling": ("--check",),
-    "evidence": ("--model builtin:sapling --dataset game24 --n 2 --experiments 1 2 10 --dry-run",),
+    "evidence": (
+        "--model builtin:sapling --dataset game24 --n 2 --experiments 1 2 10 --dry-run",
+        "--model builtin:sapling --dataset game24 --n 2 --arms trees/*/lru/0.5 --dry-run",
+    ),
     "docs": ("--check",),
     "fetch_models": ("--list",),
     "gpu_bundle": ("--dry-run --out FOLDER/bundle --json FOLDER/out.json",),
