@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from arbor.memory import KVMemory
-from arbor.memory.pool import LayerKV
+from arbor.memory.pool import KVPool, LayerKV
 from arbor.memory.slots import NO_OWNER, LastTokens, SlotTable
 from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 
@@ -426,6 +428,22 @@ def test_a_free_slot_goes_to_the_first_that_hints_at_it(taken: set[int], near: l
     free = sorted(set(range(20)) - taken - set(hints))
     assert others == free[: len(others)]
     assert table.used == len(taken) + len(near)
+
+
+STATUS = Path("/proc/self/statm")  # pages: of addresses, in memory, ...
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="the system does not tell what is in memory")
+def test_slots_take_no_memory_before_they_are_written() -> None:
+    layers, slots = [LayerKV(1, 64, 64)] * 2, 1 << 20
+
+    before = int(STATUS.read_text().split()[1])
+    pool = KVPool(layers, slots, torch.bfloat16, torch.device("cpu"))
+    pool.k[1][slots // 2] = 1.0
+
+    added = (int(STATUS.read_text().split()[1]) - before) * 4096
+    assert pool.bytes_per_token * slots == 1 << 29 and added < 1 << 25
+    assert pool.k[1][slots // 2 - 1 : slots // 2 + 2].float().mean(dim=(1, 2)).tolist() == [0, 1, 0]
 
 
 def test_freed_slots_are_poisoned_in_every_layer() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.kernels.hugepages import on_huge_pages
 from arbor.kernels.int8 import store, stored_width
 from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
 
@@ -49,7 +50,7 @@ class KVPool:
     """K and V of every layer with page size 1, plus one trash slot for rows whose K/V nobody keeps.
 
     k[l]: [slots + 1, H_kv, D_k], v[l]: [slots + 1, H_kv, D_v]; zero-initialised, in one
-    allocation (on a CPU the system commits pages on first use, large ones where it has them).
+    allocation (on a CPU a page takes memory when a slot on it is first written to).
     In 8-bit KV a head is as wide as its codes and scales, see `arbor.kernels.int8`.
     Slot `trash` is the last one; no key list ever names it.
 
@@ -104,15 +105,13 @@ class KVPool:
         try:
             # whatever the caller's mode, slots can be written in any
             with torch.inference_mode(False):
-                store = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
-        except RuntimeError as error:
+                store = _zeros(sum(sizes), self.dtype, self.device)
+        except (RuntimeError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             raise kv_too_large(
                 self.device, slots, self.bytes_per_token, self._weight_bytes
             ) from error
-        if store.is_cpu:
-            on_huge_pages(store.data_ptr(), store.nbytes, filled=False)
         parts = [
             part.view(slots + 1, *width)
             for part, width in zip(store.split(sizes), widths, strict=True)
@@ -287,3 +286,13 @@ def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
         [4096, 2176]
     """
     return sum(layer.numbers(dtype) for layer in layers) * dtype.itemsize
+
+
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU a page takes memory when it is first written to."""
+    anonymous = getattr(mmap, "MAP_ANONYMOUS", None)  # Windows has none
+    if device.type != "cpu" or anonymous is None or not count:
+        return torch.zeros(count, dtype=dtype, device=device)
+    size = min(count * dtype.itemsize, sys.maxsize)  # no address is larger: there is no memory
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | anonymous)
+    return torch.frombuffer(pages, dtype=dtype)
