@@ -36,8 +36,8 @@ test:  ## the default tests; markers gpu and slow are left out
 slow:  ## the tests too long for every run; PART=2/6: the third of six parts of them
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu" $(if $(PART),--slow-part $(PART))
 
-without:  ## each folder of papers and integrations taken out of a copy, which has to work
-	$(PYTHON) scripts/without.py --quick --each
+without:  ## each folder of papers and integrations taken out of a copy, which has to work; PART=2/6
+	$(PYTHON) scripts/without.py --quick --each $(if $(PART),--part $(PART))
 
 fix:  ## format, and repair what the linter can
 	$(PYTHON) -m ruff check --fix $(CODE)

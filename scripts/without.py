@@ -3,8 +3,9 @@
     python scripts/without.py arbor/papers/rksc
     python scripts/without.py --quick arbor/papers/rksc arbor/integrations/ray
     python scripts/without.py --quick --each
+    python scripts/without.py --quick --each --part 2/6
 
-A folder's own tests, ``tests/papers/rksc`` for the first, go with it, and so do those of scripts
+`--each` takes one folder after another, as many at a time as there are cores. A folder's own tests, ``tests/papers/rksc`` for the first, go with it, and so do those of scripts
 that import it. Of the pages stay the words: their examples of the folder, and entries of errors
 that it alone raises, go. All other tests have to pass.
 """
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,12 +102,18 @@ def main() -> int:
     parser.add_argument("folders", nargs="*", metavar="FOLDER", default=features())
     parser.add_argument("--quick", action="store_true", help="a few test files only")
     parser.add_argument("--each", action="store_true", help="one folder at a time")
+    parser.add_argument(
+        "--part", default="0/1", metavar="K/N", help="every N-th folder, from the K-th, from 0"
+    )
     args = parser.parse_args()
+    asked, parts = map(int, args.part.split("/"))
+    args.folders = args.folders[asked % parts :: parts]
     for folder in args.folders:
         if Path(folder).parts[:1] != ("arbor",) or not (ROOT / folder / "__init__.py").is_file():
             parser.error(f"{folder} is no package of arbor, such as arbor/papers/rksc")
     if args.each:
-        return sum(without([folder], quick=args.quick) for folder in args.folders)
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            return sum(threads.map(lambda each: without([each], quick=args.quick), args.folders))
     return without(args.folders, quick=args.quick)
 
 
@@ -125,10 +133,18 @@ def without(folders: Sequence[str], *, quick: bool) -> int:
         scripts = {name for folder in folders for name in take_out(folder, root)}
         every = commands(quick, scripts)
         for command in every:
-            print("$", *command[1:], flush=True)
-            done = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": name})
-            failed += done.returncode != 0
-    print(f"without {' '.join(folders)}: {failed} of {len(every)} commands failed")
+            done = subprocess.run(
+                command,
+                cwd=root,
+                env=os.environ | {"PYTHONPATH": name},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            if done.returncode:
+                failed += 1
+                print(" ".join(["$", *command[1:]]), done.stdout, sep="\n", flush=True)
+    print(f"without {' '.join(folders)}: {failed} of {len(every)} commands failed", flush=True)
     return failed
 
 
