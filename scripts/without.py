@@ -5,7 +5,9 @@
     python scripts/without.py --quick --each
     python scripts/without.py --quick --each --part 2/6
 
-`--each` takes one folder after another, as many at a time as there are cores. A folder's own tests, ``tests/papers/rksc`` for the first, go with it, and so do those of scripts
+`--each` takes one folder after another, as many at a time as there are cores.
+
+A folder's own tests, ``tests/papers/rksc`` for the first, go with it, and so do those of scripts
 that import it. Of the pages stay the words: their examples of the folder, and entries of errors
 that it alone raises, go. All other tests have to pass.
 """
