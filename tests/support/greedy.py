@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import gguf
 import torch
 
 from arbor import Solver
@@ -33,9 +35,12 @@ class Transformers:
         """Its weights; loaded when they are first used, since two copies may not fit."""
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(
-            self._path.parent, gguf_file=self._path.name, dtype=torch.float32
-        ).eval()
+        # transformers reads the header twice, and maps all names for each of the model's parts
+        pure = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+        with patch.multiple(gguf, **pure):
+            return AutoModelForCausalLM.from_pretrained(
+                self._path.parent, gguf_file=self._path.name, dtype=torch.float32
+            ).eval()
 
     @property
     def end(self) -> int:
