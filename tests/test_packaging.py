@@ -203,7 +203,7 @@ def test_the_check_is_the_same_everywhere() -> None:
     assert command in readme.splitlines()
     install, check = command.split(" && ")
     assert install in run.splitlines()
-    assert run.splitlines()[-1] == f'{check} && make without && make slow PART="$part/$PARTS"'
+    assert run.splitlines()[-1].startswith(f"{check} && make without PART=")
     assert (ROOT / ".ci/run").stat().st_mode & 0o111, ".ci/run is not executable"
 
 
