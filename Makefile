@@ -8,6 +8,9 @@ CODE := arbor kernels controllers verifiers examples tests scripts
 WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
+# Every process that a test starts would compile arbor again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help check format lint types architecture test slow without fix native sanitize sanitize-threads bench golden docs extras size
 
 SANITIZED := build/libarbor_native_sanitized.so
