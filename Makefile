@@ -19,7 +19,7 @@ THREADS_SANITIZED := build/libarbor_native_threads.so
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
 
-check: format lint types architecture test  ## format, lint, types, architecture, tests
+check: format lint types test  ## format, lint, types, tests
 
 format:
 	$(PYTHON) -m ruff format --check $(CODE)
@@ -28,13 +28,13 @@ lint:
 	$(PYTHON) -m ruff check $(CODE)
 
 types:  ## mypy, strict on the torch-free floors; the scripts too
-	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy --num-workers auto
 
 architecture:  ## imports go down only
 	$(PYTHON) -m pytest -q tests/test_architecture.py
 
 test:  ## the default tests; markers gpu and slow are left out
-	$(PYTHON) -m pytest -q $(PARALLEL) --deselect tests/test_architecture.py
+	$(PYTHON) -m pytest -q $(PARALLEL)
 
 slow:  ## the tests too long for every run; PART=2/6: the third of six parts of them
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu" $(if $(PART),--slow-part $(PART))
