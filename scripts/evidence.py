@@ -129,7 +129,8 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         default=["*"],
         metavar="GLOB",
-        help="those whose EXPERIMENT/SEARCH/NAME/PART matches one; default: all",
+        help="those whose EXPERIMENT/SEARCH/NAME/PART matches one, and what they are compared with;\n"
+        "default: all",
     )
     parser.add_argument("--fitted", nargs="+", type=Path, default=[], metavar="FILE", help=FITTED)
     parser.add_argument("--tokens", type=int, default=1024, help="of each search of `controllers`")
@@ -247,7 +248,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(arms: Sequence[Arm], globs: Sequence[str]) -> list[Arm]:
-    """The arms whose key matches one of these globs, in the order of the globs.
+    """The arms whose key matches one of these globs, in the order of the globs, after those with
+    room for everything that they are compared with.
 
     Raises:
         UsageError: a glob matches none.
@@ -259,7 +261,13 @@ def chosen(arms: Sequence[Arm], globs: Sequence[str]) -> list[Arm]:
             hint = f"Arms are named as in {arms[0].key!r}." if arms else "Name another experiment."
             raise UsageError("no-such-arm", f"--arms {glob!r} matches no arm.", hint)
         found |= matching
-    return list(found.values())
+    compared = {
+        (arm.question, arm.search, name) for arm in found.values() for name in (arm.name, "full")
+    }
+    roomy = [
+        arm for arm in arms if arm.part == 1 and (arm.question, arm.search, arm.name) in compared
+    ]
+    return [*(arm for arm in roomy if arm.key not in found), *found.values()]
 
 
 def new_folder(args: argparse.Namespace) -> Path:

@@ -108,8 +108,10 @@ def main() -> int:
         "--part", default="0/1", metavar="K/N", help="every N-th folder, from the K-th, from 0"
     )
     args = parser.parse_args()
-    asked, parts = map(int, args.part.split("/"))
-    args.folders = args.folders[asked % parts :: parts]
+    asked, _, parts = args.part.partition("/")
+    if not (asked.isdecimal() and parts.isdecimal() and int(asked) < int(parts)):
+        parser.error(f"--part {args.part}: give K/N with K below N, such as 0/4")
+    args.folders = args.folders[int(asked) :: int(parts)]
     for folder in args.folders:
         if Path(folder).parts[:1] != ("arbor",) or not (ROOT / folder / "__init__.py").is_file():
             parser.error(f"{folder} is no package of arbor, such as arbor/papers/rksc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -441,7 +442,7 @@ def test_slots_take_no_memory_before_they_are_written() -> None:
     pool = KVPool(layers, slots, torch.bfloat16, torch.device("cpu"))
     pool.k[1][slots // 2] = 1.0
 
-    added = (int(STATUS.read_text().split()[1]) - before) * 4096
+    added = (int(STATUS.read_text().split()[1]) - before) * mmap.PAGESIZE
     assert pool.bytes_per_token * slots == 1 << 29 and added < 1 << 25
     assert pool.k[1][slots // 2 - 1 : slots // 2 + 2].float().mean(dim=(1, 2)).tolist() == [0, 1, 0]
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
 EXIT_SIGNAL = 128  # plus the signal's number
 SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
@@ -56,7 +56,7 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
             signal.signal(number, previous)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _end(number: int, frame: FrameType | None) -> NoReturn:
     with contextlib.suppress(OSError):
         os.write(2, f"arbor: error: {STOPPED}\n".encode())
         if "--json" in sys.argv:
@@ -65,7 +65,7 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(EXIT_SIGNAL + number)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     if _importing(frame):
         _end(number, frame)
     raise Interrupted(number)
@@ -121,7 +121,6 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._search is None or self.received is not None:
             _interrupt(number, frame)
-            return
         self.received = number
         self._search.stop("interrupted")
         with contextlib.suppress(OSError):

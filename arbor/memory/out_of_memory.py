@@ -79,8 +79,8 @@ SPARE = 0.1  # of what is free or lacking: allocators round up and leave gaps
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch failed for want of memory: its own error on CUDA, a plain `RuntimeError` on a
-    CPU."""
+    """Whether something failed for want of memory: torch's own error on CUDA, on a CPU a plain
+    `RuntimeError`, or the system's error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError):
