@@ -19,7 +19,10 @@ from typing import Any
 
 LAYOUT_VERSION = 7  # as in native.h
 # Instruction sets of the kernels, of x86-64 and of aarch64, each from the least to the best.
-SETS = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon", "neon_bf16")
+SETS = (
+    *("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"),
+    *("neon", "neon_dot", "neon_bf16"),
+)
 VARIABLE = "ARBOR_NATIVE"
 FILE = Path(
     os.environ.get("ARBOR_NATIVE_FILE") or Path(__file__).resolve().parent / "libarbor_native.so"

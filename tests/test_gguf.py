@@ -455,6 +455,7 @@ def test_a_real_model_is_described_as_transformers_reads_it(
         ("flags : sse avx512f", "", True, "float32"),
         ("flags : sse avx2", "avx2", True, "bfloat16"),
         ("", "neon", True, "float32"),
+        ("", "neon_dot", True, "bfloat16"),
         ("", "", True, "float32"),
     ],
 )

@@ -2,7 +2,7 @@
 
 The kernels for aarch64 are compiled by a cross-compiler and run by QEMU, in a process that copies
 every job's memory (`support.native_runner`); the checks are those of the other instruction sets.
-They are slow tests, of 45 s of CPU time with the compilation, and are skipped without
+They are slow tests, of 100 s of CPU time with the compilation, and are skipped without
 ``apt-get install g++-aarch64-linux-gnu qemu-user`` (Debian), which .ci/run leaves out to be short:
 run them after a change of kernels/csrc. The default tests compare the names that both machines
 define. An emulator shows no speed.
@@ -48,8 +48,8 @@ ROOT = Path(__file__).parents[1]
 BUILD = runpy.run_path(str(ROOT / "kernels/csrc/build.py"))
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 LIBRARIES = "/usr/aarch64-linux-gnu"  # of the cross-compiler
-# an emulated CPU per instruction set: the oldest, and one with every extension
-CPUS = {"neon": "cortex-a53", "neon_bf16": "max"}
+# an emulated CPU per instruction set: the oldest, a later one, and one with every extension
+CPUS = {"neon": "cortex-a53", "neon_dot": "neoverse-n1", "neon_bf16": "max"}
 
 
 def test_the_runner_has_every_function_of_the_library() -> None:
@@ -157,6 +157,13 @@ CHECKS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     ),
     *((test_native_choice.test_sums_of_logits_are_those_of_float64, (rows, 50)) for rows in ROWS),
     *((test_blocks.test_weights_and_products_are_those_of_the_format, (kind,)) for kind in KINDS),
+    *(
+        (test_blocks.test_rows_wider_than_a_cache_have_the_bits_of_any_batch, (kind, dtype))
+        for kind in ("Q4_K", "Q6_K", "Q5_0")
+        for dtype in DTYPES
+    ),
+    (test_blocks.test_rows_end_within_a_block, ()),
+    (test_blocks.test_numbers_of_any_size_meet_codes, ()),
     *(
         (test_int8.test_the_native_kernel_stores_the_bits_of_torch, (dim, dtype))
         for dim in (16, 48, 128, 256)

@@ -1,14 +1,16 @@
 // Linear layers over weights in blocks (blocks.h), which stay in their file's layout.
 //
 // The weights of some outputs are decoded into a cache and met there by all rows; for few rows they
-// stay in registers. On x86, codes meet x in bfloat16 as pairs of whole numbers (block_pairs.h with
-// AVX-512, block_words.h with AVX2), x in float32 in that dtype (block_singles.h); products are summed
-// by groups, then scaled in float32. Formats without codes, and other CPUs: weights and x in one
-// dtype. No weight is rounded but those of formats with 16 or 32 bits.
+// stay in registers. Codes meet x in bfloat16 as whole numbers: pairs of 16 bits on x86 (block_pairs.h
+// with AVX-512, block_words.h with AVX2), bytes on aarch64 with dot products (block_dots.h). On x86
+// they meet x in float32 in that dtype (block_singles.h). Products are summed by groups, then scaled
+// in float32. Formats without codes, and other CPUs: weights and x in one dtype. No weight is rounded
+// but those of formats with 16 or 32 bits.
 // Each result is summed over its inputs in lanes, and these in one order: a row's bits do not depend
 // on the other rows or on the number of threads.
 #pragma once
 
+#include "block_dots.h"
 #include "block_pairs.h"
 #include "block_singles.h"
 #include "block_words.h"
@@ -26,14 +28,11 @@ constexpr int BLOCK_ROWS = 128;  // that meet all weights, so that x stays in th
 // Numbers of x and weights as they lie, `Vec::WIDTH` float32 or 32 bfloat16 at a time.
 template <class F, class Wide>
 struct PlainLanes {
+    using Format = F;
     using X = typename Wide::X;
     static constexpr int ROWS = Wide::ROWS, FUSED_ROWS = 0;
     static int64_t x_bytes(int inputs) { return static_cast<int64_t>(inputs) * sizeof(X); }
     static int64_t weight_bytes(int inputs) { return x_bytes(inputs); }
-    static int64_t row_bytes(int inputs) {
-        if constexpr (PLAIN<F>) return static_cast<int64_t>(inputs) * F::BYTES;
-        else return static_cast<int64_t>(inputs / F::NUMBERS) * F::BYTES;
-    }
 
     template <class Number>
     static void read_x(const Number* x, int inputs, char* to) {
@@ -41,7 +40,7 @@ struct PlainLanes {
     }
 
     static void decode(const uint8_t* row, int64_t ahead, int first, int inputs, char* to) {
-        fetch(row + ahead + row_bytes(first), row_bytes(inputs));
+        fetch(row + ahead + row_bytes<F>(first), row_bytes<F>(inputs));
         decode_blocks<F>(row, first, inputs, reinterpret_cast<X*>(to));
     }
 
@@ -185,7 +184,7 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
                     for (int o = 0; o < count; o++) {
                         fused_of<Lanes, Lanes::FUSED_ROWS>(
                             rows, x + Lanes::x_bytes(input), x_row,
-                            from + o * job.packed_row + Lanes::row_bytes(input), ahead, inputs, input == 0,
+                            from + o * job.packed_row + row_bytes<typename Lanes::Format>(input), ahead, inputs, input == 0,
                             sums + o * Vec::WIDTH, sums_row);
                     }
                 }
@@ -241,6 +240,9 @@ template <class F, class Number>
 using CodedLanes = std::conditional_t<std::is_same_v<Number, bf16>, WholeLanes<F>, SingleLanes<F>>;
 template <class F, class Number>
 using Lanes = std::conditional_t<PLAIN<F>, PlainLanes<F, WideSingles>, CodedLanes<F, Number>>;
+#elif defined(__ARM_FEATURE_DOTPROD)
+template <class F, class Number>
+using Lanes = std::conditional_t<PLAIN<F> || std::is_same_v<Number, float>, PlainLanes<F, WideSingles>, DotLanes<F>>;
 #else
 template <class F, class Number>
 using Lanes = PlainLanes<F, WideSingles>;

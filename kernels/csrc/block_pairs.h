@@ -274,16 +274,15 @@ inline __m512 six_factors(const uint8_t* block) {
 
 template <class F>
 struct CodeLanes {
+    using Format = F;
     static constexpr int ROWS = 6;
     // of a block: numbers, sums of groups and their units
     static constexpr int X_BYTES = 512 + (CodePairs::WHOLE ? 128 : 64);
     static constexpr int WEIGHT_BYTES = 512 + 2 * 64;    // numbers, scales, offsets
     static constexpr int BYTES = BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
 
-    static int64_t blocks_of(int inputs) { return (inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS; }
-    static int64_t x_bytes(int inputs) { return blocks_of(inputs) * X_BYTES; }
-    static int64_t weight_bytes(int inputs) { return blocks_of(inputs) * WEIGHT_BYTES; }
-    static int64_t row_bytes(int inputs) { return static_cast<int64_t>(inputs / F::NUMBERS) * F::BYTES; }
+    static int64_t x_bytes(int inputs) { return weight_blocks(inputs) * X_BYTES; }
+    static int64_t weight_bytes(int inputs) { return weight_blocks(inputs) * WEIGHT_BYTES; }
 
     // Numbers of x in the order in which codes meet them; zeros behind the last.
     static void read_x(const bf16* x, int inputs, char* to) {
@@ -314,7 +313,7 @@ struct CodeLanes {
     }
 
     static void decode(const uint8_t* row, int64_t ahead, int first, int inputs, char* to) {
-        row += static_cast<int64_t>(first / F::NUMBERS) * F::BYTES;
+        row += row_bytes<F>(first);
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, to += WEIGHT_BYTES) {
             auto keep = [&](int step, __m512i numbers) { _mm512_storeu_si512(to + step * 64, numbers); };
             fetch(row + ahead, BYTES);

@@ -61,18 +61,15 @@ inline Whole joined(const Codes* runs) { return reinterpret_cast<Whole>(runs[0])
 
 template <class F>
 struct SingleLanes {
+    using Format = F;
     static constexpr int ROWS = 3, FUSED_ROWS = 8;
     static constexpr int RUNS = Vec::WIDTH / 8, PARTS = 8 / RUNS;  // of a part, of a block
     static constexpr int GROUP = F::HALVES ? 16 : 32, GROUPS = BLOCK_WEIGHTS / GROUP;
     static constexpr bool SIGNED = F::FIRST != 0 || F::LEVELS == 256 || std::is_same_v<F, IQ4_NL>;
     static constexpr int X_NUMBERS = BLOCK_WEIGHTS + 16;            // and sums of groups
     static constexpr int WEIGHT_NUMBERS = BLOCK_WEIGHTS + 64 + 16;  // and scales of lanes, offsets
-    static constexpr int BYTES = BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
-
-    static int64_t blocks_of(int inputs) { return (inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS; }
-    static int64_t x_bytes(int inputs) { return blocks_of(inputs) * X_NUMBERS * 4; }
-    static int64_t weight_bytes(int inputs) { return blocks_of(inputs) * WEIGHT_NUMBERS * 4; }
-    static int64_t row_bytes(int inputs) { return static_cast<int64_t>(inputs / F::NUMBERS) * F::BYTES; }
+    static int64_t x_bytes(int inputs) { return weight_blocks(inputs) * X_NUMBERS * 4; }
+    static int64_t weight_bytes(int inputs) { return weight_blocks(inputs) * WEIGHT_NUMBERS * 4; }
 
     // Numbers of x in the order in which codes meet them; zeros behind the last. A byte that is not
     // moved to the lowest place stands for a greater number, which its factor makes up for.
@@ -165,41 +162,6 @@ struct SingleLanes {
         return in_groups<GROUP / 4>(scales.scale + P * 4 * Vec::WIDTH / GROUP);
     }
 
-    // Copies a run's block in the parts in which it is read, which is faster; or clears it.
-    INLINED static void copy_run(const uint8_t* from, uint8_t* to) {
-        constexpr int HALF_BYTES = F::OFFSETS ? 4 : 2, CODES = F::LEVELS == 256 ? 32 : 16;
-        constexpr int BITS = F::NUMBERS == RUN ? F::BYTES - HALF_BYTES - CODES : 0;
-        static constexpr uint8_t zeros[F::BYTES] = {0};
-        from = from ? from : zeros;
-        std::memcpy(to, from, HALF_BYTES);
-        std::memcpy(to + HALF_BYTES, from + HALF_BYTES, BITS);
-        from += HALF_BYTES + BITS, to += HALF_BYTES + BITS;
-        if (CODES == 16) {
-            std::memcpy(to, from, 16);
-        } else {
-            auto codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes);
-        }
-    }
-
-    // Calls `visit(block, inputs that are left)` for the blocks of some inputs of a row. Behind the last
-    // runs are zeros or, where `visit` minds what is left, what follows the row if it can be read.
-    template <bool MINDS = false, class Visit>
-    INLINED static void blocks(const uint8_t* row, int64_t ahead, int inputs, Visit visit) {
-        uint8_t whole[BYTES];
-        for (int left = inputs; left > 0; left -= BLOCK_WEIGHTS, row += BYTES) {
-            fetch(row + ahead, BYTES);
-            const uint8_t* block = row;
-            if (F::NUMBERS == RUN && left < BLOCK_WEIGHTS && !(MINDS && ahead >= BYTES)) {
-                for (int run = 0; run < BLOCK_WEIGHTS / RUN; run++) {
-                    copy_run(run < left / RUN ? row + run * F::BYTES : nullptr, whole + run * F::BYTES);
-                }
-                block = whole;
-            }
-            visit(block, left);
-        }
-    }
-
     template <class Visit, int... P>
     static void parts(Visit visit, std::integer_sequence<int, P...>) {
         (visit(std::integral_constant<int, P>{}), ...);
@@ -211,7 +173,7 @@ struct SingleLanes {
     }
 
     static void decode(const uint8_t* row, int64_t ahead, int first, int inputs, char* to) {
-        blocks(row + row_bytes(first), ahead, inputs, [&](const uint8_t* block, int) {
+        each_block<F>(row + row_bytes<F>(first), ahead, inputs, [&](const uint8_t* block, int) {
             float* numbers = reinterpret_cast<float*>(to);
             Scales scales;
             prepare(block, scales);
@@ -245,7 +207,7 @@ struct SingleLanes {
         Vec total[R];
         WRITTEN_OUT
         for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * sums_row);
-        blocks(row, ahead, inputs, [&](const uint8_t* block, int) {
+        each_block<F>(row, ahead, inputs, [&](const uint8_t* block, int) {
             Scales scales;
             prepare(block, scales);
             auto x_at = [&](int r) { return reinterpret_cast<const float*>(x + r * x_row); };

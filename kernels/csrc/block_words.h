@@ -13,6 +13,7 @@ namespace {
 
 template <class F>
 struct WordLanes {
+    using Format = F;
     using Singles = SingleLanes<F>;
     static constexpr bool NIBBLES = F::NUMBERS == RUN && F::LEVELS <= 32;  // in halves of a run
     static constexpr bool SIGNED = F::LEVELS == 256 || std::is_same_v<F, IQ4_NL>;
@@ -21,7 +22,6 @@ struct WordLanes {
     static constexpr int ROWS = 2, FUSED_ROWS = 8, HALF = 256;  // bytes of numbers of a half
     static constexpr int X_BYTES = 512 + 2 * 64;                // and sums of groups or runs, units
     static constexpr int WEIGHT_BYTES = 512 + 2 * 64;           // and scales and offsets
-    static constexpr int BYTES = Singles::BYTES;
 
     // Whether offsets are met with a half: those of its groups, or with the first half those of runs.
     static constexpr bool offsets_with(int half) { return F::OFFSETS && (F::HALVES || half == 0); }
@@ -32,9 +32,8 @@ struct WordLanes {
         return NIBBLES ? 2 * (place + part / 2 * 2) + part % 2 : 2 * part + place;
     }
 
-    static int64_t x_bytes(int inputs) { return Singles::blocks_of(inputs) * X_BYTES; }
-    static int64_t weight_bytes(int inputs) { return Singles::blocks_of(inputs) * WEIGHT_BYTES; }
-    static int64_t row_bytes(int inputs) { return Singles::row_bytes(inputs); }
+    static int64_t x_bytes(int inputs) { return weight_blocks(inputs) * X_BYTES; }
+    static int64_t weight_bytes(int inputs) { return weight_blocks(inputs) * WEIGHT_BYTES; }
 
     // Numbers of x in the order in which codes meet them; zeros behind the last.
     static void read_x(const bf16* x, int inputs, char* to) {
@@ -235,8 +234,8 @@ struct WordLanes {
     }
 
     static void decode(const uint8_t* row, int64_t ahead, int first, int inputs, char* to) {
-        row += row_bytes(first);
-        Singles::template blocks<true>(row, ahead, inputs, [&](const uint8_t* block, int left) INLINED {
+        row += row_bytes<F>(first);
+        each_block<F, true>(row, ahead, inputs, [&](const uint8_t* block, int left) INLINED {
             const Factors given = factors(block, left);
             halves(left, [&](auto h) INLINED {
                 half<h>(block, given, [&](int step, __m256i codes) INLINED {
@@ -282,7 +281,7 @@ struct WordLanes {
         Vec total[R];
         WRITTEN_OUT
         for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * sums_row);
-        Singles::template blocks<true>(row, ahead, inputs, [&](const uint8_t* block, int left) INLINED {
+        each_block<F, true>(row, ahead, inputs, [&](const uint8_t* block, int left) INLINED {
             const Factors given = factors(block, left);
             halves(left, [&](auto h) INLINED {
                 __m256i acc[R];

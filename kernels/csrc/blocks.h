@@ -354,14 +354,61 @@ inline Vec number_at(F16, const uint8_t* p) {
 inline Vec number_at(BF16, const uint8_t* p) { return load(reinterpret_cast<const bf16*>(p)); }
 inline Vec number_at(F32, const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
 
+// Bytes of as many weights of a row, whole blocks of them.
+template <class F>
+inline int64_t row_bytes(int inputs) {
+    if constexpr (PLAIN<F>) return static_cast<int64_t>(inputs) * F::BYTES;
+    else return static_cast<int64_t>(inputs / F::NUMBERS) * F::BYTES;
+}
+
+// Blocks of `BLOCK_WEIGHTS` that hold so many weights of a row.
+inline int64_t weight_blocks(int inputs) { return (inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS; }
+
+// Copies a run's block in the parts in which it is read, which is faster; or clears it.
+template <class F>
+INLINED inline void copy_run(const uint8_t* from, uint8_t* to) {
+    constexpr int HALF_BYTES = F::OFFSETS ? 4 : 2, CODES = F::LEVELS == 256 ? 32 : 16;
+    constexpr int BITS = F::NUMBERS == RUN ? F::BYTES - HALF_BYTES - CODES : 0;
+    static constexpr uint8_t zeros[F::BYTES] = {0};
+    from = from ? from : zeros;
+    std::memcpy(to, from, HALF_BYTES);
+    std::memcpy(to + HALF_BYTES, from + HALF_BYTES, BITS);
+    from += HALF_BYTES + BITS, to += HALF_BYTES + BITS;
+#if defined(__x86_64__)
+    if (CODES == 32) {
+        auto codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes);
+    }
+#endif
+    std::memcpy(to, from, CODES);
+}
+
+// Calls `visit(block, inputs that are left)` for the blocks of some inputs of a row. Behind the last
+// runs are zeros or, where `visit` minds what is left, what follows the row if it can be read.
+template <class F, bool MINDS = false, class Visit>
+INLINED inline void each_block(const uint8_t* row, int64_t ahead, int inputs, Visit visit) {
+    constexpr int BYTES = BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
+    uint8_t whole[BYTES];
+    for (int left = inputs; left > 0; left -= BLOCK_WEIGHTS, row += BYTES) {
+        fetch(row + ahead, BYTES);
+        const uint8_t* block = row;
+        if (F::NUMBERS == RUN && left < BLOCK_WEIGHTS && !(MINDS && ahead >= BYTES)) {
+            for (int run = 0; run < BLOCK_WEIGHTS / RUN; run++) {
+                copy_run<F>(run < left / RUN ? row + run * F::BYTES : nullptr, whole + run * F::BYTES);
+            }
+            block = whole;
+        }
+        visit(block, left);
+    }
+}
+
 // `count` weights of a row from the `first` on; both are multiples of a block's.
 template <class F, class To>
 void decode_blocks(const uint8_t* row, int first, int count, To* to) {
+    row += row_bytes<F>(first);
     if constexpr (PLAIN<F>) {
-        row += static_cast<int64_t>(first) * F::BYTES;
         for (int i = 0; i < count; i += Vec::WIDTH) store(to + i, number_at(F{}, row + i * F::BYTES));
     } else {
-        row += static_cast<int64_t>(first / F::NUMBERS) * F::BYTES;
         for (int at = 0; at < count; at += F::NUMBERS, row += F::BYTES) {
             constexpr auto RUNS = std::make_integer_sequence<int, F::NUMBERS / RUN>{};
             if constexpr (std::is_same_v<To, float>) {

@@ -35,7 +35,8 @@ FLAGS = {
     "aarch64": {
         "library": [],
         "neon": [],
-        "neon_bf16": ["-march=armv8.2-a+bf16"],
+        "neon_dot": ["-march=armv8.2-a+dotprod"],
+        "neon_bf16": ["-march=armv8.2-a+dotprod+bf16"],
     },
 }
 # Other names of these machines, in Python or in the targets of compilers.

@@ -55,23 +55,32 @@ bool runs_here(const Kernels& kernels) {
 
 #elif defined(__aarch64__)
 
-const Kernels* const FROM_BEST[] = {&arbor::neon_bf16_kernels, &arbor::neon_kernels};
+const Kernels* const FROM_BEST[] = {&arbor::neon_bf16_kernels, &arbor::neon_dot_kernels, &arbor::neon_kernels};
 
 inline void pause_briefly() { __asm__ volatile("yield"); }
 
-// NEON is part of aarch64, its products of bfloat16 of most CPUs since Armv8.6.
+#if defined(__APPLE__)
+bool has(const char* feature) {
+    int found = 0;
+    size_t size = sizeof(found);
+    return sysctlbyname(feature, &found, &size, nullptr, 0) == 0 && found;
+}
+bool has_dots() { return has("hw.optional.arm.FEAT_DotProd"); }
+bool has_bfloat16() { return has("hw.optional.arm.FEAT_BF16"); }
+#elif defined(__linux__)
+// HWCAP_ASIMDDP and HWCAP2_BF16, which older headers lack
+bool has_dots() { return getauxval(AT_HWCAP) & 1 << 20; }
+bool has_bfloat16() { return getauxval(AT_HWCAP2) & 1 << 14; }
+#else
+bool has_dots() { return false; }
+bool has_bfloat16() { return false; }
+#endif
+
+// NEON is part of aarch64, its dot products of bytes of most CPUs since Armv8.2, its products of
+// bfloat16 since Armv8.6.
 bool runs_here(const Kernels& kernels) {
     if (&kernels == &arbor::neon_kernels) return true;
-#if defined(__APPLE__)
-    int has = 0;
-    size_t size = sizeof(has);
-    return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has;
-#elif defined(__linux__)
-    constexpr unsigned long BF16 = 1 << 14;  // HWCAP2_BF16, which older headers lack
-    return getauxval(AT_HWCAP2) & BF16;
-#else
-    return false;
-#endif
+    return has_dots() && (&kernels == &arbor::neon_dot_kernels || has_bfloat16());
 }
 
 #endif

@@ -1,0 +1,3 @@
+#include "kernels.h"
+
+ARBOR_KERNELS(neon_dot);
