@@ -52,7 +52,7 @@ native:  ## compile the native kernels of this checkout; installing arbor does s
 sanitize:  ## the native kernels' tests under the address and undefined-behaviour sanitizers
 	$(PYTHON) kernels/csrc/build.py --sanitize memory --output $(SANITIZED)
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		ARBOR_NATIVE_FILE=$(abspath $(SANITIZED)) $(PYTHON) -m pytest -q tests/test_native.py tests/test_native_choice.py tests/test_blocks.py tests/test_rotary.py tests/test_int8.py tests/test_int8_weights.py tests/test_head_sets.py tests/test_head_budgets.py
+		ARBOR_NATIVE_FILE=$(abspath $(SANITIZED)) $(PYTHON) -m pytest -q tests/test_native.py tests/test_native_choice.py tests/test_blocks.py tests/test_rotary.py tests/test_int8.py tests/test_head_sets.py tests/test_head_budgets.py
 
 sanitize-threads:  ## the tests that use several threads under the thread sanitizer
 	$(PYTHON) kernels/csrc/build.py --sanitize threads --output $(THREADS_SANITIZED)

@@ -647,32 +647,37 @@ VOTES = re.compile(r"best-of-n,samples=(\d+);aggregate=majority")
 
 
 def accuracy_against_cost(task: str = GSM8K) -> Figure:
-    """Accuracy against generated tokens and against peak KV, of controllers.csv on the same 100
-    problems: chains that vote, with their number, and other searches."""
+    """Accuracy of chains that vote, by their number, and of other searches on the same 100 problems
+    (controllers.csv), against generated tokens, peak KV, and CPU seconds (accuracy_cost.csv)."""
     where = {"task": task, "n": "100"}
     rows = [row for row in read("controllers") if fits(row, where)]
     last = {row["arm"]: row for row in rows if not row["note"].startswith("outdated")}
     votes = {arm: int(found[1]) for arm in last if (found := VOTES.fullmatch(arm))}
     votes |= {arm: 1 for arm in last if arm.startswith("chain")}
+    chains = sorted(votes, key=votes.__getitem__)
     others = [arm for arm in last if arm not in votes]
-    figure, axes = panels(2, 3.6)
-    costs = (("generated", "generated tokens a problem"), ("peak_kv_tokens", "peak KV, tokens"))
-    series = (
-        (
-            "majority of chains, by their number",
-            sorted(votes, key=votes.__getitem__),
-            BLUE,
-            "o",
-            "-",
-        ),
-        ("searches, and the best of 8 by the model's own judgement", others, ORANGE, "^", ""),
+    labels = {arm: f"majority-{number}" if number > 1 else "greedy" for arm, number in votes.items()}
+    labels |= {arm: short(arm) for arm in others}
+    timed = {(row["by"], row["arm"]): row["cpu_s"] for row in read("accuracy_cost")}
+    seconds = {arm: timed.get(("arbor", label), "") for arm, label in labels.items()}
+    by_llama = {arm: timed.get(("llama.cpp", label), "") for arm, label in labels.items()}
+    figure, axes = panels(3, 3.6)
+    costs: tuple[tuple[Mapping[str, str], str], ...] = (
+        ({arm: row["generated"] for arm, row in last.items()}, "generated tokens a problem"),
+        ({arm: row["peak_kv_tokens"] for arm, row in last.items()}, "peak KV, tokens"),
+        (seconds, "CPU seconds a problem, one core"),
     )
-    for panel, (name, title) in zip(axes, costs, strict=True):
-        for label, arms, colour, marker, line in series:
-            mine = [last[arm] for arm in arms]
-            held = [float(row[name]) for row in mine]
+    searches = "trees, and the best of 8"
+    for panel, (cost, title) in zip(axes, costs, strict=True):
+        series = [("chains that vote", chains, cost, BLUE, "o", "-")]
+        series += [(searches, others, cost, ORANGE, "^", "")]
+        if cost is seconds:
+            series += [("llama.cpp's votes, at arbor's accuracy", chains, by_llama, GREY, "s", ":")]
+        for label, arms, of_arms, colour, marker, line in series:
+            mine = [arm for arm in arms if of_arms[arm]]
+            held = [float(of_arms[arm]) for arm in mine]
             value, low, high = (
-                [float(row[f"success{end}_percent"]) for row in mine]
+                [float(last[arm][f"success{end}_percent"]) for arm in mine]
                 for end in ("", "_low", "_high")
             )
             spread = [
@@ -680,7 +685,8 @@ def accuracy_against_cost(task: str = GSM8K) -> Figure:
                 [one - other for one, other in zip(high, value, strict=True)],
             ]
             panel.errorbar(
-                *(held, value, spread),
+                *(held, value),
+                yerr=None if of_arms is by_llama else spread,
                 ls=line,
                 marker=marker,
                 ms=4,
@@ -689,7 +695,9 @@ def accuracy_against_cost(task: str = GSM8K) -> Figure:
                 color=colour,
                 label=label,
             )
-            for arm, place in zip(arms, zip(held, value, strict=True), strict=True):
+            for arm, place in zip(mine, zip(held, value, strict=True), strict=True):
+                if of_arms is by_llama:
+                    continue
                 panel.annotate(
                     str(votes.get(arm) or short(arm)),
                     place,
@@ -704,7 +712,7 @@ def accuracy_against_cost(task: str = GSM8K) -> Figure:
         panel.minorticks_off()
         panel.set_xlabel(title)
     axes[0].set_ylabel("solved (%)")
-    legend(figure, axes[0])
+    legend(figure, axes[-1])
     return figure
 
 

@@ -98,9 +98,13 @@ def test_the_figure_has_a_point_for_each_arm(
     ]
     with (tmp_path / "controllers.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([(*names, *shares), *rows])
+    costs = [("by", "arm", "cpu_s"), ("arbor", "greedy", 99), ("arbor", "greedy", 30)]
+    costs += [("arbor", "majority-8", 120), ("arbor", "rebase", 110), ("llama.cpp", "greedy", 32)]
+    with (tmp_path / "accuracy_cost.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(costs)
     monkeypatch.setattr(report, "DATA", tmp_path)
 
-    tokens, kv = report.accuracy_against_cost("t").axes
+    tokens, kv, seconds = report.accuracy_against_cost("t").axes
 
     def points(panel: report.Axes) -> list[list[list[float]]]:
         bars, _ = panel.get_legend_handles_labels()
@@ -108,4 +112,5 @@ def test_the_figure_has_a_point_for_each_arm(
 
     assert points(tokens) == [[[300, 56], [600, 60], [2500, 70]], [[1200, 61]]]
     assert points(kv) == [[[400, 56], [700, 60], [2400, 70]], [[900, 61]]]
+    assert points(seconds) == [[[30, 56], [120, 70]], [[110, 61]], [[32, 56]]]
     assert [text.get_text() for text in kv.texts] == ["1", "2", "8", "rebase"]
