@@ -656,7 +656,9 @@ def accuracy_against_cost(task: str = GSM8K) -> Figure:
     votes |= {arm: 1 for arm in last if arm.startswith("chain")}
     chains = sorted(votes, key=votes.__getitem__)
     others = [arm for arm in last if arm not in votes]
-    labels = {arm: f"majority-{number}" if number > 1 else "greedy" for arm, number in votes.items()}
+    labels = {
+        arm: f"majority-{number}" if number > 1 else "greedy" for arm, number in votes.items()
+    }
     labels |= {arm: short(arm) for arm in others}
     timed = {(row["by"], row["arm"]): row["cpu_s"] for row in read("accuracy_cost")}
     seconds = {arm: timed.get(("arbor", label), "") for arm, label in labels.items()}
