@@ -2,7 +2,7 @@
 
 The kernels for aarch64 are compiled by a cross-compiler and run by QEMU, in a process that copies
 every job's memory (`support.native_runner`); the checks are those of the other instruction sets.
-They are slow tests, of 100 s of CPU time with the compilation, and are skipped without
+They are slow tests, of two minutes of CPU time with the compilation, and skipped without
 ``apt-get install g++-aarch64-linux-gnu qemu-user`` (Debian), which .ci/run leaves out to be short:
 run them after a change of kernels/csrc. The default tests compare the names that both machines
 define. An emulator shows no speed.

@@ -34,7 +34,7 @@ FLAGS = {
     },
     "aarch64": {
         "library": [],
-        "neon": [],
+        "neon": ["-march=armv8-a"],  # some compilers take their own machine for the oldest
         "neon_dot": ["-march=armv8.2-a+dotprod"],
         "neon_bf16": ["-march=armv8.2-a+dotprod+bf16"],
     },
