@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +23,10 @@ SEARCHES: Mapping[str, Mapping[str, Any]] = {
         }
     },
     "tot-bfs": {"controller": {"name": "tot", "beam": 3, "width": 4, "stop_value": None}},
+    "rebase": {"controller": {"name": "rebase", "width": 4}},  # ends: each path does, or is dropped
 }
-ROWS: Mapping[str, int] = {"chain": 1, "tot-dfs": 4, "tot-bfs": 12}  # that decode together
+# How many decode together.
+ROWS: Mapping[str, int] = {"chain": 1, "tot-dfs": 4, "tot-bfs": 12, "rebase": 4}
 
 # Label -> what `arbor compare` reads, and the rows that decode together; the first is the baseline.
 CONTROLLERS: Mapping[str, tuple[str, int]] = {
@@ -143,9 +146,9 @@ def trees() -> list[Arm]:
     by_path = [(f"{each}, by path", f"{each},{BY_PATH}") for each in TREE_RANKED]
     policies = [*((each, each) for each in (*TREE_POLICIES, *TREE_RANKED)), *by_path]
     arms = []
-    for part in LOSSY_PARTS:
-        arms += [Arm("trees", "tot-bfs", name, part, GONE, policy) for name, policy in policies]
-        arms.append(Arm("trees", "tot-bfs", "arborkv, comes back", part, BACK, "arborkv"))
+    for search, part in itertools.product(("tot-bfs", "rebase"), LOSSY_PARTS):
+        arms += [Arm("trees", search, name, part, GONE, policy) for name, policy in policies]
+        arms.append(Arm("trees", search, "arborkv, comes back", part, BACK, "arborkv"))
     return arms
 
 
