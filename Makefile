@@ -11,8 +11,9 @@ PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 # Every process that a test starts would compile arbor again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help check format lint types architecture test slow without fix native sanitize sanitize-threads bench golden docs extras size
+.PHONY: help check format lint types architecture test slow without fix native emulate sanitize sanitize-threads bench golden docs extras size
 
+EMULATED := build/libarbor_native_emulated.so
 SANITIZED := build/libarbor_native_sanitized.so
 THREADS_SANITIZED := build/libarbor_native_threads.so
 
@@ -48,6 +49,10 @@ fix:  ## format, and repair what the linter can
 
 native:  ## compile the native kernels of this checkout; installing arbor does so too
 	$(PYTHON) kernels/csrc/build.py
+
+emulate:  ## the native kernels of every x86-64 instruction set, on any CPU; needs SIMD Everywhere
+	$(PYTHON) kernels/csrc/build.py --emulate --output $(EMULATED)
+	ARBOR_NATIVE_FILE=$(abspath $(EMULATED)) ARBOR_NATIVE=avx2 $(PYTHON) -m pytest -q $(PARALLEL) -m "" -k instruction_set tests/test_blocks.py tests/test_native.py tests/test_native_choice.py
 
 sanitize:  ## the native kernels' tests under the address and undefined-behaviour sanitizers
 	$(PYTHON) kernels/csrc/build.py --sanitize memory --output $(SANITIZED)

@@ -20,7 +20,7 @@ from typing import Any
 LAYOUT_VERSION = 7  # as in native.h
 # Instruction sets of the kernels, of x86-64 and of aarch64, each from the least to the best.
 SETS = (
-    *("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"),
+    *("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"),
     *("neon", "neon_dot", "neon_bf16"),
 )
 VARIABLE = "ARBOR_NATIVE"

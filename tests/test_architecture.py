@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -199,9 +200,14 @@ def is_typing_block(node: ast.AST) -> TypeGuard[ast.If]:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
+parsed = cache(ast.parse)
+
+
 def imports(tree: ast.AST, typing: bool) -> Iterator[ast.Import | ast.ImportFrom]:
     """Import statements at any depth; those for type checkers with `typing` only."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):
+            continue  # of which no part is a statement
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
         elif is_typing_block(node) and not typing:
@@ -215,7 +221,7 @@ def imported(path: Path, text: str, typing: bool = False) -> Iterator[tuple[int,
     """(line, absolute dotted name) of each import of a file at run time, or of any import."""
     module = name_of(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in imports(ast.parse(text), typing):
+    for node in imports(parsed(text), typing):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -230,7 +236,7 @@ def taken_from_arbor(text: str) -> set[str]:
     """Names that a module takes from ``arbor`` itself, as in ``arbor.Solver``."""
     return {
         node.attr
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "arbor"
     }
 
@@ -339,10 +345,10 @@ def names_in(path: Path) -> set[str]:
     """Absolute names that a file imports anywhere, for type checkers too."""
     package = name_of(path).split(".")[: None if path.name == "__init__.py" else -1]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in imports(parsed(path.read_text(encoding="utf-8")), typing=True):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *filter(None, [node.module])])
             found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
@@ -383,7 +389,7 @@ def test_the_torch_free_floors_import_no_torch() -> None:
 def test_every_module_has_a_docstring() -> None:
     for path in SOURCES:
         text = path.read_text(encoding="utf-8")
-        assert ast.get_docstring(ast.parse(text)) or (
+        assert ast.get_docstring(parsed(text)) or (
             path.name == "__init__.py" and not text.strip()
         ), f"{label(path)} has no docstring"
 
@@ -413,7 +419,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 def test_all_is_sorted_and_complete() -> None:
     for path in SOURCES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path.read_text(encoding="utf-8"))
         names, own = exported(tree), defined(tree)
         if names is None:
             continue

@@ -168,7 +168,9 @@ def raised(source: str) -> set[tuple[str, str]]:
     """(code, class) of every deliberate error that a module makes; what is filled in later stands
     in capitals."""
     kinds = {name for name, each in vars(arbor.errors).items() if _is_error(each)}
-    found = set()
+    found: set[tuple[str, str]] = set()
+    if not any(f"{kind}(" in source for kind in kinds):
+        return found
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not node.args:
             continue

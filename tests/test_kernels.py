@@ -430,7 +430,7 @@ SCATTERED = ONE_RUN[::-1]
 @pytest.mark.parametrize(
     ("changes", "levels"),
     every(
-        3,
+        6,
         [
             pytest.param({}, [make_level([(8192, ONE_RUN[:8192])], True)], id="prompt"),
             pytest.param({}, [make_level([(8192, ONE_RUN)], True)], id="after a context"),

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.slow_cases import drawn, only
-from test_native import needs_native
+from test_native import LEAST, needs_native
 from test_sampling_reference import ALMOST_ONE, ROWS, SAMPLINGS, random_numbers, random_rows
 from torch import Tensor
 
@@ -171,7 +171,7 @@ def test_confidence_and_likelihoods_are_those_of_torch(dtype: torch.dtype) -> No
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", only(["avx2", "neon"], SETS))
+@pytest.mark.parametrize("name", only([LEAST], SETS))
 def test_every_instruction_set_draws_alike(name: str) -> None:
     """Each in a process of its own, which reads the choice of the set when it starts."""
     library = native_library()

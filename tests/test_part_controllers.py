@@ -20,10 +20,6 @@ PUZZLES = [
     "2 3 7 12",
     "1 3 4 6",
     "3 3 8 8",
-    "1 5 5 5",
-    "2 4 7 7",
-    "1 2 7 7",
-    "4 4 10 10",
 ]
 
 
@@ -65,8 +61,8 @@ def check_limits(events: Sequence[Event]) -> None:
 @pytest.mark.parametrize(
     ("controller", "count"),
     only(
-        [("dpts", 1), ("chain", 8)],
-        [(name, n) for n in (1, 8) for name in names("controller")],
+        [("dpts", 1), ("chain", 4)],
+        [(name, n) for n in (1, 4) for name in names("controller")],
     ),
 )
 def test_every_controller_has_its_trees_at_a_tenth(controller: str, count: int) -> None:
@@ -81,8 +77,8 @@ def test_every_controller_has_its_trees_at_a_tenth(controller: str, count: int) 
 @pytest.mark.parametrize(
     ("controller", "count"),
     only(
-        [("mcts", 1), ("chain", 8)],
-        [(name, n) for n in (1, 8) for name in names("controller")],
+        [("mcts", 1), ("chain", 4)],
+        [(name, n) for n in (1, 4) for name in names("controller")],
     ),
 )
 def test_every_controller_ends_within_a_tenth_in_lossy_mode(controller: str, count: int) -> None:

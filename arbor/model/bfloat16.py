@@ -11,7 +11,7 @@ from arbor.model.gguf.header import GGUFHeader
 
 NATIVE_FLAGS = {"avx512_bf16", "amx_bf16"}  # as Linux names them
 # kernels that multiply bfloat16 by codes as whole numbers (kernels/csrc/block_linear.h)
-CODE_KERNELS = {"avx2", "avx512", "avx512_vnni", "neon_dot", "neon_bf16"}
+CODE_KERNELS = {"avx2", "avx_vnni", "avx512", "avx512_vnni", "neon_dot", "neon_bf16"}
 CPU_INFO = Path("/proc/cpuinfo")
 GPU_FILES = ("nvidia0", "dxg")  # of Linux, and of Linux under Windows
 

@@ -248,13 +248,22 @@ template <class F, class Number>
 using Lanes = PlainLanes<F, WideSingles>;
 #endif
 
-void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
+// A set that only adds instructions for bfloat16 leaves float32 to the one it is built on.
 #if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
-    if (job.number == arbor::FLOAT32) return arbor::avx512_kernels.linear(job, part, parts, scratch);
+const arbor::Kernels* const OF_FLOAT32 = &arbor::avx512_kernels;
+#elif defined(__AVXVNNI__)
+const arbor::Kernels* const OF_FLOAT32 = &arbor::avx2_kernels;
+#else
+#define ARBOR_OWN_FLOAT32
+#endif
+
+void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
+#if !defined(ARBOR_OWN_FLOAT32)
+    if (job.number == arbor::FLOAT32) return OF_FLOAT32->linear(job, part, parts, scratch);
 #endif
     with_format(job.packed_number, [&](auto format) {
         using F = decltype(format);
-#if !defined(__AVX512BF16__) && !defined(__AVX512VNNI__)
+#if defined(ARBOR_OWN_FLOAT32)
         if (job.number == arbor::FLOAT32) return block_groups<Lanes<F, float>, float>(job, part, parts, scratch);
 #endif
         block_groups<Lanes<F, bf16>, bf16>(job, part, parts, scratch);
@@ -264,7 +273,7 @@ void block_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* sc
 #endif
 
 // Rows of a matrix in blocks as float32 or bfloat16.
-void decode_rows(const DecodeJob& job) {
+inline void decode_rows(const DecodeJob& job) {
     with_format(job.packed_number, [&](auto format) {
         using F = decltype(format);
         for (int64_t i = 0; i < job.rows; i++) {
@@ -279,7 +288,7 @@ void decode_rows(const DecodeJob& job) {
     });
 }
 
-void any_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
+inline void any_linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
     if (job.packed_number >= arbor::BLOCKS) return block_linear(job, part, parts, scratch);
     linear(job, part, parts, scratch);
 }

@@ -72,7 +72,9 @@ struct CodePairs {
         return _mm512_dpwssd_epi32(sums, x, codes);
 #else
         sums = _mm512_add_epi32(sums, _mm512_madd_epi16(x, codes));
+#if !defined(ARBOR_EMULATED)
         asm("" : "+v"(sums));  // in this order, as in block_words.h
+#endif
         return sums;
 #endif
     }

@@ -1,4 +1,4 @@
-// Codes of blocks as pairs of 16-bit whole numbers, for x in bfloat16 and CPUs with AVX2 alone.
+// Codes of blocks as pairs of 16-bit whole numbers, for x in bfloat16 and CPUs without AVX-512.
 //
 // As block_pairs.h, by halves of a block: eight groups of 16 weights, a lane each. Numbers of x are
 // whole in a unit of their group: exact but for those below 1/128 of the largest of their group,
@@ -269,9 +269,13 @@ struct WordLanes {
 
     INLINED static __m256i add(__m256i sums, const char* x, __m256i numbers) {
         __m256i factor = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+#if defined(__AVXVNNI__)
+        return _mm256_dpwssd_avx_epi32(sums, factor, numbers);
+#else
         sums = _mm256_add_epi32(sums, _mm256_madd_epi16(factor, numbers));
         asm("" : "+x"(sums));  // in this order: else all products wait in memory for their sum
         return sums;
+#endif
     }
 
     // R rows of x by one output whose weights are never stored: the sums of `tile`.

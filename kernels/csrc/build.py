@@ -1,6 +1,7 @@
 """Building the native kernels: one compiler call per instruction set, one shared library.
 
     python kernels/csrc/build.py [--output FILE] [--sanitize memory|threads] [--compiler COMMAND]
+    python kernels/csrc/build.py --emulate --output FILE
 
 `setup.py` calls this when the package is installed; `make native` for a checkout. The sources are
 those of the machine that the compiler compiles for, x86-64 or aarch64.
@@ -27,6 +28,7 @@ FLAGS = {
     "x86_64": {
         "library": [],
         "avx2": AVX2,
+        "avx_vnni": [*AVX2, "-mavxvnni"],
         "avx512": AVX512,
         "avx512_vnni": [*AVX512, "-mavx512vnni"],
         "avx512_bf16": [*AVX512, "-mavx512bf16"],
@@ -38,6 +40,17 @@ FLAGS = {
         "neon_dot": ["-march=armv8.2-a+dotprod"],
         "neon_bf16": ["-march=armv8.2-a+dotprod+bf16"],
     },
+}
+INCLUDED = [*AVX2, "-include", str(SOURCES / "emulated.h"), "-w", "-O0"]  # -O1 takes minutes
+# Every instruction set of x86-64 on any CPU with AVX2; see emulated.h.
+EMULATED = {
+    "library": ["-DARBOR_EMULATED"],
+    "avx2": [*AVX2, "-O0"],
+    "avx_vnni": [*INCLUDED, "-DEMULATE_AVX_VNNI"],
+    "avx512": INCLUDED,
+    "avx512_vnni": [*INCLUDED, "-DEMULATE_VNNI"],
+    "avx512_bf16": [*INCLUDED, "-DEMULATE_BF16"],
+    "amx": [*INCLUDED, "-DEMULATE_BF16", "-DEMULATE_AMX"],
 }
 # Other names of these machines, in Python or in the targets of compilers.
 SAME = {"AMD64": "x86_64", "amd64": "x86_64", "arm64": "aarch64"}
@@ -75,13 +88,20 @@ def target(command: str) -> str:
     return machine
 
 
-def build(output: Path, *, sanitize: str | None = None, command: str | None = None) -> None:
+def build(
+    output: Path,
+    *,
+    sanitize: str | None = None,
+    command: str | None = None,
+    emulate: bool = False,
+) -> None:
     """Compile the library.
 
     Args:
         output: the file to write.
         sanitize: with the sanitizers of this name in `SANITIZE`, and slow; None: without.
         command: a compiler for any machine of `FLAGS`; None: `compiler`.
+        emulate: instruction sets that this machine lacks too, slowly; needs SIMD Everywhere.
 
     Raises:
         RuntimeError: there is no compiler, it compiles for another machine than this one although
@@ -96,7 +116,7 @@ def build(output: Path, *, sanitize: str | None = None, command: str | None = No
     machine = target(command)
     if given is None and machine != here:
         raise RuntimeError(f"{command} compiles for {machine}, and this is {here}")
-    flags = FLAGS[machine]
+    flags = EMULATED if emulate else FLAGS[machine]
     options = [*COMMON, *(["-O3"] if sanitize is None else SANITIZE[sanitize])]
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -132,10 +152,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=SOURCES.parent / LIBRARY)
     parser.add_argument("--sanitize", choices=list(SANITIZE))
+    parser.add_argument("--emulate", action="store_true", help="sets that this machine lacks too")
     parser.add_argument("--compiler", help="for any machine; without, $CXX or the one found")
     options = parser.parse_args()
     try:
-        build(options.output, sanitize=options.sanitize, command=options.compiler)
+        given = {"sanitize": options.sanitize, "command": options.compiler}
+        build(options.output, **given, emulate=options.emulate)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1

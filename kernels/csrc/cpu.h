@@ -20,9 +20,15 @@ using arbor::Kernels;
 
 const Kernels* const FROM_BEST[] = {&arbor::amx_kernels, &arbor::avx512_bf16_kernels,
                                     &arbor::avx512_vnni_kernels, &arbor::avx512_kernels,
-                                    &arbor::avx2_kernels};
+                                    &arbor::avx_vnni_kernels, &arbor::avx2_kernels};
 
 inline void pause_briefly() { __builtin_ia32_pause(); }
+
+#if defined(ARBOR_EMULATED)
+
+bool runs_here(const Kernels&) { return true; }
+
+#else
 
 // Whether the operating system lets this process use the tiles of AMX.
 bool tiles_allowed() {
@@ -34,10 +40,22 @@ bool tiles_allowed() {
 #endif
 }
 
+struct Leaf {
+    unsigned a, b, c, d;
+};
+
+// What the CPU says of a subject, from which a compiler older than it can tell what it has.
+Leaf cpu_leaf(unsigned subject, unsigned part) {
+    Leaf leaf = {subject, 0, part, 0};
+    __asm__("cpuid" : "+a"(leaf.a), "=b"(leaf.b), "+c"(leaf.c), "=d"(leaf.d));
+    return leaf;
+}
+
 bool runs_here(const Kernels& kernels) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
     if (&kernels == &arbor::avx2_kernels) return true;
+    if (&kernels == &arbor::avx_vnni_kernels) return cpu_leaf(7, 0).a >= 1 && (cpu_leaf(7, 1).a >> 4 & 1);
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
         return false;
@@ -47,11 +65,11 @@ bool runs_here(const Kernels& kernels) {
     if (!__builtin_cpu_supports("avx512bf16")) return false;
     if (&kernels == &arbor::avx512_bf16_kernels) return true;
     if (!__builtin_cpu_supports("avx512vnni")) return false;
-    // __builtin_cpu_supports("amx-bf16") is newer than GCC 12
-    unsigned a = 7, b, c = 0, d;
-    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+    unsigned d = cpu_leaf(7, 0).d;
     return (d >> 22 & 1) && (d >> 24 & 1) && tiles_allowed();
 }
+
+#endif
 
 #elif defined(__aarch64__)
 

@@ -15,6 +15,7 @@ namespace {
 
 using arbor::DecodeJob;
 using arbor::LinearJob;
+using arbor::Scratch;
 
 constexpr int PANEL = 16;
 constexpr int VECS = PANEL / Vec::WIDTH;     // vectors of a panel

@@ -277,8 +277,8 @@ struct Kernels {
 };
 
 // Those of the machine are defined, each by a source of its own.
-extern const Kernels avx2_kernels, avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels,
-    amx_kernels;  // x86-64
+extern const Kernels avx2_kernels, avx_vnni_kernels, avx512_kernels, avx512_vnni_kernels,
+    avx512_bf16_kernels, amx_kernels;                                                  // x86-64
 extern const Kernels neon_kernels, neon_dot_kernels, neon_bf16_kernels;               // aarch64
 
 }  // namespace arbor

@@ -37,7 +37,7 @@ def assert_same(two: Solver, one: Solver, tmp_path: Path, within: float = 1e-4) 
     """A search is the same block by block in either solver, and its values up to `within`."""
     traces = [tmp_path / f"{number}.arbor.jsonl" for number in (1, 2)]
     for solver, trace in zip((one, two), traces, strict=True):
-        solver.solve(PROBLEM, trace=trace, max_tokens=200)
+        solver.solve(PROBLEM, trace=trace, max_tokens=100)
     assert blocks_of(traces[0])
     assert blocks_of(traces[0]) == blocks_of(traces[1])
     events = [read_trace(each).events for each in traces]
