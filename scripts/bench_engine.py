@@ -2,18 +2,21 @@
 
     python scripts/bench_engine.py --json out.json
     python scripts/bench_engine.py --only step --json out.json
+    python scripts/bench_engine.py --only search --model MODEL --dataset gsm8k.jsonl --task gsm8k
 
 One thread, thread CPU time, medians. Host work of a step is everything that is not inside the
 model's layers: the step's plan (layout and the backend's own), slots, sampling, boundaries, events.
 The engine's own Python (`--only step`) is what is left of that without sampling and the backend's
 plan. It is measured with a model that computes nothing; to compare two commits, run this script
-with either in PYTHONPATH, alternately.
+with either in PYTHONPATH, alternately. `--only search`: the share of `tot` searches, eight problems
+at once and thoughts of up to 24 tokens, that is not inside the model's forwards.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from itertools import product
 from pathlib import Path
@@ -22,8 +25,10 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from model_and_problems import add_model_and_problems, problems_of, settings_of
 from random_llama import NoText, fixed_length, prefix, random_llama
 
+from arbor import Solver
 from arbor.engine import token_source
 from arbor.engine.engine import Engine
 from arbor.engine.operation import Growth
@@ -135,6 +140,7 @@ class NoModel:
     device = torch.device("cpu")
     weight_bytes = 0
     graphs = None
+    is_asynchronous = False
 
     def __init__(self, outside: Stopwatch) -> None:
         self.outside = outside
@@ -239,13 +245,39 @@ def step_cost(rounds: int) -> list[dict[str, float]]:
     return found
 
 
+def search_share(given: argparse.Namespace) -> dict[str, Any]:
+    """The share of searches outside the model's forwards, %, and their CPU seconds."""
+    shares, seconds = [], []
+    with Solver(**settings_of(given), threads=1, max_depth=3, step_tokens=24) as solver:
+        solver.load()
+        problems = problems_of(given, solver.task, 8)
+        model = type(solver.engine.runner.model)
+        for _ in range(given.rounds):
+            forwards = Stopwatch()
+            with patch.object(model, "forward", forwards.around(model.forward)):
+                began = time.thread_time()
+                solver.solve_batch(problems, concurrency=len(problems))
+                seconds.append(time.thread_time() - began)
+            shares.append(100 * (1 - forwards.seconds / seconds[-1]))
+    return {
+        "outside_percent": round(statistics.median(shares), 2),
+        "outside_percent_largest": round(max(shares), 2),
+        "cpu_s": round(statistics.median(seconds), 2),
+        "n": given.rounds,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=["step"], help="measure the engine's own Python only")
+    parser.add_argument("--only", choices=["step", "search"], help="measure this only")
     parser.add_argument("--json", type=Path)
+    add_model_and_problems(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.only == "search":
+        print(json.dumps(search_share(args)))
+        return
     result: dict[str, Any] = {"step": step_cost(args.rounds)}
     if not args.only:
         result |= {

@@ -119,7 +119,7 @@ def full() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "lower",
-    every(2, [{}, {"host": "1MiB", "fetch": "always"}, {"disk": "60tok", "fetch": "always"}]),
+    every(3, [{"host": "1MiB", "fetch": "always"}, {}, {"disk": "60tok", "fetch": "always"}]),
 )
 def test_a_small_budget_gives_the_tree_of_a_full_one(
     full: dict[str, Any], lower: dict[str, Any]

@@ -81,7 +81,7 @@ def test_every_limit_is_named(
 
 
 @pytest.mark.parametrize("controller", ["tot", "dpts", "best-first", "mcts"])
-@pytest.mark.parametrize("most", [250, 400])
+@pytest.mark.parametrize("most", every(2, [250, 400]))
 def test_a_round_gets_as_many_blocks_as_fit_the_tokens(controller: str, most: int) -> None:
     events: list[Event] = []
     step = {"verifier": "self", "seed": 0}

@@ -92,7 +92,7 @@ def full(name: str, backend: type[AttentionBackend]) -> tuple[ThoughtTree, Tenso
     return tree, answers, ends
 
 
-@pytest.mark.parametrize(("name", "backend"), EVERY)
+@pytest.mark.parametrize(("name", "backend"), every(2, EVERY))
 def test_every_block_has_the_logits_of_the_models_own_forward(
     name: str, backend: type[AttentionBackend]
 ) -> None:

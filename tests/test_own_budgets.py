@@ -211,7 +211,7 @@ def without_numbers(solution: Solution) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("budgets", "most"),
     every(
-        2,
+        4,
         [
             pytest.param(
                 ["60tok", "64tok", "68tok", "60tok"], 3, id="the pool is the sum of three"

@@ -62,7 +62,7 @@ def tokenizer() -> object:
         return solver.tokenizer
 
 
-@pytest.mark.parametrize("search", every(3, SEARCHES))
+@pytest.mark.parametrize("search", every(6, SEARCHES))
 def test_a_replay_has_the_counters_of_a_run(search: dict[str, object], tokenizer: object) -> None:
     whole, events = live(search)
     record = RecordedSearch.of(events)

@@ -71,7 +71,7 @@ def check(rollout: Rollout, model: Any) -> None:
         assert rollout.positions[at].tolist() == list(range(len(at)))
 
 
-@pytest.mark.parametrize("controller", every(4, sorted(builtin("controller"))))
+@pytest.mark.parametrize("controller", every(8, sorted(builtin("controller"))))
 def test_log_probabilities_are_those_of_transformers(controller: str, model: Any) -> None:
     with Solver(controller=controller, sampling=SAMPLING, dtype="float32") as solver:
         (rollout,) = solver.rollouts(PUZZLES[:1], max_tokens=150)

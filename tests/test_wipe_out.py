@@ -40,7 +40,7 @@ def test_a_segment_is_wiped_out_when_nothing_of_it_is_held(script: ModuleType) -
 
 
 @pytest.mark.parametrize(
-    "policy", every(2, ["tova", "lru", "snapkv,granularity=head", "pyramidkv"])
+    "policy", every(4, ["snapkv,granularity=head", "tova", "lru", "pyramidkv"])
 )
 def test_what_is_held_is_what_the_engine_holds(script: ModuleType, policy: str) -> None:
     with Solver(
