@@ -116,6 +116,8 @@ def build(
     machine = target(command)
     if given is None and machine != here:
         raise RuntimeError(f"{command} compiles for {machine}, and this is {here}")
+    if emulate and machine != "x86_64":
+        raise RuntimeError(f"{command} compiles for {machine}; what is emulated is of x86_64")
     flags = EMULATED if emulate else FLAGS[machine]
     options = [*COMMON, *(["-O3"] if sanitize is None else SANITIZE[sanitize])]
     output.parent.mkdir(parents=True, exist_ok=True)
