@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from model_and_problems import add_model_and_problems, problems_of, settings_of
+from model_and_problems import SAPLING, add_model_and_problems, problems_of, settings_of
 from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor import Solver
@@ -275,10 +275,13 @@ def main() -> None:
     add_model_and_problems(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.only != "search" and (args.model, args.dataset, args.task) != (SAPLING, None, None):
+        parser.error("--model, --dataset and --task are of --only search")
+    result: dict[str, Any] = {}
     if args.only == "search":
-        print(json.dumps(search_share(args)))
-        return
-    result: dict[str, Any] = {"step": step_cost(args.rounds)}
+        result["search"] = search_share(args)
+    else:
+        result["step"] = step_cost(args.rounds)
     if not args.only:
         result |= {
             "fork": fork_cost(200),

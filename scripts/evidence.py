@@ -21,7 +21,7 @@ is given (`--gpu-bandwidth`), with the formula. Nothing is searched without `--y
      6  hierarchy    answers where 3, 10 and 50 % of a chain are destroyed, of all or at each event
      7  bits         answers with host memory in 8 and 4 bits, and (on a CPU) 8-bit KV
      8  weights      MSVE fitted to the blocks of right chains (msve.json), and `--fitted` elsewhere
-     9  trees        answers of a tree search at 0.75, 0.5 and 0.25 of its peak, by policy
+     9  trees        answers of two tree searches at 0.75, 0.5 and 0.25 of their peaks, by policy
     10  controllers  `arbor compare`: ten searches at the same generated tokens and the same KV
 
 `--experiments 2 3 10` measures some of them, `--arms 'trees/*/0.5'` some of their arms.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -32,7 +31,6 @@ from arbor.model.checkpoint import Checkpoint
 from arbor.registry import register
 
 torch.set_num_threads(1)
-gc.disable()  # until all tests are imported: what is made by then stays
 
 settings.register_profile(
     "ci",
@@ -83,13 +81,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
-
-
-def pytest_collection_finish() -> None:
-    """Let Python look for garbage; the modules and tests count as old, of which it seldom looks."""
-    gc.freeze()
-    gc.unfreeze()
-    gc.enable()
 
 
 def runs_in(part: str, item: pytest.Item) -> bool:

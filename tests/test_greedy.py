@@ -17,7 +17,7 @@ from support.real_data import rows
 
 from arbor.run.planning import encode_prompt
 
-FEW = 24  # tokens of a chain in the default run
+FEW = 48  # tokens of a chain in the default run
 QUESTIONS = (
     "A shop sells 7 boxes of 12 pens. How many pens are these?",
     "Name three animals that can swim.",
@@ -54,7 +54,7 @@ def test_chains_of_smollm2_are_those_of_transformers(loaded_once: None, smollm2:
         ours = greedy(solver, prompts, FEW)
 
     assert not ties(Transformers(smollm2), prompts, ours, FEW)
-    assert all(len(set(chain)) > 12 for chain in ours), "chains that repeat one token show little"
+    assert all(len(set(chain)) > 20 for chain in ours), "chains that repeat one token show little"
 
 
 @pytest.mark.slow

@@ -93,7 +93,10 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_peers": ("--peers generate --size 5m --shapes F8 --rounds 1 --csv FOLDER/out.csv",),
     "bench_majority": (),  # tests/test_majority.py runs it
     "accuracy_cost": (),  # its own test runs it
-    "bench_engine": ("--rounds 1 --json FOLDER/out.json", "--only search --rounds 1"),
+    "bench_engine": (
+        "--rounds 1 --json FOLDER/out.json",
+        "--only search --rounds 1 --json FOLDER/out.json",
+    ),
     "bench_reward": ("--rounds 1 --depths 2 --problems 1 --csv FOLDER/out.csv",),
     "evidence": (
         "--model builtin:sapling --dataset chains --n 1 --experiments 3 5 6 10 --max-depth 4 "
