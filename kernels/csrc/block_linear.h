@@ -83,28 +83,44 @@ struct WideSingles {
     static Vec add(Vec sum, Part x, Part weight) { return fma(x, weight, sum); }
 };
 
+#if defined(__x86_64__)
+
 // The sums of the lanes of four vectors.
-inline void sum_of_four(const float* from, float* to) {
+inline __m128 sum_of_four(const float* from) {
+    Vec a = load(from), b = load(from + Vec::WIDTH), c = load(from + 2 * Vec::WIDTH), d = load(from + 3 * Vec::WIDTH);
 #if defined(__AVX512F__)
-    __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + 16), c = _mm512_loadu_ps(from + 32),
-           d = _mm512_loadu_ps(from + 48);
-    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
     __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
     __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
     __m256 eight = halves_sum({_mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high))});
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)));
-#elif defined(__x86_64__)
-    __m256 a = _mm256_loadu_ps(from), b = _mm256_loadu_ps(from + 8), c = _mm256_loadu_ps(from + 16),
-           d = _mm256_loadu_ps(from + 24);
-    __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-    __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+#else
+    __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a.v, b.v), _mm256_unpackhi_ps(a.v, b.v));
+    __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c.v, d.v), _mm256_unpackhi_ps(c.v, d.v));
     __m256d low = _mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
     __m256d high = _mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
     __m256 eight = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)));
+#endif
+    return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+}
+
+#endif
+
+// The sums of the lanes of some vectors, at most as many as a vector has lanes; others are anything.
+inline Vec sums_of(const float* from, int count) {
+#if defined(__AVX512F__)
+    __m512 found = _mm512_castps128_ps512(sum_of_four(from));
+    if (count > 4) found = _mm512_insertf32x4(found, sum_of_four(from + 4 * 16), 1);
+    if (count > 8) found = _mm512_insertf32x4(found, sum_of_four(from + 8 * 16), 2);
+    if (count > 12) found = _mm512_insertf32x4(found, sum_of_four(from + 12 * 16), 3);
+    return {found};
+#elif defined(__x86_64__)
+    __m256 found = _mm256_castps128_ps256(sum_of_four(from));
+    return {count > 4 ? _mm256_insertf128_ps(found, sum_of_four(from + 4 * 8), 1) : found};
 #else
-    for (int i = 0; i < 4; i++) to[i] = sum(load(from + i * Vec::WIDTH));
+    float found[4];
+    for (int i = 0; i < 4; i++) found[i] = i < count ? sum(load(from + i * 4)) : 0.0f;
+    return load(found);
 #endif
 }
 
@@ -132,14 +148,10 @@ template <class Number>
 void block_results(const LinearJob& job, const float* sums, int64_t sums_row, int first_row, int rows,
                    int first, int count) {
     for (int r = 0; r < rows; r++) {
-        float found[DECODED];
-        for (int o = 0; o < count; o += 4) {
-            sum_of_four(sums + r * sums_row + o * Vec::WIDTH, found + o);
-        }
         Number* to = static_cast<Number*>(job.out) + (first_row + r) * job.out_row + first;
         for (int o = 0; o < count; o += Vec::WIDTH) {
             int here = count - o < Vec::WIDTH ? count - o : Vec::WIDTH;
-            Vec value = load_first(found + o, here, 0.0f);
+            Vec value = sums_of(sums + r * sums_row + o * Vec::WIDTH, here);
             if (job.bias) value = value + load_first(job.bias + first + o, here, 0.0f);
             store_first(to + o, here, value);
         }

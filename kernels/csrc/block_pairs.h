@@ -41,7 +41,10 @@ struct CodePairs {
     using Number = bf16;
     using Sums = __m512;
     static constexpr Number number(int code) { return bfloat16_of(code); }
-    static float as_float(Number number) { return to_float(number); }
+    static __m512 sums_of_pairs(__m512i x) {
+        __m512i second = _mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+        return _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(second));
+    }
     // 16 numbers of a group; the unit that they are in.
     static float read(const bf16* from, Number* to) {
         std::memcpy(to, from, 16 * sizeof(Number));
@@ -65,7 +68,9 @@ struct CodePairs {
     using Number = int16_t;
     using Sums = __m512i;
     static constexpr Number number(int code) { return static_cast<int16_t>(code); }
-    static float as_float(Number number) { return number; }
+    static __m512 sums_of_pairs(__m512i x) {
+        return _mm512_cvtepi32_ps(_mm512_madd_epi16(x, _mm512_set1_epi16(1)));
+    }
     static Sums none() { return _mm512_setzero_si512(); }
     static Sums add(Sums sums, __m512i x, __m512i codes) {
 #if defined(__AVX512VNNI__)
@@ -255,6 +260,35 @@ inline __m512 in_lanes(__m512 numbers) {
     return _mm512_permutexvar_ps(_mm512_load_si512(ORDER.places), numbers);
 }
 
+// 16 groups of 16 numbers, of lane l after that of lane l - 8, become eight steps of pairs whose lanes
+// are the groups. Numbers are paired as codes are: bytes 0 and 2 of four meet the first of two steps,
+// bytes 1 and 3 the second.
+inline void group_steps(const CodePairs::Number* groups, __m512i* steps) {
+    const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    __m512i two[8], four[8];
+    WRITTEN_OUT
+    for (int i = 0; i < 8; i += 2) {
+        __m512i first = _mm512_shuffle_epi8(_mm512_load_si512(groups + 32 * i), pairs);
+        __m512i second = _mm512_shuffle_epi8(_mm512_load_si512(groups + 32 * i + 32), pairs);
+        two[i] = _mm512_unpacklo_epi32(first, second);
+        two[i + 1] = _mm512_unpackhi_epi32(first, second);
+    }
+    WRITTEN_OUT
+    for (int i = 0; i < 8; i += 4) {
+        four[i] = _mm512_unpacklo_epi64(two[i], two[i + 2]);
+        four[i + 1] = _mm512_unpackhi_epi64(two[i], two[i + 2]);
+        four[i + 2] = _mm512_unpacklo_epi64(two[i + 1], two[i + 3]);
+        four[i + 3] = _mm512_unpackhi_epi64(two[i + 1], two[i + 3]);
+    }
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    const __m512i high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    WRITTEN_OUT
+    for (int i = 0; i < 4; i++) {
+        steps[i] = _mm512_permutex2var_epi64(four[i], low, four[i + 4]);
+        steps[i + 4] = _mm512_permutex2var_epi64(four[i], high, four[i + 4]);
+    }
+}
+
 // Scales and offsets of Q4_K and Q5_K (`six_bits`) for the eight runs: first scales, then offsets.
 inline __m512 six_factors(const uint8_t* block) {
     // a number's low bits and its two high ones lie in one byte, or in two
@@ -290,27 +324,28 @@ struct CodeLanes {
     static void read_x(const bf16* x, int inputs, char* to) {
         for (int first = 0; first < inputs; first += BLOCK_WEIGHTS, to += X_BYTES) {
             alignas(64) bf16 block[BLOCK_WEIGHTS];
+            alignas(64) CodePairs::Number groups[BLOCK_WEIGHTS];
+            alignas(64) float units[16];
             int here = inputs - first < BLOCK_WEIGHTS ? inputs - first : BLOCK_WEIGHTS;
             std::memcpy(block, x + first, here * sizeof(bf16));
             std::memset(block + here, 0, (BLOCK_WEIGHTS - here) * sizeof(bf16));
-            CodePairs::Number* numbers = reinterpret_cast<CodePairs::Number*>(to);
-            float* sums = reinterpret_cast<float*>(to + 512);
             for (int lane = 0; lane < 16; lane++) {
-                const bf16* given = block + 16 * group_of<F>(lane);
-                CodePairs::Number group[16];
-                float unit = CodePairs::read(given, group), sum = 0.0f;
-                if (CodePairs::WHOLE) sums[16 + lane] = unit;
-                for (int j = 0; j < 16; j += 4) {
-                    CodePairs::Number* pair = numbers + j / 4 * 64 + 2 * lane;
-                    pair[0] = group[j];
-                    pair[1] = group[j + 2];
-                    pair[32] = group[j + 1];
-                    pair[33] = group[j + 3];
-                    sum += (CodePairs::as_float(group[j]) + CodePairs::as_float(group[j + 1])) +
-                           (CodePairs::as_float(group[j + 2]) + CodePairs::as_float(group[j + 3]));
-                }
-                sums[lane] = sum * unit;
+                CodePairs::Number* place = groups + 16 * (lane % 8 * 2 + lane / 8);
+                units[lane] = CodePairs::read(block + 16 * group_of<F>(lane), place);
             }
+            __m512i steps[8];
+            group_steps(groups, steps);
+            __m512 sum = _mm512_setzero_ps();
+            WRITTEN_OUT
+            for (int step = 0; step < 8; step++) {
+                _mm512_storeu_si512(to + step * 64, steps[step]);
+                sum = _mm512_add_ps(sum, CodePairs::sums_of_pairs(steps[step]));
+            }
+            if (CodePairs::WHOLE) {
+                sum = _mm512_mul_ps(sum, _mm512_load_ps(units));
+                _mm512_storeu_ps(to + 576, _mm512_load_ps(units));
+            }
+            _mm512_storeu_ps(to + 512, sum);
         }
     }
 
