@@ -22,7 +22,7 @@ struct DotLanes {
     static constexpr int WEIGHT_BYTES = BLOCK_WEIGHTS + 8 * GROUPS;  // codes, scales, offsets
 
     static int64_t x_bytes(int inputs) { return weight_blocks(inputs) * X_BYTES; }
-    static int64_t weight_bytes(int inputs) { return weight_blocks(inputs) * WEIGHT_BYTES; }
+    static constexpr int64_t WEIGHT_ROW = weight_blocks(MOST_DECODED) * WEIGHT_BYTES;
 
     static const float* units(const char* x) { return reinterpret_cast<const float*>(x + 2 * BLOCK_WEIGHTS); }
     static const float* scales(const char* weights) {
@@ -172,10 +172,10 @@ struct DotLanes {
     // R rows of x by one output whose weights are never stored: the sums of `tile`.
     template <int R>
     static void fused(const char* x, int64_t x_row, const uint8_t* row, int64_t ahead, int inputs,
-                      bool begins, float* sums, int64_t sums_row) {
+                      bool begins, float* sums) {
         Vec total[R];
         WRITTEN_OUT
-        for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * sums_row);
+        for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * SUMS_ROW);
         each_block<F>(row, ahead, inputs, [&](const uint8_t* block, int) INLINED {
             Scales found;
             prepare(block, found);
@@ -197,18 +197,18 @@ struct DotLanes {
             x += X_BYTES;
         });
         WRITTEN_OUT
-        for (int r = 0; r < R; r++) store(sums + r * sums_row, total[r]);
+        for (int r = 0; r < R; r++) store(sums + r * SUMS_ROW, total[r]);
     }
 
     // As `PlainLanes::tile`.
     template <int R>
-    static void tile(const char* x, int64_t x_row, const char* weights, int64_t weight_row, int inputs,
-                     bool begins, float* sums, int64_t sums_row) {
+    static void tile(const char* x, int64_t x_row, const char* weights, int inputs, bool begins,
+                     float* sums) {
         Vec total[R][4];
         WRITTEN_OUT
         for (int r = 0; r < R; r++) {
             WRITTEN_OUT
-            for (int p = 0; p < 4; p++) total[r][p] = begins ? set1(0.0f) : load(sums + r * sums_row + p * 4);
+            for (int p = 0; p < 4; p++) total[r][p] = begins ? set1(0.0f) : load(sums + r * SUMS_ROW + p * 4);
         }
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, x += X_BYTES, weights += WEIGHT_BYTES) {
             for (int four = 0; four < FOURS; four++) {
@@ -218,7 +218,7 @@ struct DotLanes {
                     int place = four * STEPS + step;
                     WRITTEN_OUT
                     for (int p = 0; p < 4; p++) {
-                        auto from = reinterpret_cast<const int8_t*>(weights + p * weight_row + place * 16);
+                        auto from = reinterpret_cast<const int8_t*>(weights + p * WEIGHT_ROW + place * 16);
                         int8x16_t numbers = vld1q_s8(from);
                         WRITTEN_OUT
                         for (int r = 0; r < R; r++) of_groups[r][p].add(numbers, x + r * x_row + place * 32);
@@ -226,7 +226,7 @@ struct DotLanes {
                 }
                 WRITTEN_OUT
                 for (int p = 0; p < 4; p++) {
-                    const float* scale = scales(weights + p * weight_row) + 4 * four;
+                    const float* scale = scales(weights + p * WEIGHT_ROW) + 4 * four;
                     WRITTEN_OUT
                     for (int r = 0; r < R; r++) {
                         total[r][p] = of_groups[r][p].scaled(scale, scale + GROUPS,
@@ -238,7 +238,7 @@ struct DotLanes {
         WRITTEN_OUT
         for (int r = 0; r < R; r++) {
             WRITTEN_OUT
-            for (int p = 0; p < 4; p++) store(sums + r * sums_row + p * 4, total[r][p]);
+            for (int p = 0; p < 4; p++) store(sums + r * SUMS_ROW + p * 4, total[r][p]);
         }
     }
 };

@@ -19,9 +19,7 @@
 
 namespace {
 
-constexpr int TOGETHER = 4;      // outputs whose sums stay in registers
-constexpr int DECODED = 16;      // outputs decoded at a time for many rows, a part of a job
-constexpr int MOST_DECODED = 512;  // inputs of them
+constexpr int TOGETHER = 4;        // outputs whose sums stay in registers
 constexpr int FUSED_X = 24 << 10;  // bytes of x that stay in the L1 cache for few rows
 constexpr int BLOCK_ROWS = 128;  // that meet all weights, so that x stays in the L2 cache
 
@@ -32,7 +30,7 @@ struct PlainLanes {
     using X = typename Wide::X;
     static constexpr int ROWS = Wide::ROWS, FUSED_ROWS = 0;
     static int64_t x_bytes(int inputs) { return static_cast<int64_t>(inputs) * sizeof(X); }
-    static int64_t weight_bytes(int inputs) { return x_bytes(inputs); }
+    static constexpr int64_t WEIGHT_ROW = MOST_DECODED * sizeof(X);
 
     template <class Number>
     static void read_x(const Number* x, int inputs, char* to) {
@@ -46,17 +44,17 @@ struct PlainLanes {
 
     // R rows of x by `TOGETHER` outputs, over some inputs; the sums begin at zero or go on.
     template <int R>
-    static void tile(const char* x, int64_t x_row, const char* weights, int64_t weight_row, int inputs,
-                     bool begins, float* sums, int64_t sums_row) {
+    static void tile(const char* x, int64_t x_row, const char* weights, int inputs, bool begins,
+                     float* sums) {
         Vec acc[R][TOGETHER];
         const X *x_at[R], *weight_at[TOGETHER];
         for (int p = 0; p < TOGETHER; p++) {
-            weight_at[p] = reinterpret_cast<const X*>(weights + p * weight_row);
+            weight_at[p] = reinterpret_cast<const X*>(weights + p * WEIGHT_ROW);
         }
         for (int r = 0; r < R; r++) {
             x_at[r] = reinterpret_cast<const X*>(x + r * x_row);
             for (int p = 0; p < TOGETHER; p++) {
-                acc[r][p] = begins ? set1(0.0f) : load(sums + r * sums_row + p * Vec::WIDTH);
+                acc[r][p] = begins ? set1(0.0f) : load(sums + r * SUMS_ROW + p * Vec::WIDTH);
             }
         }
         for (int i = 0; i < inputs; i += Wide::STEP) {
@@ -70,7 +68,7 @@ struct PlainLanes {
             }
         }
         for (int r = 0; r < R; r++) {
-            for (int p = 0; p < TOGETHER; p++) store(sums + r * sums_row + p * Vec::WIDTH, acc[r][p]);
+            for (int p = 0; p < TOGETHER; p++) store(sums + r * SUMS_ROW + p * Vec::WIDTH, acc[r][p]);
         }
     }
 };
@@ -125,33 +123,30 @@ inline Vec sums_of(const float* from, int count) {
 }
 
 template <class Lanes, int R>
-inline void tile_of(int rows, const char* x, int64_t x_row, const char* weights, int64_t weight_row,
-                    int inputs, bool begins, float* sums, int64_t sums_row) {
+inline void tile_of(int rows, const char* x, int64_t x_row, const char* weights, int inputs, bool begins,
+                    float* sums) {
     if constexpr (R > 0) {
-        if (rows == R) {
-            return Lanes::template tile<R>(x, x_row, weights, weight_row, inputs, begins, sums, sums_row);
-        }
-        tile_of<Lanes, R - 1>(rows, x, x_row, weights, weight_row, inputs, begins, sums, sums_row);
+        if (rows == R) return Lanes::template tile<R>(x, x_row, weights, inputs, begins, sums);
+        tile_of<Lanes, R - 1>(rows, x, x_row, weights, inputs, begins, sums);
     }
 }
 
 template <class Lanes, int R>
 inline void fused_of(int rows, const char* x, int64_t x_row, const uint8_t* row, int64_t ahead, int inputs,
-                     bool begins, float* sums, int64_t sums_row) {
+                     bool begins, float* sums) {
     if constexpr (R > 0) {
-        if (rows == R) return Lanes::template fused<R>(x, x_row, row, ahead, inputs, begins, sums, sums_row);
-        fused_of<Lanes, R - 1>(rows, x, x_row, row, ahead, inputs, begins, sums, sums_row);
+        if (rows == R) return Lanes::template fused<R>(x, x_row, row, ahead, inputs, begins, sums);
+        fused_of<Lanes, R - 1>(rows, x, x_row, row, ahead, inputs, begins, sums);
     }
 }
 
 template <class Number>
-void block_results(const LinearJob& job, const float* sums, int64_t sums_row, int first_row, int rows,
-                   int first, int count) {
+void block_results(const LinearJob& job, const float* sums, int first_row, int rows, int first, int count) {
     for (int r = 0; r < rows; r++) {
         Number* to = static_cast<Number*>(job.out) + (first_row + r) * job.out_row + first;
         for (int o = 0; o < count; o += Vec::WIDTH) {
             int here = count - o < Vec::WIDTH ? count - o : Vec::WIDTH;
-            Vec value = sums_of(sums + r * sums_row + o * Vec::WIDTH, here);
+            Vec value = sums_of(sums + r * SUMS_ROW + o * Vec::WIDTH, here);
             if (job.bias) value = value + load_first(job.bias + first + o, here, 0.0f);
             store_first(to + o, here, value);
         }
@@ -166,9 +161,7 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
     int fused_inputs = (block_bytes < FUSED_X ? static_cast<int>(FUSED_X / block_bytes) : 1) * BLOCK_WEIGHTS;
     int blocks = (job.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     int most_rows = blocks ? (job.rows + blocks - 1) / blocks : 0;
-    int most_inputs = job.inputs < MOST_DECODED ? job.inputs : MOST_DECODED;
-    int64_t sums_row = group * Vec::WIDTH, sums_bytes = most_rows * sums_row * 4;
-    int64_t weight_row = Lanes::weight_bytes(most_inputs), weight_bytes = group * weight_row;
+    int64_t sums_bytes = most_rows * SUMS_ROW * 4, weight_bytes = group * Lanes::WEIGHT_ROW;
     int64_t x_row = Lanes::x_bytes(job.inputs);
     char* memory = static_cast<char*>(
         scratch->take(scratch, (sums_bytes + weight_bytes + 63) / 64 * 64 + most_rows * x_row));
@@ -197,16 +190,16 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
                         fused_of<Lanes, Lanes::FUSED_ROWS>(
                             rows, x + Lanes::x_bytes(input), x_row,
                             from + o * job.packed_row + row_bytes<typename Lanes::Format>(input), ahead, inputs, input == 0,
-                            sums + o * Vec::WIDTH, sums_row);
+                            sums + o * Vec::WIDTH);
                     }
                 }
-                block_results<Number>(job, sums, sums_row, row, rows, output, count);
+                block_results<Number>(job, sums, row, rows, output, count);
                 continue;
             }
-            for (int input = 0; input < job.inputs; input += most_inputs) {
-                int inputs = job.inputs - input < most_inputs ? job.inputs - input : most_inputs;
+            for (int input = 0; input < job.inputs; input += MOST_DECODED) {
+                int inputs = job.inputs - input < MOST_DECODED ? job.inputs - input : MOST_DECODED;
                 for (int o = 0; o < count; o++) {
-                    Lanes::decode(from + o * job.packed_row, ahead, input, inputs, weights + o * weight_row);
+                    Lanes::decode(from + o * job.packed_row, ahead, input, inputs, weights + o * Lanes::WEIGHT_ROW);
                 }
                 for (int at = 0; at < rows;) {
                     int tiles = (rows - at + Lanes::ROWS - 1) / Lanes::ROWS;
@@ -214,13 +207,12 @@ void block_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
                     for (int o = 0; o < count; o += TOGETHER) {  // past the last: room, never stored
                         tile_of<Lanes, Lanes::ROWS>(
                             some, x + at * x_row + Lanes::x_bytes(input), x_row,
-                            weights + o * weight_row, weight_row, inputs, input == 0,
-                            sums + at * sums_row + o * Vec::WIDTH, sums_row);
+                            weights + o * Lanes::WEIGHT_ROW, inputs, input == 0, sums + at * SUMS_ROW + o * Vec::WIDTH);
                     }
                     at += some;
                 }
             }
-            block_results<Number>(job, sums, sums_row, row, rows, output, count);
+            block_results<Number>(job, sums, row, rows, output, count);
         }
     }
 }

@@ -318,7 +318,7 @@ struct CodeLanes {
     static constexpr int BYTES = BLOCK_WEIGHTS / F::NUMBERS * F::BYTES;
 
     static int64_t x_bytes(int inputs) { return weight_blocks(inputs) * X_BYTES; }
-    static int64_t weight_bytes(int inputs) { return weight_blocks(inputs) * WEIGHT_BYTES; }
+    static constexpr int64_t WEIGHT_ROW = weight_blocks(MOST_DECODED) * WEIGHT_BYTES;
 
     // Numbers of x in the order in which codes meet them; zeros behind the last.
     static void read_x(const bf16* x, int inputs, char* to) {
@@ -444,11 +444,11 @@ struct CodeLanes {
     // R rows of x by one output whose weights are never stored: the sums of `tile`.
     template <int R>
     static void fused(const char* x, int64_t x_row, const uint8_t* row, int64_t ahead, int inputs,
-                      bool begins, float* sums, int64_t sums_row) {
+                      bool begins, float* sums) {
         __m512 total[R];
         WRITTEN_OUT
         for (int r = 0; r < R; r++) {
-            total[r] = begins ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * sums_row);
+            total[r] = begins ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * SUMS_ROW);
         }
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, x += X_BYTES) {
             CodePairs::Sums acc[R];
@@ -473,22 +473,19 @@ struct CodeLanes {
             row += BYTES;
         }
         WRITTEN_OUT
-        for (int r = 0; r < R; r++) _mm512_storeu_ps(sums + r * sums_row, total[r]);
+        for (int r = 0; r < R; r++) _mm512_storeu_ps(sums + r * SUMS_ROW, total[r]);
     }
 
     // As `PlainLanes::tile`; the sums stay in the L1 cache.
     template <int R>
-    static void tile(const char* x, int64_t x_row, const char* weights, int64_t weight_row, int inputs,
-                     bool begins, float* sums, int64_t sums_row) {
+    static void tile(const char* x, int64_t x_row, const char* weights, int inputs, bool begins,
+                     float* sums) {
         if (begins) {
             for (int r = 0; r < R; r++) {
-                for (int p = 0; p < 4; p++) _mm512_storeu_ps(sums + r * sums_row + p * 16, _mm512_setzero_ps());
+                for (int p = 0; p < 4; p++) _mm512_storeu_ps(sums + r * SUMS_ROW + p * 16, _mm512_setzero_ps());
             }
         }
-        const char *x_at[R], *weight_at[4];
-        for (int r = 0; r < R; r++) x_at[r] = x + r * x_row;
-        for (int p = 0; p < 4; p++) weight_at[p] = weights + p * weight_row;
-        for (int at = 0; at < inputs; at += BLOCK_WEIGHTS) {
+        for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, x += X_BYTES, weights += WEIGHT_BYTES) {
             CodePairs::Sums acc[R][4];
             for (int r = 0; r < R; r++) {
                 for (int p = 0; p < 4; p++) acc[r][p] = CodePairs::none();
@@ -496,24 +493,23 @@ struct CodeLanes {
             WRITTEN_OUT
             for (int step = 0; step < 8; step++) {
                 __m512i weight[4];
-                for (int p = 0; p < 4; p++) weight[p] = _mm512_loadu_si512(weight_at[p] + step * 64);
+                for (int p = 0; p < 4; p++) weight[p] = _mm512_loadu_si512(weights + p * WEIGHT_ROW + step * 64);
                 for (int r = 0; r < R; r++) {
-                    __m512i factor = _mm512_loadu_si512(x_at[r] + step * 64);
+                    __m512i factor = _mm512_loadu_si512(x + r * x_row + step * 64);
                     for (int p = 0; p < 4; p++) acc[r][p] = CodePairs::add(acc[r][p], factor, weight[p]);
                 }
             }
             for (int p = 0; p < 4; p++) {
-                __m512 scale = _mm512_loadu_ps(weight_at[p] + 512), offset;
-                if (F::OFFSETS) offset = _mm512_loadu_ps(weight_at[p] + 576);
+                __m512 scale = _mm512_loadu_ps(weights + p * WEIGHT_ROW + 512), offset;
+                if (F::OFFSETS) offset = _mm512_loadu_ps(weights + p * WEIGHT_ROW + 576);
                 for (int r = 0; r < R; r++) {
-                    float* sum = sums + r * sums_row + p * 16;
-                    __m512 found = CodePairs::scaled(acc[r][p], scale, x_at[r], _mm512_loadu_ps(sum));
-                    if (F::OFFSETS) found = _mm512_fnmadd_ps(offset, _mm512_loadu_ps(x_at[r] + 512), found);
+                    float* sum = sums + r * SUMS_ROW + p * 16;
+                    __m512 found = CodePairs::scaled(acc[r][p], scale, x + r * x_row, _mm512_loadu_ps(sum));
+                    if (F::OFFSETS) found = _mm512_fnmadd_ps(offset, _mm512_loadu_ps(x + r * x_row + 512), found);
                     _mm512_storeu_ps(sum, found);
+                    asm("" ::: "memory");  // not in registers, which the products need
                 }
             }
-            for (int r = 0; r < R; r++) x_at[r] += X_BYTES;
-            for (int p = 0; p < 4; p++) weight_at[p] += WEIGHT_BYTES;
         }
     }
 };

@@ -69,7 +69,7 @@ struct SingleLanes {
     static constexpr int X_NUMBERS = BLOCK_WEIGHTS + 16;            // and sums of groups
     static constexpr int WEIGHT_NUMBERS = BLOCK_WEIGHTS + 64 + 16;  // and scales of lanes, offsets
     static int64_t x_bytes(int inputs) { return weight_blocks(inputs) * X_NUMBERS * 4; }
-    static int64_t weight_bytes(int inputs) { return weight_blocks(inputs) * WEIGHT_NUMBERS * 4; }
+    static constexpr int64_t WEIGHT_ROW = weight_blocks(MOST_DECODED) * WEIGHT_NUMBERS * 4;
 
     // Numbers of x in the order in which codes meet them; zeros behind the last. A byte that is not
     // moved to the lowest place stands for a greater number, which its factor makes up for.
@@ -203,10 +203,10 @@ struct SingleLanes {
     // R rows of x by one output whose weights are never stored: the sums of `tile`.
     template <int R>
     static void fused(const char* x, int64_t x_row, const uint8_t* row, int64_t ahead, int inputs,
-                      bool begins, float* sums, int64_t sums_row) {
+                      bool begins, float* sums) {
         Vec total[R];
         WRITTEN_OUT
-        for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * sums_row);
+        for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * SUMS_ROW);
         each_block<F>(row, ahead, inputs, [&](const uint8_t* block, int) {
             Scales scales;
             prepare(block, scales);
@@ -233,34 +233,33 @@ struct SingleLanes {
             x += X_NUMBERS * 4;
         });
         WRITTEN_OUT
-        for (int r = 0; r < R; r++) store(sums + r * sums_row, total[r]);
+        for (int r = 0; r < R; r++) store(sums + r * SUMS_ROW, total[r]);
     }
 
     // As `PlainLanes::tile`.
     template <int R>
-    static void tile(const char* x, int64_t x_row, const char* weights, int64_t weight_row, int inputs,
-                     bool begins, float* sums, int64_t sums_row) {
+    static void tile(const char* x, int64_t x_row, const char* weights, int inputs, bool begins,
+                     float* sums) {
         constexpr int OUTPUTS = Vec::WIDTH == 16 ? 4 : 2;  // whose sums stay in registers
         for (int first = 0; first < 4; first += OUTPUTS) {
-            few<R, OUTPUTS>(x, x_row, weights + first * weight_row, weight_row, inputs, begins,
-                            sums + first * Vec::WIDTH, sums_row);
+            few<R, OUTPUTS>(x, x_row, weights + first * WEIGHT_ROW, inputs, begins, sums + first * Vec::WIDTH);
         }
     }
 
     template <int R, int OUTPUTS>
-    static void few(const char* x, int64_t x_row, const char* weights, int64_t weight_row, int inputs,
-                    bool begins, float* sums, int64_t sums_row) {
+    static void few(const char* x, int64_t x_row, const char* weights, int inputs, bool begins,
+                    float* sums) {
         Vec total[R][OUTPUTS];
         const float *x_at[R], *weight_at[OUTPUTS];
         for (int p = 0; p < OUTPUTS; p++) {
-            weight_at[p] = reinterpret_cast<const float*>(weights + p * weight_row);
+            weight_at[p] = reinterpret_cast<const float*>(weights + p * WEIGHT_ROW);
         }
         WRITTEN_OUT
         for (int r = 0; r < R; r++) {
             x_at[r] = reinterpret_cast<const float*>(x + r * x_row);
             WRITTEN_OUT
             for (int p = 0; p < OUTPUTS; p++) {
-                total[r][p] = begins ? set1(0.0f) : load(sums + r * sums_row + p * Vec::WIDTH);
+                total[r][p] = begins ? set1(0.0f) : load(sums + r * SUMS_ROW + p * Vec::WIDTH);
             }
         }
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS) {
@@ -304,7 +303,7 @@ struct SingleLanes {
         WRITTEN_OUT
         for (int r = 0; r < R; r++) {
             WRITTEN_OUT
-            for (int p = 0; p < OUTPUTS; p++) store(sums + r * sums_row + p * Vec::WIDTH, total[r][p]);
+            for (int p = 0; p < OUTPUTS; p++) store(sums + r * SUMS_ROW + p * Vec::WIDTH, total[r][p]);
         }
     }
 };

@@ -33,7 +33,7 @@ struct WordLanes {
     }
 
     static int64_t x_bytes(int inputs) { return weight_blocks(inputs) * X_BYTES; }
-    static int64_t weight_bytes(int inputs) { return weight_blocks(inputs) * WEIGHT_BYTES; }
+    static constexpr int64_t WEIGHT_ROW = weight_blocks(MOST_DECODED) * WEIGHT_BYTES;
 
     // Numbers of x in the order in which codes meet them; zeros behind the last.
     static void read_x(const bf16* x, int inputs, char* to) {
@@ -281,10 +281,10 @@ struct WordLanes {
     // R rows of x by one output whose weights are never stored: the sums of `tile`.
     template <int R>
     static void fused(const char* x, int64_t x_row, const uint8_t* row, int64_t ahead, int inputs,
-                      bool begins, float* sums, int64_t sums_row) {
+                      bool begins, float* sums) {
         Vec total[R];
         WRITTEN_OUT
-        for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * sums_row);
+        for (int r = 0; r < R; r++) total[r] = begins ? set1(0.0f) : load(sums + r * SUMS_ROW);
         each_block<F, true>(row, ahead, inputs, [&](const uint8_t* block, int left) INLINED {
             const Factors given = factors(block, left);
             halves(left, [&](auto h) INLINED {
@@ -306,16 +306,16 @@ struct WordLanes {
             x += X_BYTES;
         });
         WRITTEN_OUT
-        for (int r = 0; r < R; r++) store(sums + r * sums_row, total[r]);
+        for (int r = 0; r < R; r++) store(sums + r * SUMS_ROW, total[r]);
     }
 
     // As `PlainLanes::tile`; the sums stay in the L1 cache.
     template <int R>
-    static void tile(const char* x, int64_t x_row, const char* weights, int64_t weight_row, int inputs,
-                     bool begins, float* sums, int64_t sums_row) {
+    static void tile(const char* x, int64_t x_row, const char* weights, int inputs, bool begins,
+                     float* sums) {
         if (begins) {
             for (int r = 0; r < R; r++) {
-                for (int p = 0; p < 4; p++) store(sums + r * sums_row + p * 8, set1(0.0f));
+                for (int p = 0; p < 4; p++) store(sums + r * SUMS_ROW + p * 8, set1(0.0f));
             }
         }
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, x += X_BYTES, weights += WEIGHT_BYTES) {
@@ -331,7 +331,7 @@ struct WordLanes {
                     int place = h * HALF + step * 32;
                     WRITTEN_OUT
                     for (int p = 0; p < 4; p++) {
-                        const char* from = weights + p * weight_row + place;
+                        const char* from = weights + p * WEIGHT_ROW + place;
                         __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
                         asm("" : "+x"(numbers));  // once for all rows
                         WRITTEN_OUT
@@ -340,13 +340,13 @@ struct WordLanes {
                 }
                 WRITTEN_OUT
                 for (int p = 0; p < 4; p++) {
-                    const float* factors = reinterpret_cast<const float*>(weights + p * weight_row + 2 * HALF) + 8 * h;
+                    const float* factors = reinterpret_cast<const float*>(weights + p * WEIGHT_ROW + 2 * HALF) + 8 * h;
                     Vec scale = load(factors), offset = scale;
                     if (offsets_with(h)) offset = load(factors + 16);
                     WRITTEN_OUT
                     for (int r = 0; r < R; r++) {
                         const float* groups = reinterpret_cast<const float*>(x + r * x_row + 2 * HALF) + 8 * h;
-                        float* sum = sums + r * sums_row + p * 8;
+                        float* sum = sums + r * SUMS_ROW + p * 8;
                         store(sum, scaled(acc[r][p], scale, offset, offsets_with(h), groups, load(sum)));
                         asm("" ::: "memory");  // not in registers, which the products need
                     }

@@ -362,7 +362,13 @@ inline int64_t row_bytes(int inputs) {
 }
 
 // Blocks of `BLOCK_WEIGHTS` that hold so many weights of a row.
-inline int64_t weight_blocks(int inputs) { return (inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS; }
+constexpr int64_t weight_blocks(int inputs) { return (inputs + BLOCK_WEIGHTS - 1) / BLOCK_WEIGHTS; }
+
+// Where decoded weights and sums lie is known to the compiler: with strides that it computes for each
+// tile, products take a tenth longer.
+constexpr int DECODED = 16;        // outputs whose weights are decoded at a time for many rows, a part of a job
+constexpr int MOST_DECODED = 512;  // inputs of them
+constexpr int64_t SUMS_ROW = DECODED * Vec::WIDTH;  // a row's sums with these outputs, by lanes
 
 // Copies a run's block in the parts in which it is read, which is faster; or clears it.
 template <class F>
