@@ -72,8 +72,8 @@ def collect(solver: Solver, problems: Iterable[Problem]) -> list[Example]:
     """Solve problems at full retention, then mask each closed block and check the answer.
 
     A block is masked after the next one; the rest of the path is then decoded again, greedily, with
-    the block and without. So the last two blocks of a path are left out: nothing is decoded after
-    them. Only paths with a right answer are used, since a wrong one has no accuracy to lose.
+    the block (a greedy path is that already) and without. So the last two blocks are left out:
+    nothing is decoded after them. Only right paths are used: a wrong one has no accuracy to lose.
 
     Args:
         solver: a full budget, and a policy that observes attention.
@@ -96,13 +96,14 @@ def _losses(solver: Solver, problem: Problem, path: Sequence[Node], index: int) 
     engine = solver.engine
     growth = Growth(0, GREEDY, StopRule(engine.tokenizer, solver.boundary, solver.eos))
     places = range(1, len(path) - 2)
+    greedy = solver.sampling.temperature == 0
     # as of the search, before the experiment adds queries of its own
     rows = np.array([path[i].row for i in places], int)
     attended = engine.state.statistics.block_attention(rows)
     found = []
     for place, attention in zip(places, attended.tolist(), strict=True):
         lost, leaf = path[place], path[place + 1]
-        whole = _continues(solver, problem, leaf, growth)
+        whole = greedy or _continues(solver, problem, leaf, growth)
         with engine.hiding([lost]):
             right = _continues(solver, problem, leaf, growth)
         drop = float(whole) - float(right)
