@@ -93,6 +93,20 @@ def test_a_round_gets_as_many_blocks_as_fit_the_tokens(controller: str, most: in
     assert abs(solution.metrics.tokens_generated - most) <= 2 * longest
 
 
+@pytest.mark.parametrize("controller", ["tot", "beam", "dpts", "best-first", "mcts"])
+@pytest.mark.parametrize("most", [260, 300])
+def test_a_path_ends_within_the_tokens(controller: str, most: int) -> None:
+    """A first level takes half of these tokens, and a whole search several times as many."""
+    events: list[Event] = []
+
+    solution = solved(events, controller, {"max_tokens": most}, verifier="self", seed=0)
+
+    longest = max(len(event.ids) for event in events if isinstance(event, Boundary))
+    assert solution.limit in ("max_tokens", None)  # None: its last levels, narrowed, have an answer
+    assert any(isinstance(each, Terminal) for each in events), "right or wrong"
+    assert most - 2 * longest <= solution.metrics.tokens_generated <= most + longest
+
+
 # The longest path
 
 

@@ -145,6 +145,8 @@ class Session:
         self._opening = {"slots": slots, **opening}
         self._expanded = 0
         self._blocks = self._tokens = 0  # closed blocks that were reported, and their tokens
+        self._any_finished = False
+        self._narrowed: ReachedLimit | None = None  # which limit last cut what the search asked for
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
         self._stopped: Status | None = None
@@ -251,7 +253,12 @@ class Session:
     def _rounds(self, tree: ThoughtTree, search: Search) -> Steps[None]:
         """Ask, grow everything, verify, tell; and again."""
         room = partial(self.engine.room, self.growth.stop.max_tokens, tree)
-        while not self._over() and (expansions := self._allowed(search.ask(room()))):
+        while not self._over() and (asked := search.ask(room())):
+            expansions = self._within_limit(asked)
+            if not expansions:
+                if (yield from self._goes_on(tree, search, asked)):
+                    continue
+                break
             self._round_start, self._verified = len(tree), False
             children = yield from self._grow(tree, expansions)
             self._count(children)
@@ -268,16 +275,20 @@ class Session:
         `Continuous`."""
         overlapping = self._overlapping
         longest = tree.root.end  # of the paths that the search knows of
-        now, cut = 0, False
+        now = 0
+        waiting: list[Expansion] = []  # asked for, and not within the limits so far
         try:
             while True:
-                if not cut and not self._over():
+                if not self._over():
                     room = self.engine.room(self.growth.stop.max_tokens, tree, longest)
-                    asked = search.ask(room)
+                    asked = waiting or search.ask(room)
                     expansions = self._within_limit(asked)
-                    cut = expansions != asked
+                    waiting = asked[len(expansions) :]
                     self._begin(tree, search, expansions, now)
                 if not overlapping:
+                    stuck = waiting and not self._over()
+                    if stuck and (yield from self._goes_on(tree, search, waiting)):
+                        continue
                     break
                 while not (ended := due(overlapping)):
                     yield AnyEnded(overlapping)
@@ -292,8 +303,6 @@ class Session:
                 search.tell(children)
                 self._prune(tree)
                 self._check_answers(search, children)
-            if cut:
-                self._stop_at_limit()
         finally:
             for each in overlapping:
                 each.close()
@@ -331,18 +340,27 @@ class Session:
             self.stop("timeout", "timeout")
         return self._stopped is not None
 
-    def _allowed(self, expansions: list[Expansion]) -> list[Expansion]:
-        """The expansions of a round within the limits; an empty list ends the run."""
-        allowed = self._within_limit(expansions)
-        if expansions and not allowed:
-            self._stop_at_limit()
-        return allowed
+    def _goes_on(
+        self, tree: ThoughtTree, search: Search, asked: Sequence[Expansion]
+    ) -> Steps[bool]:
+        """Whether a search goes on, of which the limits allow no further round as it is.
 
-    def _stop_at_limit(self) -> None:
-        """End the run at the limit that allows no further expansion."""
-        most = self.limits.max_expansions
-        used_up = most is not None and self._expanded >= most
-        self.stop("limit", "max_expansions" if used_up else "max_tokens")
+        Where no path has ended, the leaf that the search would grow first goes on alone until its
+        path ends, with the tokens that were kept for that. The search is not told of it, and has
+        what is left of them.
+        """
+        alone = self._narrowed == "max_tokens" and not self._any_finished
+        growing = [asked[0].leaf] if alone else []
+        while growing and not self._over():
+            self._round_start, self._verified = len(tree), False
+            growing = yield from self._grow(tree, [Expansion(growing[0], 1)])
+            self._count(growing)
+            if self._any_finished:
+                yield from self.verification.steps(self.judged(search, tree, growing))
+                self._check_answers(search, growing)
+                return True
+        self.stop("limit", self._narrowed)
+        return False
 
     def _count(self, blocks: Sequence[Node]) -> None:
         """Count blocks that have ended and their sampled tokens, thoughts that were proposed not
@@ -371,21 +389,34 @@ class Session:
             if votes and confidence(self.aggregate, votes) >= limits.confidence:
                 self.stop("limit", "confidence")
 
-    def _within_limit(self, expansions: list[Expansion]) -> list[Expansion]:
-        most = self.limits.max_expansions
+    def _within_limit(self, asked: list[Expansion]) -> list[Expansion]:
+        """The expansions that the limits allow."""
+        expansions, most = asked, self.limits.max_expansions
         if most is not None:
             expansions = expansions[: most - self._expanded]
-        if self.limits.max_tokens is not None and self._tokens:
+        if expansions != asked:
+            self._narrowed = "max_expansions"
+        elif self.limits.max_tokens is not None and self._tokens:
             expansions = self._within_tokens(expansions, self.limits.max_tokens)
+            if expansions != asked:
+                self._narrowed = "max_tokens"
         self._expanded += len(expansions)
         return expansions
 
     def _within_tokens(self, expansions: list[Expansion], most: int) -> list[Expansion]:
         """The expansions whose sampled blocks fit the rest of the tokens, by the mean length so
-        far; the last one perhaps narrower."""
+        far; the last one perhaps narrower.
+
+        Until a path has ended, tokens to end one are kept: what the thoughts after these take if
+        they are twice as long as that mean, and at most a quarter of all.
+        """
         length = self._tokens / self._blocks
+        kept = 0.0
+        if expansions and not self._any_finished:
+            left = self.limits.max_depth - expansions[0].leaf.depth - 1
+            kept = min(most / 4, 2 * length * left)
         growing = sum(_sampled(each.expansion) for each in self._overlapping)
-        blocks = int((most - self._tokens) / length) - growing
+        blocks = int((most - kept - self._tokens) / length) - growing
         allowed = []
         for expansion in expansions:
             count = min(_sampled(expansion), blocks)
@@ -502,6 +533,7 @@ class Session:
             if ended or self._is_longest(child):
                 child.state = NodeState.TERMINAL
                 child.cut = not ended
+                self._any_finished = True
                 answer, guessed = path_answer(self.task, self.problem, child)
                 self.emit(Terminal(child.id, answer, guessed, child.cut))
         return children
@@ -565,6 +597,8 @@ class Session:
         # without an answer, the paths that were cut may have been on their way to one
         cut = [path.cut for path in ([best] if best is not None and votes else finished)]
         found: Status = "cut" if any(cut) else "exhausted" if answer is None else "solved"
+        if found == "exhausted" and self._narrowed is not None:
+            self.stop("limit", self._narrowed)  # what was left of the last rounds has no answer
         status: Status = self._stopped or found
         self.emit(
             Answered(
