@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ from support.slow_cases import every
 
 from arbor import Solver
 from arbor.aggregate.base import AnswerVotes, lead_probability
+from arbor.controllers.tot import BreadthFirst, ToT
 from arbor.events import Boundary, Ended, Event, Terminal
 from arbor.run.solution import Solution
+from arbor.tree import Node, NodeState, ThoughtTree
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -21,7 +25,7 @@ SEVERAL = "best-of-n,samples=12"  # paths that end at different times, most of t
 
 def solved(
     events: list[Event] | None = None,
-    controller: str = SEVERAL,
+    controller: Any = SEVERAL,
     limits: Any = None,
     problem: str = PUZZLE,
     **settings: Any,
@@ -105,6 +109,39 @@ def test_a_path_ends_within_the_tokens(controller: str, most: int) -> None:
     assert solution.limit in ("max_tokens", None)  # None: its last levels, narrowed, have an answer
     assert any(isinstance(each, Terminal) for each in events), "right or wrong"
     assert most - 2 * longest <= solution.metrics.tokens_generated <= most + longest
+
+
+class Told(BreadthFirst):
+    """A search that knows of the blocks it was told of alone."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.told: list[Node] = []
+
+    def tell(self, children: Sequence[Node]) -> None:
+        self.told += children
+        super().tell(children)
+
+    def best(self) -> list[Node]:
+        return [child for child in self.told if child.state is NodeState.TERMINAL]
+
+
+@dataclass(frozen=True)
+class Telling(ToT):
+    """A controller of such searches."""
+
+    def start(self, tree: ThoughtTree, max_depth: int) -> Told:
+        return Told(self, tree, max_depth)
+
+
+def test_a_path_that_ended_alone_counts_where_the_search_was_not_told() -> None:
+    events: list[Event] = []
+    limits = {"max_tokens": 160}  # a level of 10 thoughts takes 124
+
+    solution = solved(events, Telling(), limits, verifier="self", seed=0)
+
+    ended = [each.node for each in events if isinstance(each, Terminal)]
+    assert solution.limit == "max_tokens" and solution.path[-1:] == tuple(ended)
 
 
 # The longest path

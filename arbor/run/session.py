@@ -146,6 +146,7 @@ class Session:
         self._expanded = 0
         self._blocks = self._tokens = 0  # closed blocks that were reported, and their tokens
         self._any_finished = False
+        self._alone: list[Node] = []  # the leaf that ended with the tokens kept for it
         self._narrowed: ReachedLimit | None = None  # which limit last cut what the search asked for
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
@@ -230,9 +231,9 @@ class Session:
         except (BudgetInfeasible, InputError, OutOfMemory) as error:
             self.engine.give_up(tree, error)
             self._prune(tree)
-            error.data["answer"] = self._finish(tree, search.best()).answer
+            error.data["answer"] = self._finish(tree, self._best(search)).answer
             raise
-        return self._finish(tree, search.best())
+        return self._finish(tree, self._best(search))
 
     def _start(self, tree: ThoughtTree) -> Search:
         depth = self.limits.max_depth
@@ -356,11 +357,16 @@ class Session:
             growing = yield from self._grow(tree, [Expansion(growing[0], 1)])
             self._count(growing)
             if self._any_finished:
+                self._alone = growing
                 yield from self.verification.steps(self.judged(search, tree, growing))
                 self._check_answers(search, growing)
                 return True
         self.stop("limit", self._narrowed)
         return False
+
+    def _best(self, search: Search) -> list[Node]:
+        """The finished leaves, best first; a search may not know of one that went on alone."""
+        return search.best() or self._alone
 
     def _count(self, blocks: Sequence[Node]) -> None:
         """Count blocks that have ended and their sampled tokens, thoughts that were proposed not
@@ -377,7 +383,7 @@ class Session:
         ended = {child.id for child in children if child.state is NodeState.TERMINAL}
         if not ended:
             return
-        finished = search.best()
+        finished = self._best(search)
         for leaf in finished:
             if leaf.id in ended and limits.reached_by(leaf.value):
                 answer, _ = path_answer(self.task, self.problem, leaf)
