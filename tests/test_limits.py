@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from arbor import Solver
 from arbor.aggregate.base import AnswerVotes, lead_probability
 from arbor.controllers.tot import BreadthFirst, ToT
 from arbor.events import Boundary, Ended, Event, Terminal
+from arbor.run import session
 from arbor.run.solution import Solution
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -109,6 +111,22 @@ def test_a_path_ends_within_the_tokens(controller: str, most: int) -> None:
     assert solution.limit in ("max_tokens", None)  # None: its last levels, narrowed, have an answer
     assert any(isinstance(each, Terminal) for each in events), "right or wrong"
     assert most - 2 * longest <= solution.metrics.tokens_generated <= most + longest
+
+
+@pytest.mark.parametrize("controller", ["tot", "beam", "best-first", "dpts"])
+def test_a_path_ends_within_the_time(controller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thought takes a second here: a first level up to twenty, the next one up to fifty."""
+    clock = [0.0]
+
+    def listen(event: Event) -> None:
+        clock[0] += isinstance(event, Boundary)
+
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with Solver(controller=controller, verifier="self", seed=0, listeners=[listen]) as solver:
+        solution = solver.solve(PUZZLE, timeout=44)
+
+    assert solution.finish_reason == "timeout"
+    assert len(solution.path) == 1 + 3, "a whole path, right or wrong"
 
 
 class Told(BreadthFirst):

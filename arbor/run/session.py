@@ -145,8 +145,9 @@ class Session:
         self._opening = {"slots": slots, **opening}
         self._expanded = 0
         self._blocks = self._tokens = 0  # closed blocks that were reported, and their tokens
-        self._any_finished = False
-        self._alone: list[Node] = []  # the leaf that ended with the tokens kept for it
+        self._answered = False  # a path ended with an answer
+        self._block_s = 0.0  # wall seconds of the last round over its blocks
+        self._alone: list[Node] = []  # leaves that ended with what was kept for that
         self._narrowed: ReachedLimit | None = None  # which limit last cut what the search asked for
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
@@ -255,6 +256,7 @@ class Session:
         """Ask, grow everything, verify, tell; and again."""
         room = partial(self.engine.room, self.growth.stop.max_tokens, tree)
         while not self._over() and (asked := search.ask(room())):
+            began = time.monotonic()
             expansions = self._within_limit(asked)
             if not expansions:
                 if (yield from self._goes_on(tree, search, asked)):
@@ -268,6 +270,7 @@ class Session:
             search.tell(children)
             self._prune(tree)
             self._check_answers(search, children)
+            self._block_s = (time.monotonic() - began) / sum(map(_sampled, expansions))
 
     # Without rounds
 
@@ -346,27 +349,30 @@ class Session:
     ) -> Steps[bool]:
         """Whether a search goes on, of which the limits allow no further round as it is.
 
-        Where no path has ended, the leaf that the search would grow first goes on alone until its
-        path ends, with the tokens that were kept for that. The search is not told of it, and has
-        what is left of them.
+        Where no path has an answer, the leaf that the search would grow first goes on alone until
+        its path ends, with the tokens or the time kept for that. The search is not told of it, and
+        has what is left of them.
         """
-        alone = self._narrowed == "max_tokens" and not self._any_finished
+        alone = self._narrowed != "max_expansions" and not self._answered
         growing = [asked[0].leaf] if alone else []
         while growing and not self._over():
             self._round_start, self._verified = len(tree), False
             growing = yield from self._grow(tree, [Expansion(growing[0], 1)])
             self._count(growing)
-            if self._any_finished:
-                self._alone = growing
+            if growing and growing[0].state is NodeState.TERMINAL:
+                self._alone += growing
+                self._narrowed = None
                 yield from self.verification.steps(self.judged(search, tree, growing))
                 self._check_answers(search, growing)
                 return True
-        self.stop("limit", self._narrowed)
+        self.stop("timeout" if self._narrowed == "timeout" else "limit", self._narrowed)
         return False
 
     def _best(self, search: Search) -> list[Node]:
-        """The finished leaves, best first; a search may not know of one that went on alone."""
-        return search.best() or self._alone
+        """The finished leaves, best first; a search may not know of those that went on alone."""
+        found = search.best()
+        known = {leaf.id for leaf in found}
+        return [*found, *(leaf for leaf in self._alone if leaf.id not in known)]
 
     def _count(self, blocks: Sequence[Node]) -> None:
         """Count blocks that have ended and their sampled tokens, thoughts that were proposed not
@@ -402,6 +408,8 @@ class Session:
             expansions = expansions[: most - self._expanded]
         if expansions != asked:
             self._narrowed = "max_expansions"
+        elif self._is_late(asked):
+            expansions, self._narrowed = [], "timeout"
         elif self.limits.max_tokens is not None and self._tokens:
             expansions = self._within_tokens(expansions, self.limits.max_tokens)
             if expansions != asked:
@@ -409,16 +417,24 @@ class Session:
         self._expanded += len(expansions)
         return expansions
 
+    def _is_late(self, asked: Sequence[Expansion]) -> bool:
+        """Whether no path has an answer, and this round would take of the last quarter of the time,
+        which is kept to end one, if each block takes as long as in the last round."""
+        whole = self.limits.timeout
+        if whole is None or self._answered:
+            return False
+        return self._seconds_left() - self._block_s * sum(map(_sampled, asked)) < whole / 4
+
     def _within_tokens(self, expansions: list[Expansion], most: int) -> list[Expansion]:
         """The expansions whose sampled blocks fit the rest of the tokens, by the mean length so
         far; the last one perhaps narrower.
 
-        Until a path has ended, tokens to end one are kept: what the thoughts after these take if
-        they are twice as long as that mean, and at most a quarter of all.
+        Until a path has an answer, tokens to end one are kept: what the thoughts after these take
+        if they are twice as long as that mean, and at most a quarter of all.
         """
         length = self._tokens / self._blocks
         kept = 0.0
-        if expansions and not self._any_finished:
+        if expansions and not self._answered:
             left = self.limits.max_depth - expansions[0].leaf.depth - 1
             kept = min(most / 4, 2 * length * left)
         growing = sum(_sampled(each.expansion) for each in self._overlapping)
@@ -539,8 +555,8 @@ class Session:
             if ended or self._is_longest(child):
                 child.state = NodeState.TERMINAL
                 child.cut = not ended
-                self._any_finished = True
                 answer, guessed = path_answer(self.task, self.problem, child)
+                self._answered |= answer is not None
                 self.emit(Terminal(child.id, answer, guessed, child.cut))
         return children
 
