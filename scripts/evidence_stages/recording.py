@@ -116,7 +116,9 @@ class Recording:
         """MSVE's features of each block of a right greedy chain, and what masking it costs."""
         problem = self._samples[place].problem
         assert problem is not None, "samples were read with their problems"
-        solver = self._solver("weights", "chain", policy="arborkv", verifier="self", budget="full")
+        solver = self._solver(
+            "weights", "chain", policy="arborkv", verifier="self", mode="lossy", budget="full"
+        )
         return {"blocks": [dataclasses.asdict(each) for each in collect(solver, [problem])]}
 
 

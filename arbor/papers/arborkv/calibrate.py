@@ -76,8 +76,12 @@ def collect(solver: Solver, problems: Iterable[Problem]) -> list[Example]:
     nothing is decoded after them. Only right paths are used: a wrong one has no accuracy to lose.
 
     Args:
-        solver: a full budget, and a policy that observes attention.
+        solver: a full budget, and a policy that observes attention and reads values, in lossy
+            mode: in lossless mode a block is valued only where the search reads its value.
         problems: with answer keys.
+
+    Raises:
+        UsageError: the blocks were not valued.
 
     Differs from the paper: blocks are masked rather than zeroed (a zero key still takes attention),
     and the drop is in the answer of this path rather than an average over unstated repetitions.
@@ -87,6 +91,12 @@ def collect(solver: Solver, problems: Iterable[Problem]) -> list[Example]:
         solution = solver.solve(problem)
         if solution.correct:
             path = [solver.engine.tree[node_id] for node_id in solution.path]
+            if not all(block.valued for block in path[1:-2]):
+                raise UsageError(
+                    "calibrate-values",
+                    "the blocks of this search were not valued.",
+                    "Take mode='lossy'.",
+                )
             examples += _losses(solver, problem, path, index)
     return examples
 

@@ -54,6 +54,7 @@ def msve(
     with given.solver(
         controller="chain",
         policy="arborkv",
+        mode="lossy",  # values every block; with room for all of them nothing is lost
         msve=MSVE(top=top),  # not the values fitted before
     ) as solver:
         problems = given.problems(solver)
