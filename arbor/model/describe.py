@@ -170,7 +170,7 @@ def resolve_dtype(dtype: str, config: Any) -> torch.dtype:
     """
     check_dtype(dtype)
     if dtype == "auto":
-        saved = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+        saved = getattr(config, "dtype", None)
         return saved if isinstance(saved, torch.dtype) else torch.float32
     found: torch.dtype = getattr(torch, dtype)
     return found
