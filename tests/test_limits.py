@@ -15,7 +15,7 @@ from arbor import Solver
 from arbor.aggregate.base import AnswerVotes, lead_probability
 from arbor.controllers.tot import BreadthFirst, ToT
 from arbor.events import Boundary, Ended, Event, Terminal
-from arbor.run import session
+from arbor.run import allowance
 from arbor.run.solution import Solution
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -121,7 +121,7 @@ def test_a_path_ends_within_the_time(controller: str, monkeypatch: pytest.Monkey
     def listen(event: Event) -> None:
         clock[0] += isinstance(event, Boundary)
 
-    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(allowance, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with Solver(controller=controller, verifier="self", seed=0, listeners=[listen]) as solver:
         solution = solver.solve(PUZZLE, timeout=44)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -28,6 +26,7 @@ from arbor.events import (
     Transition,
 )
 from arbor.registry import name_of
+from arbor.run.allowance import Allowance
 from arbor.run.answers import AnswerGroups, compares_answers, confidence, ranked
 from arbor.run.expansions import AnyEnded, Grown, Overlapping, Proposals, due
 from arbor.run.limits import SessionLimits
@@ -143,17 +142,12 @@ class Session:
         self.proposals = None if able is None else Proposals(engine, able, problem, growth)
         self.substituted: OtherPrompt | None = None  # that was read instead
         self._opening = {"slots": slots, **opening}
-        self._expanded = 0
-        self._blocks = self._tokens = 0  # closed blocks that were reported, and their tokens
-        self._answered = False  # a path ended with an answer
-        self._block_s = 0.0  # wall seconds of the last round over its blocks
+        self._allowance = Allowance(limits)
         self._alone: list[Node] = []  # leaves that ended with what was kept for that
-        self._narrowed: ReachedLimit | None = None  # which limit last cut what the search asked for
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
         self._stopped: Status | None = None
         self._reached: ReachedLimit | None = None  # which limit stopped it
-        self._deadline: float | None = None
         self._search: Search | None = None
         self._round_start = 0  # blocks in the tree before the round in progress
         self._verified = False  # the round's children have their values
@@ -180,8 +174,7 @@ class Session:
                 In the middle of a search the expansions in progress are given up, the best answer
                 so far is emitted, and the error's data hold it.
         """
-        if self.limits.timeout is not None:
-            self._deadline = time.monotonic() + self.limits.timeout
+        self._allowance.start()
         tree = ThoughtTree(prompt, text)
         try:
             self._open(tree)
@@ -256,21 +249,20 @@ class Session:
         """Ask, grow everything, verify, tell; and again."""
         room = partial(self.engine.room, self.growth.stop.max_tokens, tree)
         while not self._over() and (asked := search.ask(room())):
-            began = time.monotonic()
-            expansions = self._within_limit(asked)
+            expansions = self._allowance.of(asked)
             if not expansions:
                 if (yield from self._goes_on(tree, search, asked)):
                     continue
                 break
             self._round_start, self._verified = len(tree), False
             children = yield from self._grow(tree, expansions)
-            self._count(children)
+            self._allowance.count(children)
             yield from self.verification.steps(self.judged(search, tree, children))
             self._verified = True
             search.tell(children)
             self._prune(tree)
             self._check_answers(search, children)
-            self._block_s = (time.monotonic() - began) / sum(map(_sampled, expansions))
+            self._allowance.round_ended(expansions)
 
     # Without rounds
 
@@ -286,7 +278,7 @@ class Session:
                 if not self._over():
                     room = self.engine.room(self.growth.stop.max_tokens, tree, longest)
                     asked = waiting or search.ask(room)
-                    expansions = self._within_limit(asked)
+                    expansions = self._allowance.of(asked, [e.expansion for e in overlapping])
                     waiting = asked[len(expansions) :]
                     self._begin(tree, search, expansions, now)
                 if not overlapping:
@@ -302,7 +294,9 @@ class Session:
                 for each in ended:
                     overlapping.remove(each)
                 children = [child for each in ended for child in each.reported]
-                self._count([*children, *(each.question for each in ended if each.question)])
+                self._allowance.count(
+                    [*children, *(each.question for each in ended if each.question)]
+                )
                 longest = max([longest, *(child.end for child in children)])
                 search.tell(children)
                 self._prune(tree)
@@ -335,12 +329,8 @@ class Session:
 
     # One round
 
-    def _seconds_left(self) -> float:
-        """Until the limit of time; infinite without one."""
-        return math.inf if self._deadline is None else self._deadline - time.monotonic()
-
     def _over(self) -> bool:
-        if self._deadline is not None and time.monotonic() >= self._deadline:
+        if self._allowance.seconds_left <= 0:
             self.stop("timeout", "timeout")
         return self._stopped is not None
 
@@ -353,19 +343,21 @@ class Session:
         its path ends, with the tokens or the time kept for that. The search is not told of it, and
         has what is left of them.
         """
-        alone = self._narrowed != "max_expansions" and not self._answered
+        allowance = self._allowance
+        alone = allowance.narrowed != "max_expansions" and not allowance.answered
         growing = [asked[0].leaf] if alone else []
         while growing and not self._over():
             self._round_start, self._verified = len(tree), False
             growing = yield from self._grow(tree, [Expansion(growing[0], 1)])
-            self._count(growing)
+            allowance.count(growing)
             if growing and growing[0].state is NodeState.TERMINAL:
                 self._alone += growing
-                self._narrowed = None
+                allowance.narrowed = None
                 yield from self.verification.steps(self.judged(search, tree, growing))
                 self._check_answers(search, growing)
                 return True
-        self.stop("timeout" if self._narrowed == "timeout" else "limit", self._narrowed)
+        narrowed = allowance.narrowed
+        self.stop("timeout" if narrowed == "timeout" else "limit", narrowed)
         return False
 
     def _best(self, search: Search) -> list[Node]:
@@ -373,13 +365,6 @@ class Session:
         found = search.best()
         known = {leaf.id for leaf in found}
         return [*found, *(leaf for leaf in self._alone if leaf.id not in known)]
-
-    def _count(self, blocks: Sequence[Node]) -> None:
-        """Count blocks that have ended and their sampled tokens, thoughts that were proposed not
-        included."""
-        sampled = [len(each.tokens) - each.given for each in blocks]
-        self._blocks += sum(count > 0 for count in sampled)
-        self._tokens += sum(sampled)
 
     def _check_answers(self, search: Search, children: Sequence[Node]) -> None:
         """Ends the run where one of these blocks finishes the path that a limit waits for."""
@@ -397,57 +382,11 @@ class Session:
                     self.stop("limit", "first")
                     return
         if limits.confidence is not None:
-            votes = ranked(self.aggregate, self._groups.paths(finished, self._seconds_left()))
+            votes = ranked(
+                self.aggregate, self._groups.paths(finished, self._allowance.seconds_left)
+            )
             if votes and confidence(self.aggregate, votes) >= limits.confidence:
                 self.stop("limit", "confidence")
-
-    def _within_limit(self, asked: list[Expansion]) -> list[Expansion]:
-        """The expansions that the limits allow."""
-        expansions, most = asked, self.limits.max_expansions
-        if most is not None:
-            expansions = expansions[: most - self._expanded]
-        if expansions != asked:
-            self._narrowed = "max_expansions"
-        elif self._is_late(asked):
-            expansions, self._narrowed = [], "timeout"
-        elif self.limits.max_tokens is not None and self._tokens:
-            expansions = self._within_tokens(expansions, self.limits.max_tokens)
-            if expansions != asked:
-                self._narrowed = "max_tokens"
-        self._expanded += len(expansions)
-        return expansions
-
-    def _is_late(self, asked: Sequence[Expansion]) -> bool:
-        """Whether no path has an answer, and this round would take of the last quarter of the time,
-        which is kept to end one, if each block takes as long as in the last round."""
-        whole = self.limits.timeout
-        if whole is None or self._answered:
-            return False
-        return self._seconds_left() - self._block_s * sum(map(_sampled, asked)) < whole / 4
-
-    def _within_tokens(self, expansions: list[Expansion], most: int) -> list[Expansion]:
-        """The expansions whose sampled blocks fit the rest of the tokens, by the mean length so
-        far; the last one perhaps narrower.
-
-        Until a path has an answer, tokens to end one are kept: what the thoughts after these take
-        if they are twice as long as that mean, and at most a quarter of all.
-        """
-        length = self._tokens / self._blocks
-        kept = 0.0
-        if expansions and not self._answered:
-            left = self.limits.max_depth - expansions[0].leaf.depth - 1
-            kept = min(most / 4, 2 * length * left)
-        growing = sum(_sampled(each.expansion) for each in self._overlapping)
-        blocks = int((most - kept - self._tokens) / length) - growing
-        allowed = []
-        for expansion in expansions:
-            count = min(_sampled(expansion), blocks)
-            if count < 1:
-                break
-            blocks -= count
-            narrower = expansion.generate == "sample" and count < expansion.width
-            allowed.append(replace(expansion, width=count) if narrower else expansion)
-        return allowed
 
     def _grow(self, tree: ThoughtTree, expansions: list[Expansion]) -> Steps[list[Node]]:
         """Decode the children of all chosen leaves, each to its boundary, if nothing interrupts."""
@@ -455,7 +394,7 @@ class Session:
         grown, questions = yield from self._new_blocks(
             tree, expansions, meanwhile=self._asking_early
         )
-        self._count(questions)
+        self._allowance.count(questions)
         return self._ended(tree, grown)
 
     def _new_blocks(
@@ -556,7 +495,7 @@ class Session:
                 child.state = NodeState.TERMINAL
                 child.cut = not ended
                 answer, guessed = path_answer(self.task, self.problem, child)
-                self._answered |= answer is not None
+                self._allowance.answered |= answer is not None
                 self.emit(Terminal(child.id, answer, guessed, child.cut))
         return children
 
@@ -607,7 +546,7 @@ class Session:
     # The end
 
     def _finish(self, tree: ThoughtTree, finished: Sequence[Node]) -> Outcome:
-        paths = self._groups.paths(finished, self._seconds_left())
+        paths = self._groups.paths(finished, self._allowance.seconds_left)
         votes = ranked(self.aggregate, paths)
         best, answer, guessed = (finished[0] if finished else None), None, False
         if votes:
@@ -619,8 +558,10 @@ class Session:
         # without an answer, the paths that were cut may have been on their way to one
         cut = [path.cut for path in ([best] if best is not None and votes else finished)]
         found: Status = "cut" if any(cut) else "exhausted" if answer is None else "solved"
-        if found == "exhausted" and self._narrowed is not None:
-            self.stop("limit", self._narrowed)  # what was left of the last rounds has no answer
+        if found == "exhausted" and self._allowance.narrowed is not None:
+            self.stop(
+                "limit", self._allowance.narrowed
+            )  # what was left of the last rounds has no answer
         status: Status = self._stopped or found
         self.emit(
             Answered(
@@ -663,8 +604,3 @@ def _inside(expansion: Expansion, growth: Growth) -> list[GivenBlock]:
     child, count = expansion.begin
     block = GivenBlock(expansion.leaf, child.tokens[:count], growth, of=child)
     return [block] * expansion.width
-
-
-def _sampled(expansion: Expansion) -> int:
-    """Blocks of an expansion whose tokens are sampled: its children, or the question for them."""
-    return expansion.width if expansion.generate == "sample" else 1

@@ -1,0 +1,114 @@
+"""Allowance: what the limits of a run leave for its next round."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from arbor.controllers.base import Expansion
+from arbor.events import ReachedLimit
+from arbor.run.limits import SessionLimits
+from arbor.tree import Node
+
+
+class Allowance:
+    """What a search has spent of its limits, and which of the expansions it asks for fit the rest.
+
+    Until a path has an answer, tokens or time to end one are kept: at most a quarter.
+
+    Args:
+        limits: of the run.
+
+    Attributes:
+        answered: a path ended with an answer, so that nothing is kept.
+        narrowed: the limit that last cut what the search asked for; None where none did.
+    """
+
+    def __init__(self, limits: SessionLimits) -> None:
+        self._limits = limits
+        self._deadline: float | None = None
+        self._expanded = 0
+        self._blocks = self._tokens = 0  # closed blocks, and their tokens
+        self._asked_at = 0.0  # wall seconds, when the last round began
+        self._block_s = 0.0  # wall seconds of the last round over its blocks
+        self.answered = False
+        self.narrowed: ReachedLimit | None = None
+
+    def start(self) -> None:
+        """The time begins."""
+        if self._limits.timeout is not None:
+            self._deadline = time.monotonic() + self._limits.timeout
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the limit of time; infinite without one."""
+        return math.inf if self._deadline is None else self._deadline - time.monotonic()
+
+    def count(self, blocks: Sequence[Node]) -> None:
+        """Count blocks that have ended and their sampled tokens, thoughts that were proposed not
+        included."""
+        sampled = [len(each.tokens) - each.given for each in blocks]
+        self._blocks += sum(count > 0 for count in sampled)
+        self._tokens += sum(sampled)
+
+    def round_ended(self, expansions: Sequence[Expansion]) -> None:
+        """The round of these expansions has ended, its verification included."""
+        self._block_s = (time.monotonic() - self._asked_at) / sampled_by(expansions)
+
+    def of(self, asked: list[Expansion], growing: Sequence[Expansion] = ()) -> list[Expansion]:
+        """The first of these expansions, the last one perhaps narrower, that the limits allow.
+
+        Args:
+            asked: by the search.
+            growing: in progress.
+        """
+        self._asked_at = time.monotonic()
+        allowed, most = asked, self._limits.max_expansions
+        if most is not None:
+            allowed = allowed[: most - self._expanded]
+        if allowed != asked:
+            self.narrowed = "max_expansions"
+        elif self._is_late(asked):
+            allowed, self.narrowed = [], "timeout"
+        elif self._limits.max_tokens is not None and self._tokens:
+            allowed = self._within_tokens(asked, growing, self._limits.max_tokens)
+            if allowed != asked:
+                self.narrowed = "max_tokens"
+        self._expanded += len(allowed)
+        return allowed
+
+    def _is_late(self, asked: Sequence[Expansion]) -> bool:
+        """Whether this round would take of the time that is kept, if each block takes as long as
+        in the last round."""
+        whole = self._limits.timeout
+        if whole is None or self.answered:
+            return False
+        return self.seconds_left - self._block_s * sampled_by(asked) < whole / 4
+
+    def _within_tokens(
+        self, asked: list[Expansion], growing: Sequence[Expansion], most: int
+    ) -> list[Expansion]:
+        """The expansions whose sampled blocks fit the rest of the tokens, by the mean length so
+        far. Kept is what the thoughts after these take if they are twice as long."""
+        length = self._tokens / self._blocks
+        kept = 0.0
+        if asked and not self.answered:
+            after = self._limits.max_depth - asked[0].leaf.depth - 1
+            kept = min(most / 4, 2 * length * after)
+        blocks = int((most - kept - self._tokens) / length) - sampled_by(growing)
+        allowed = []
+        for expansion in asked:
+            count = min(sampled_by([expansion]), blocks)
+            if count < 1:
+                break
+            blocks -= count
+            narrower = expansion.generate == "sample" and count < expansion.width
+            allowed.append(replace(expansion, width=count) if narrower else expansion)
+        return allowed
+
+
+def sampled_by(expansions: Sequence[Expansion]) -> int:
+    """Blocks whose tokens are sampled: children, or the question for those that are proposed."""
+    return sum(each.width if each.generate == "sample" else 1 for each in expansions)
