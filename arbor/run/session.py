@@ -330,7 +330,7 @@ class Session:
     # One round
 
     def _over(self) -> bool:
-        if self._allowance.seconds_left <= 0:
+        if self.limits.timeout is not None and self._allowance.seconds_left <= 0:
             self.stop("timeout", "timeout")
         return self._stopped is not None
 
