@@ -161,6 +161,9 @@ def test_a_path_that_ended_alone_counts_where_the_search_was_not_told() -> None:
     ended = [each.node for each in events if isinstance(each, Terminal)]
     assert solution.limit == "max_tokens" and solution.path[-1:] == tuple(ended)
 
+    solution = solved([], Telling(), limits, verifier="self", seed=0, max_expansions=2)
+    assert solution.limit == "max_expansions" and not solution.path
+
 
 # The longest path
 

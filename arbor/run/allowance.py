@@ -67,17 +67,31 @@ class Allowance:
         self._asked_at = time.monotonic()
         allowed, most = asked, self._limits.max_expansions
         if most is not None:
-            allowed = allowed[: most - self._expanded]
-        if allowed != asked:
-            self.narrowed = "max_expansions"
-        elif self._is_late(asked):
-            allowed, self.narrowed = [], "timeout"
-        elif self._limits.max_tokens is not None and self._tokens:
-            allowed = self._within_tokens(asked, growing, self._limits.max_tokens)
-            if allowed != asked:
-                self.narrowed = "max_tokens"
+            allowed = self._narrower("max_expansions", allowed, asked[: most - self._expanded])
+        if self._is_late(allowed):
+            allowed = self._narrower("timeout", allowed, [])
+        if self._limits.max_tokens is not None and self._tokens:
+            within = self._within_tokens(allowed, growing, self._limits.max_tokens)
+            allowed = self._narrower("max_tokens", allowed, within)
         self._expanded += len(allowed)
         return allowed
+
+    def _narrower(
+        self, limit: ReachedLimit, asked: list[Expansion], allowed: list[Expansion]
+    ) -> list[Expansion]:
+        """What this limit allows; notes it where that is less."""
+        if allowed != asked:
+            self.narrowed = limit
+        return allowed
+
+    def one_more(self) -> bool:
+        """Count a leaf that grows alone; whether `max_expansions` allows it."""
+        most = self._limits.max_expansions
+        if most is not None and self._expanded >= most:
+            self.narrowed = "max_expansions"
+            return False
+        self._expanded += 1
+        return True
 
     def _is_late(self, asked: Sequence[Expansion]) -> bool:
         """Whether this round would take of the time that is kept, if each block takes as long as

@@ -344,9 +344,8 @@ class Session:
         has what is left of them.
         """
         allowance = self._allowance
-        alone = allowance.narrowed != "max_expansions" and not allowance.answered
-        growing = [asked[0].leaf] if alone else []
-        while growing and not self._over():
+        growing = [] if allowance.answered else [asked[0].leaf]
+        while growing and not self._over() and allowance.one_more():
             self._round_start, self._verified = len(tree), False
             growing = yield from self._grow(tree, [Expansion(growing[0], 1)])
             allowance.count(growing)
@@ -354,6 +353,7 @@ class Session:
                 self._alone += growing
                 allowance.narrowed = None
                 yield from self.verification.steps(self.judged(search, tree, growing))
+                self._verified = True
                 self._check_answers(search, growing)
                 return True
         narrowed = allowance.narrowed
