@@ -34,6 +34,7 @@ from arbor.model.plain_tokenizer import PlainTokenizer, plain_parts
 from arbor.model.sampling_params import Sampling
 from arbor.support.atomic_write import write_atomically
 from arbor.support.cache_dir import description_file, tokenizer_file
+from arbor.support.digests import digest_of_code, digest_of_facts
 from arbor.support.garbage import no_collection
 
 SCHEMA = "arbor.description/1"
@@ -227,7 +228,7 @@ def _cached(source: ModelLocation, kind: str) -> Record | None:
 def _sealed(identity: str, record: Record) -> Record:
     """A record with what it was made from, and a digest of both."""
     sealed = {"schema": SCHEMA, "of": identity, **record}
-    return sealed | {"digest": _digest(sealed)}
+    return sealed | {"digest": digest_of_facts(sealed)}
 
 
 def _opened(data: bytes, identity: str) -> Record | None:
@@ -235,7 +236,7 @@ def _opened(data: bytes, identity: str) -> Record | None:
     sealed = json.loads(data)
     digest = sealed.pop("digest")
     known = (sealed["schema"], sealed["of"]) == (SCHEMA, identity)
-    return sealed if known and digest == _digest(sealed) else None
+    return sealed if known and digest == digest_of_facts(sealed) else None
 
 
 def _place(source: ModelLocation, kind: str) -> str:
@@ -244,8 +245,8 @@ def _place(source: ModelLocation, kind: str) -> str:
     A directory is identified by its path, and its files may change; a GGUF file by its header.
     """
     if source.gguf is not None:
-        return _digest([_header_digest(source), kind])
-    return _digest([str(Path(source.path).resolve()), kind])
+        return digest_of_facts([_header_digest(source), kind])
+    return digest_of_facts([str(Path(source.path).resolve()), kind])
 
 
 def _identity(source: ModelLocation, kind: str) -> str:
@@ -255,7 +256,7 @@ def _identity(source: ModelLocation, kind: str) -> str:
     versions = {name: metadata.version(name) for name in packages}
     versions["native kernels"] = native_state()  # by which weights are in blocks, or dense
     made_from = _header_digest(source) if packed else files_digest(Path(source.path))
-    return _digest([_place(source, kind), made_from, __version__, versions, _code()])
+    return digest_of_facts([_place(source, kind), made_from, __version__, versions, _code()])
 
 
 def _header_digest(source: ModelLocation) -> str:
@@ -265,16 +266,8 @@ def _header_digest(source: ModelLocation) -> str:
 
 @functools.cache
 def _code() -> str:
-    """A digest of the modules that describe models: an editable install keeps its version."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _digest(facts: Any) -> str:
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+    """A digest of the modules that describe models."""
+    return digest_of_code(sorted(Path(__file__).parent.rglob("*.py")))
 
 
 def _digest_of_bytes(data: bytes) -> str:

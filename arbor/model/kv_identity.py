@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,6 +12,7 @@ from arbor.model.loading import ModelLocation
 from arbor.model.measurement_file import identity_of
 from arbor.model.model_identity import model_identity
 from arbor.model.runner import ModelRunner
+from arbor.support.digests import digest_of_code, digest_of_facts
 
 CODE = ("kernels", "model")  # folders whose modules compute K and V
 SOURCES = (".py", ".h", ".cpp")
@@ -57,21 +55,12 @@ def kv_identity(
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "code": computing_code(),
     }
-    return _digest(facts)
+    return digest_of_facts(facts)
 
 
 @functools.cache
 def computing_code() -> str:
-    """A digest of the code that computes K and V: an editable install keeps its version."""
-    digest = hashlib.blake2b(digest_size=16)
+    """A digest of the code that computes K and V."""
     package = Path(__file__).parents[1]
-    for folder in CODE:
-        for path in sorted((package / folder).rglob("*")):
-            if path.suffix in SOURCES:
-                digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _digest(facts: dict[str, Any]) -> str:
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    files = [path for folder in CODE for path in sorted((package / folder).rglob("*"))]
+    return digest_of_code(path for path in files if path.suffix in SOURCES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import platform
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from arbor._version import __version__
 from arbor.model.runner import ModelRunner
 from arbor.support.atomic_write import write_atomically
+from arbor.support.digests import digest_of_facts
 
 Place = Callable[[str], Path]
 
@@ -28,7 +28,7 @@ def read_measurement(place: Place, schema: str, identity: dict[str, Any]) -> str
         identity: what the measurement depends on.
     """
     try:
-        record = json.loads(place(_digest(identity)).read_bytes())
+        record = json.loads(place(digest_of_facts(identity)).read_bytes())
         if record["schema"] != schema or record["of"] != identity:
             return None
         return str(record["measured"])
@@ -38,7 +38,7 @@ def read_measurement(place: Place, schema: str, identity: dict[str, Any]) -> str
 
 def write_measurement(place: Place, schema: str, identity: dict[str, Any], measured: str) -> None:
     """Writes what was measured; a failure is ignored. Arguments as for `read_measurement`."""
-    path = place(_digest(identity))
+    path = place(digest_of_facts(identity))
     record = {"schema": schema, "of": identity, "measured": measured}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +68,3 @@ def identity_of(runner: ModelRunner, model: str, backend: str) -> dict[str, Any]
         "torch": torch.__version__,
         "arbor": __version__,
     }
-
-
-def _digest(identity: dict[str, Any]) -> str:
-    text = json.dumps(identity, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
