@@ -13,9 +13,11 @@ from support.slow_cases import every
 
 from arbor import Solver
 from arbor.aggregate.base import AnswerVotes, lead_probability
+from arbor.controllers.base import Expansion
 from arbor.controllers.tot import BreadthFirst, ToT
 from arbor.events import Boundary, Ended, Event, Terminal
 from arbor.run import allowance
+from arbor.run.limits import SessionLimits
 from arbor.run.solution import Solution
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -97,6 +99,23 @@ def test_a_round_gets_as_many_blocks_as_fit_the_tokens(controller: str, most: in
     longest = max(len(event.ids) for event in events if isinstance(event, Boundary))
     assert solution.limit == "max_tokens"
     assert abs(solution.metrics.tokens_generated - most) <= 2 * longest
+
+
+@pytest.mark.parametrize(("depth", "most", "width"), [(64, 1000, 1), (64, 1400, 3), (3, 1000, 4)])
+def test_half_is_kept_at_most_until_a_path_has_an_answer(depth: int, most: int, width: int) -> None:
+    """Four thoughts of 100 tokens so far; kept are 200 for each that may follow, or half."""
+    tree = ThoughtTree([0])
+    blocks = [tree.fork(tree.root) for _ in range(4)]
+    for block in blocks:
+        for token in range(100):
+            tree.append(block, token)
+    left = allowance.Allowance(SessionLimits(max_depth=depth, max_tokens=most))
+    left.count(blocks)
+    asked = [Expansion(blocks[0], 12)]
+
+    assert [each.width for each in left.of(asked)] == [width]
+    left.answered = True
+    assert [each.width for each in left.of(asked)] == [most // 100 - 4]
 
 
 @pytest.mark.parametrize("controller", ["tot", "beam", "dpts", "best-first", "mcts"])

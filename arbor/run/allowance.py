@@ -12,11 +12,13 @@ from arbor.events import ReachedLimit
 from arbor.run.limits import SessionLimits
 from arbor.tree import Node
 
+MOST_KEPT = 0.5  # of a limit; what is left once a path has an answer is the search's again
+
 
 class Allowance:
     """What a search has spent of its limits, and which of the expansions it asks for fit the rest.
 
-    Until a path has an answer, tokens or time to end one are kept: at most a quarter.
+    Until a path has an answer, tokens or time to end one are kept: at most half.
 
     Args:
         limits: of the run.
@@ -99,7 +101,7 @@ class Allowance:
         whole = self._limits.timeout
         if whole is None or self.answered:
             return False
-        return self.seconds_left - self._block_s * sampled_by(asked) < whole / 4
+        return self.seconds_left - self._block_s * sampled_by(asked) < whole * MOST_KEPT
 
     def _within_tokens(
         self, asked: list[Expansion], growing: Sequence[Expansion], most: int
@@ -110,7 +112,7 @@ class Allowance:
         kept = 0.0
         if asked and not self.answered:
             after = self._limits.max_depth - asked[0].leaf.depth - 1
-            kept = min(most / 4, 2 * length * after)
+            kept = min(most * MOST_KEPT, 2 * length * after)
         blocks = int((most - kept - self._tokens) / length) - sampled_by(growing)
         allowed = []
         for expansion in asked:

@@ -64,8 +64,8 @@ class SessionLimits(RunLimits):
 
     A round gets only as many blocks as fit `max_tokens` by the mean length of the blocks before it,
     and the first round, before which no length is known, is not cut; `TokenLimit` ends a round
-    whose blocks are longer. `timeout` is checked before each ask and each decode step. Up to a
-    quarter of either is kept until a path has an answer; with it one path goes on alone.
+    whose blocks are longer. `timeout` is checked before each ask and each decode step. Up to
+    half of either is kept until a path has an answer; with it one path goes on alone.
 
     Attributes:
         max_depth: thoughts on one path.
