@@ -118,6 +118,28 @@ def test_half_is_kept_at_most_until_a_path_has_an_answer(depth: int, most: int, 
     assert [each.width for each in left.of(asked)] == [most // 100 - 4]
 
 
+def test_the_most_promising_leaf_has_the_greatest_value_then_the_greatest_depth() -> None:
+    tree = ThoughtTree([0])
+    likely, inner, given_up = (tree.fork(tree.root) for _ in range(3))
+    deeper, ended = tree.fork(inner), tree.fork(inner)
+    nodes = {likely: 0.8, inner: 0.9, given_up: 0.95, deeper: 0.8, ended: 1.0}
+    for node, value in nodes.items():
+        node.state, node.value = NodeState.CLOSED, value
+    given_up.state, ended.state = NodeState.PRUNED, NodeState.TERMINAL
+
+    assert allowance.most_promising(tree, [Expansion(tree.root, 1)]) is deeper
+    deeper.value = 0.7
+    assert allowance.most_promising(tree, [Expansion(tree.root, 1)]) is likely
+    assert allowance.most_promising(tree, [Expansion(inner, 1)]) is inner, "the search asks for it"
+
+
+def test_a_search_that_explores_ends_its_best_path() -> None:
+    """Within these tokens `dpts` has thoughts of two levels, and would grow another first one."""
+    solution = solved(None, "dpts", {"max_tokens": 150}, verifier="self", seed=0)
+
+    assert solution.correct and solution.limit == "max_tokens"
+
+
 @pytest.mark.parametrize("controller", ["tot", "beam", "dpts", "best-first", "mcts"])
 @pytest.mark.parametrize("most", [300, 340])
 def test_a_path_ends_within_the_tokens(controller: str, most: int) -> None:

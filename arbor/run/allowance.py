@@ -10,7 +10,7 @@ from dataclasses import replace
 from arbor.controllers.base import Expansion
 from arbor.events import ReachedLimit
 from arbor.run.limits import SessionLimits
-from arbor.tree import Node
+from arbor.tree import Node, NodeState, ThoughtTree
 
 MOST_KEPT = 0.5  # of a limit; what is left once a path has an answer is the search's again
 
@@ -128,3 +128,11 @@ class Allowance:
 def sampled_by(expansions: Sequence[Expansion]) -> int:
     """Blocks whose tokens are sampled: children, or the question for those that are proposed."""
     return sum(each.width if each.generate == "sample" else 1 for each in expansions)
+
+
+def most_promising(tree: ThoughtTree, asked: Sequence[Expansion]) -> Node:
+    """The leaf of the greatest value, of several the deepest: of those that the search asks for,
+    and all other open ones. A thought that nothing has judged counts as 0."""
+    others = (n for n in tree.nodes[1:] if n.state is NodeState.CLOSED and not n.children)
+    leaves = [*(expansion.leaf for expansion in asked), *others]
+    return max(leaves, key=lambda leaf: (leaf.value, leaf.depth))

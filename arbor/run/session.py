@@ -26,7 +26,7 @@ from arbor.events import (
     Transition,
 )
 from arbor.registry import name_of
-from arbor.run.allowance import Allowance
+from arbor.run.allowance import Allowance, most_promising
 from arbor.run.answers import AnswerGroups, compares_answers, confidence, ranked
 from arbor.run.expansions import AnyEnded, Grown, Overlapping, Proposals, due
 from arbor.run.limits import SessionLimits
@@ -339,12 +339,12 @@ class Session:
     ) -> Steps[bool]:
         """Whether a search goes on, of which the limits allow no further round as it is.
 
-        Where no path has an answer, the leaf that the search would grow first goes on alone until
-        its path ends, with the tokens or the time kept for that. The search is not told of it, and
-        has what is left of them.
+        Where no path has an answer, the most promising leaf goes on alone until its path ends, with
+        the tokens or the time kept for that: not the one that the search would grow first, which
+        may be to explore. The search is not told of it, and has what is left of them.
         """
         allowance = self._allowance
-        growing = [] if allowance.answered else [asked[0].leaf]
+        growing = [] if allowance.answered else [most_promising(tree, asked)]
         while growing and not self._over() and allowance.one_more():
             self._round_start, self._verified = len(tree), False
             growing = yield from self._grow(tree, [Expansion(growing[0], 1)])
