@@ -58,7 +58,11 @@ class BestFirstSearch(Rounds[BestFirst]):
     def tell(self, children: Sequence[Node]) -> None:
         settings = self._settings
         level = sorted(children, key=lambda child: child.id)
-        grown = [expansion.leaf for expansion in self._next]
+        parents = {child.parent.id for child in level if child.parent is not None}
+        asked = [expansion.leaf for expansion in self._next]
+        grown = [leaf for leaf in asked if leaf.id in parents or not level]
+        # where others grew, a limit left these out
+        self._frontier += [leaf for leaf in asked if level and leaf.id not in parents]
         self._left -= len(grown)
         self._next = []
         if self._is_solved(level):

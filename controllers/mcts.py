@@ -164,14 +164,22 @@ class MCTSSearch(Rounds[MCTS]):
         for child in level:
             if child.parent is not None:
                 grown.setdefault(child.parent.id, []).append(child)
-        going = []
+        going, reported = [], []
         for each in self._running:
-            if self._advance(each, self._fresh(each.path[-1], grown.get(each.path[-1].id, []))):
+            leaf = each.path[-1]
+            if grown and leaf.id not in grown:  # a limit let others grow alone: in another round
+                going.append(each)
+                continue
+            reported.append(each)
+            own = grown.get(leaf.id, [])
+            if own:
+                self._asked[leaf.id] -= each.width - len(own)
+            if self._advance(each, self._fresh(leaf, own)):
                 going.append(each)
             else:
                 self._back_up(each)
-        grew = [each.path[each.chosen - 1] for each in self._running]
-        tips = [each.path[-1] for each in self._running]
+        grew = [each.path[each.chosen - 1] for each in reported]
+        tips = [each.path[-1] for each in reported]
         self._running = going
         self._give_up([*level, *grew, *tips])
         self._refill()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.fakes import Script, Thought, grow, hashed, run, scripted
 
 from arbor.controllers.ab_mcts import ABMCTS
-from arbor.controllers.base import Controller
+from arbor.controllers.base import Controller, Expansion
 from arbor.controllers.beam import Beam
 from arbor.controllers.best_first import BestFirst
 from arbor.controllers.chain import Chain
@@ -316,6 +316,22 @@ def test_a_state_that_grew_nothing_is_given_up(controller: Controller) -> None:
     search.tell([])
 
     assert child.state is PRUNED
+
+
+@pytest.mark.parametrize(
+    "controller", [BestFirst(width=2, leaves=2), MCTS(width=2, leaves=2, rollout=0)]
+)
+def test_a_leaf_that_a_limit_left_out_grows_later(controller: Controller) -> None:
+    script = scripted({(0,): Thought("a", 0.6), (1,): Thought("b", 0.5)}, Thought("c", 0.1))
+    tree = ThoughtTree([0])
+    search = controller.start(tree, 3)
+    search.tell(grow(tree, search.ask(4), script))
+    first, second = (expansion.leaf for expansion in search.ask(4))
+
+    search.tell(grow(tree, [Expansion(first, 2)], script))
+
+    assert second.state is not PRUNED
+    assert second in [expansion.leaf for expansion in search.ask(4)]
 
 
 @given(controllers, scripts, depths)

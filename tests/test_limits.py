@@ -97,7 +97,7 @@ def test_a_round_gets_as_many_blocks_as_fit_the_tokens(controller: str, most: in
     solution = solved(events, controller, {"max_tokens": most}, **step)
 
     longest = max(len(event.ids) for event in events if isinstance(event, Boundary))
-    assert solution.limit == "max_tokens"
+    assert solution.limit in ("max_tokens", None)  # None: a path that went on alone has an answer
     assert abs(solution.metrics.tokens_generated - most) <= 2 * longest
 
 
@@ -127,10 +127,13 @@ def test_the_most_promising_leaf_has_the_greatest_value_then_the_greatest_depth(
         node.state, node.value = NodeState.CLOSED, value
     given_up.state, ended.state = NodeState.PRUNED, NodeState.TERMINAL
 
-    assert allowance.most_promising(tree, [Expansion(tree.root, 1)]) is deeper
+    assert allowance.most_promising(tree, [Expansion(tree.root, 1)]) == [deeper]
     deeper.value = 0.7
-    assert allowance.most_promising(tree, [Expansion(tree.root, 1)]) is likely
-    assert allowance.most_promising(tree, [Expansion(inner, 1)]) is inner, "the search asks for it"
+    assert allowance.most_promising(tree, [Expansion(tree.root, 1)]) == [likely]
+    assert allowance.most_promising(tree, [Expansion(inner, 1)]) == [inner], (
+        "the search asks for it"
+    )
+    assert allowance.most_promising(ThoughtTree([0]), []) == []
 
 
 def test_a_search_that_explores_ends_its_best_path() -> None:
@@ -204,6 +207,31 @@ def test_a_path_that_ended_alone_counts_where_the_search_was_not_told() -> None:
 
     solution = solved([], Telling(), limits, verifier="self", seed=0, max_expansions=2)
     assert solution.limit == "max_expansions" and not solution.path
+
+
+class Forgetting(BreadthFirst):
+    """A search that asks for nothing after a level whose children are not all there."""
+
+    def tell(self, children: Sequence[Node]) -> None:
+        asked = sum(expansion.width for expansion in self._next)
+        super().tell(children)
+        if len(children) < asked:
+            self._next = []
+
+
+@dataclass(frozen=True)
+class Forgetful(ToT):
+    """A controller of such searches."""
+
+    def start(self, tree: ThoughtTree, max_depth: int) -> Forgetting:
+        return Forgetting(self, tree, max_depth)
+
+
+def test_a_path_ends_where_a_cut_round_leaves_nothing_to_ask_for() -> None:
+    limits = {"max_tokens": 230}
+    solution = solved(None, Forgetful(stop_value=None), limits, verifier="self", seed=0)
+
+    assert len(solution.path) == 1 + 3, "a whole path, right or wrong"
 
 
 # The longest path

@@ -86,6 +86,11 @@ class Allowance:
             self.narrowed = limit
         return allowed
 
+    @property
+    def lacks_an_answer(self) -> bool:
+        """Whether a limit has cut what the search asked for, and no path has an answer."""
+        return self.narrowed is not None and not self.answered
+
     def one_more(self) -> bool:
         """Count a leaf that grows alone; whether `max_expansions` allows it."""
         most = self._limits.max_expansions
@@ -130,9 +135,10 @@ def sampled_by(expansions: Sequence[Expansion]) -> int:
     return sum(each.width if each.generate == "sample" else 1 for each in expansions)
 
 
-def most_promising(tree: ThoughtTree, asked: Sequence[Expansion]) -> Node:
+def most_promising(tree: ThoughtTree, asked: Sequence[Expansion]) -> list[Node]:
     """The leaf of the greatest value, of several the deepest: of those that the search asks for,
-    and all other open ones. A thought that nothing has judged counts as 0."""
+    and all other open ones. Empty where there is none. A thought that nothing has judged counts
+    as 0."""
     others = (n for n in tree.nodes[1:] if n.state is NodeState.CLOSED and not n.children)
     leaves = [*(expansion.leaf for expansion in asked), *others]
-    return max(leaves, key=lambda leaf: (leaf.value, leaf.depth))
+    return [max(leaves, key=lambda leaf: (leaf.value, leaf.depth))] if leaves else []

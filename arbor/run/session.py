@@ -248,10 +248,12 @@ class Session:
     def _rounds(self, tree: ThoughtTree, search: Search) -> Steps[None]:
         """Ask, grow everything, verify, tell; and again."""
         room = partial(self.engine.room, self.growth.stop.max_tokens, tree)
-        while not self._over() and (asked := search.ask(room())):
+        while not self._over():
+            asked = search.ask(room())
             expansions = self._allowance.of(asked)
             if not expansions:
-                if (yield from self._goes_on(tree, search, asked)):
+                cut = asked or self._allowance.lacks_an_answer
+                if cut and (yield from self._goes_on(tree, search, asked)):
                     continue
                 break
             self._round_start, self._verified = len(tree), False
@@ -282,8 +284,8 @@ class Session:
                     waiting = asked[len(expansions) :]
                     self._begin(tree, search, expansions, now)
                 if not overlapping:
-                    stuck = waiting and not self._over()
-                    if stuck and (yield from self._goes_on(tree, search, waiting)):
+                    cut = (waiting or self._allowance.lacks_an_answer) and not self._over()
+                    if cut and (yield from self._goes_on(tree, search, waiting)):
                         continue
                     break
                 while not (ended := due(overlapping)):
@@ -337,21 +339,21 @@ class Session:
     def _goes_on(
         self, tree: ThoughtTree, search: Search, asked: Sequence[Expansion]
     ) -> Steps[bool]:
-        """Whether a search goes on, of which the limits allow no further round as it is.
+        """Whether a search goes on, of which the limits allow no further round as it is, or which
+        has nothing left to ask for after they cut a round.
 
         Where no path has an answer, the most promising leaf goes on alone until its path ends, with
         the tokens or the time kept for that: not the one that the search would grow first, which
         may be to explore. The search is not told of it, and has what is left of them.
         """
         allowance = self._allowance
-        growing = [] if allowance.answered else [most_promising(tree, asked)]
+        growing = [] if allowance.answered else most_promising(tree, asked)
         while growing and not self._over() and allowance.one_more():
             self._round_start, self._verified = len(tree), False
             growing = yield from self._grow(tree, [Expansion(growing[0], 1)])
             allowance.count(growing)
             if growing and growing[0].state is NodeState.TERMINAL:
                 self._alone += growing
-                allowance.narrowed = None
                 yield from self.verification.steps(self.judged(search, tree, growing))
                 self._verified = True
                 self._check_answers(search, growing)
