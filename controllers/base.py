@@ -51,8 +51,9 @@ class Search(Protocol):
         """Report the grown, closed and valued children of the last `ask`, in any order.
 
         They are fewer than asked where a limit or an interruption cut the round short, or where
-        the model proposed fewer. Blocks of a path that went on alone at a limit are not reported;
-        the session adds its leaf to what `best` returns.
+        the model proposed fewer. A leaf that a limit left out may be asked for again. Blocks of a
+        path that went on alone at a limit are not reported; the session adds its leaf to what
+        `best` returns.
         """
         ...
 

@@ -59,10 +59,12 @@ class BestFirstSearch(Rounds[BestFirst]):
         settings = self._settings
         level = sorted(children, key=lambda child: child.id)
         parents = {child.parent.id for child in level if child.parent is not None}
-        asked = [expansion.leaf for expansion in self._next]
-        grown = [leaf for leaf in asked if leaf.id in parents or not level]
-        # where others grew, a limit left these out
-        self._frontier += [leaf for leaf in asked if level and leaf.id not in parents]
+        grown: list[Node] = []
+        for leaf in (expansion.leaf for expansion in self._next):
+            if level and leaf.id not in parents:  # a limit left it out of this round
+                self._frontier.append(leaf)
+            else:
+                grown.append(leaf)
         self._left -= len(grown)
         self._next = []
         if self._is_solved(level):

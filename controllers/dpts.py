@@ -157,7 +157,7 @@ class DPTSSearch(Rounds[DPTS]):
 
     def ask(self, room: int) -> list[Expansion]:
         if not self.continuous and self._growing:
-            return list(self._next)
+            return [each for each in self._next if each.leaf.id in self._growing]
         settings = self._settings
         slots = settings.parallel
         if settings.adaptive:
@@ -216,7 +216,8 @@ class DPTSSearch(Rounds[DPTS]):
             assert child.parent is not None
             families.setdefault(child.parent.id, []).append(child)
         tick = 1 + math.ceil(self._grown / self._settings.parallel)
-        ended = [leaf for leaf in self._growing if leaf in families or not self.continuous]
+        waits = self.continuous or families  # for a leaf in progress, or left out by a limit
+        ended = [leaf for leaf in self._growing if leaf in families or not waits]
         roles = {leaf: self._growing.pop(leaf) for leaf in ended}
         self._grown += len(ended)
         for leaf in ended:

@@ -167,13 +167,12 @@ class MCTSSearch(Rounds[MCTS]):
         going, reported = [], []
         for each in self._running:
             leaf = each.path[-1]
-            if grown and leaf.id not in grown:  # a limit let others grow alone: in another round
+            own = grown.get(leaf.id, [])
+            if grown and not own:  # a limit left it out of this round
                 going.append(each)
                 continue
             reported.append(each)
-            own = grown.get(leaf.id, [])
-            if own:
-                self._asked[leaf.id] -= each.width - len(own)
+            self._asked[leaf.id] -= each.width - (len(own) or each.width)
             if self._advance(each, self._fresh(leaf, own)):
                 going.append(each)
             else:

@@ -319,7 +319,12 @@ def test_a_state_that_grew_nothing_is_given_up(controller: Controller) -> None:
 
 
 @pytest.mark.parametrize(
-    "controller", [BestFirst(width=2, leaves=2), MCTS(width=2, leaves=2, rollout=0)]
+    "controller",
+    [
+        BestFirst(width=2, leaves=2),
+        MCTS(width=2, leaves=2, rollout=0),
+        DPTS(width=2, parallel=2, continuous=False),
+    ],
 )
 def test_a_leaf_that_a_limit_left_out_grows_later(controller: Controller) -> None:
     script = scripted({(0,): Thought("a", 0.6), (1,): Thought("b", 0.5)}, Thought("c", 0.1))
