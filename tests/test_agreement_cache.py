@@ -35,11 +35,11 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return calls
 
 
-def loaded(path: Path, **settings: Any) -> tuple[torch.Tensor, bool | None]:
+def loaded(path: Path, **settings: Any) -> tuple[torch.Tensor, str | None]:
     """Logits of a model's first tokens, and the form of its layers as one call."""
     with Solver(path, controller="chain", verifier="exact", **settings) as solver:
         runner = solver.engine.runner
-        return weights.arbor_logits(runner), runner.several_tables
+        return weights.arbor_logits(runner), runner.layers_form
 
 
 def test_weights_that_agreed_are_compared_once(tmp_path: Path, compared: list[None]) -> None:
@@ -78,9 +78,9 @@ def test_a_damaged_record_is_not_believed(tmp_path: Path, compared: list[None]) 
     changed = 0
     for file in (cache_dir() / "models").iterdir():
         record = json.loads(file.read_text())
-        if "several_tables" in record:
-            file.write_text(json.dumps(record | {"several_tables": True}))
-            changed += record["several_tables"] is not True
+        if "layers_form" in record:
+            file.write_text(json.dumps(record | {"layers_form": "several tables"}))
+            changed += record["layers_form"] == "direct"
     assert changed
 
     loaded(path)
@@ -93,7 +93,7 @@ def test_a_changed_adapter_is_compared(tmp_path: Path) -> None:
     write_random(path, "llama", ("Q4_0",))
     adapter.mkdir()
     (adapter / "adapter_model.safetensors").write_bytes(b"one")
-    source, found = replace(locate_model(path), adapter=str(adapter)), Agreement(False)
+    source, found = replace(locate_model(path), adapter=str(adapter)), Agreement("one table")
 
     keep_agreement(source, ("float32",), found)
 

@@ -42,6 +42,12 @@ WHOLE = {
     *("smollm3", "glm", "glm4", "seed_oss", "exaone4", "ernie4_5", "helium"),
     *("gemma3_text", "granite"),
 }
+# Those whose own forward runs around the call: factors of embeddings or logits, soft caps, tables
+# of angles by window.
+OTHER_FORMS = {
+    **dict.fromkeys(("gemma2", "granite", "olmo3", "vaultgemma"), "one table"),
+    "gemma3_text": "several tables",
+}
 # One of each kind: plain, norms of heads, sandwich norms and windows, norms after, joint
 # projections, biases, several tables of angles, a factor in the residual sums.
 SOME = (
@@ -100,6 +106,7 @@ def check_bits(name: str, dtype: torch.dtype) -> None:
     before, stored = forward(runner)
 
     assert runner.fuse_layers() == ""
+    assert runner.layers_form == OTHER_FORMS.get(name, "direct")
     with calls() as made:
         after, stored_after = forward(runner)
 
@@ -136,6 +143,27 @@ def test_other_architectures_keep_their_layers(name: str) -> None:
     assert made == []
     assert torch.equal(after.logits, before.logits)
     assert all(map(torch.equal, stored_after, stored))
+
+
+@pytest.mark.parametrize("place", ["model", "decoder", "layer", "norm"])
+def test_hooks_of_the_model_run(place: str) -> None:
+    runner = prepared("llama")
+    assert runner.fuse_layers() == "" and runner.layers_form == "direct"
+    before, _ = forward(runner)
+    model: Any = runner.model
+    places = {
+        "model": model,
+        "decoder": model.model,
+        "layer": model.model.layers[0],
+        "norm": model.model.norm,
+    }
+    seen: list[None] = []
+    places[place].register_forward_hook(lambda *_: seen.append(None))
+
+    after, _ = forward(runner)
+
+    assert len(seen) == 1
+    assert torch.equal(after.logits, before.logits)
 
 
 def rows(runner: ModelRunner, count: int) -> tuple[Tensor, KVPool]:

@@ -22,11 +22,11 @@ class Agreement:
     """What was found when weights were checked.
 
     Attributes:
-        several_tables: the form in which all layers as one call gave the same bits, as in
+        layers_form: the form in which all layers as one call gave the same bits, as in
             `ModelRunner.fuse_layers`; None: they run one by one.
     """
 
-    several_tables: bool | None
+    layers_form: str | None
 
 
 def agreed_before(source: ModelLocation, how: tuple[object, ...]) -> Agreement | None:
@@ -40,7 +40,7 @@ def agreed_before(source: ModelLocation, how: tuple[object, ...]) -> Agreement |
         record = kept_record(source, _kind(how))
         if record is None or record["made_from"] != _made_from(source):
             return None
-        return Agreement(record["several_tables"])
+        return Agreement(record["layers_form"])
     except (ArborError, OSError, KeyError, TypeError, ValueError):
         return None  # whatever a damaged file holds: the weights are then checked
 

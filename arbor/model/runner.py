@@ -41,7 +41,14 @@ from arbor.model.attention import (
     register_implementation,
     written,
 )
-from arbor.model.fuse.layers import TRIAL_SLOTS, WholeDecoder, trial_plans, whole_decoder
+from arbor.model.fuse.layers import (
+    FORMS,
+    TRIAL_SLOTS,
+    Form,
+    WholeDecoder,
+    trial_plans,
+    whole_decoder,
+)
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, Unembedding, install, note_form
 from arbor.model.parallel.shards import cannot
@@ -363,20 +370,20 @@ class ModelRunner:
             return {layer: self._rotations[layer] for layer in layers}
 
     @property
-    def several_tables(self) -> bool | None:
+    def layers_form(self) -> Form | None:
         """The form in which all layers run as one call (`WholeDecoder`); None: one by one."""
-        return None if self._whole is None else self._whole.several_tables
+        return None if self._whole is None else self._whole.form
 
     @torch.inference_mode()
-    def fuse_layers(self, known: bool | None = None) -> str:
+    def fuse_layers(self, known: str | None = None) -> str:
         """From now on, run all layers of small batches as one native call, if the bits stay.
 
         A random batch and the step after it, on pools of their own, must give the logits, keys and
         values of the layers one by one. Weights packed and modules fused before.
 
         Args:
-            known: the form that gave the same bits before (`several_tables`), which is taken
-                untried; None: each is tried.
+            known: the form that gave the same bits before (`layers_form`), which is taken untried;
+                None, or no form: each is tried.
 
         Returns:
             "", or why the layers run one by one.
@@ -386,34 +393,36 @@ class ModelRunner:
             return "other processes have a part of each"
         if not isinstance(self.backend, NativeCascade) or self.device.type != "cpu":
             return "its attention does not run by the native kernels"
+        own: list[Tensor] = []
         reason = ""
-        for several_tables in (False, True) if known is None else (known,):
-            whole = whole_decoder(self._layers, several_tables)
-            if isinstance(whole, str):
-                return whole
-            reason = self._try_layers(whole) if known is None else ""
-            if not reason:
-                self._whole = whole
-                break
+        untried = [form for form in FORMS if form == known]
+        for form in untried or FORMS:
+            found = whole_decoder(self.model, self._layers, form)
+            if isinstance(found, str):
+                reason = found
+                continue
+            own = own or ([] if untried else self._trial(None))
+            try:
+                same = bool(untried) or all(map(torch.equal, own, self._trial(found)))
+            except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                reason = f"its layers are given something else: {type(error).__name__}"
+                continue
+            if same:
+                self._whole = found
+                return ""
+            reason = "its results differ"
         return reason
 
-    def _try_layers(self, whole: WholeDecoder) -> str:
-        """Why the layers as one call differ from the layers one by one; "" if they do not."""
-        pools = [KVPool(self.layer_kv, TRIAL_SLOTS, self.dtype, self.device) for _ in range(2)]
-        for plan in trial_plans(int(self.config.vocab_size)):
-            found = []
-            for pool, instead in zip(pools, (None, whole), strict=True):
-                self._whole = instead
-                try:
-                    found.append(self.forward(plan, pool).logits)
-                except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                    self._whole = None
-                    return f"its layers are given something else: {type(error).__name__}"
+    def _trial(self, whole: WholeDecoder | None) -> list[Tensor]:
+        """Logits, keys and values of two forwards over random ids, the layers one by one or not."""
+        pool = KVPool(self.layer_kv, TRIAL_SLOTS, self.dtype, self.device)
+        self._whole = whole
+        try:
+            plans = trial_plans(int(self.config.vocab_size))
+            logits = [self.forward(plan, pool).logits for plan in plans]
+        finally:
             self._whole = None
-            tensors = [(*pool.k, *pool.v, one) for pool, one in zip(pools, found, strict=True)]
-            if not all(map(torch.equal, *tensors)):
-                return "its results differ"
-        return ""
+        return [*logits, *pool.k, *pool.v]
 
     def _forward(
         self,
@@ -441,7 +450,7 @@ class ModelRunner:
             and not self._whole.hooked
         ):
             with self._whole.reading(attend):
-                logits = self._logits(ids, positions, logit_rows)
+                logits = self._logits(ids, positions, logit_rows, self._whole)
             return ForwardResult(logits.float(), mass=attend.mass if asked else None)
         tap = None
         if hidden or leave is not None:
@@ -483,8 +492,16 @@ class ModelRunner:
         with answered_by(attend):
             return self._logits(ids, positions, logit_rows)
 
-    def _logits(self, ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+    def _logits(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        whole: WholeDecoder | None = None,
+    ) -> Tensor:
         with self._layers_context():
+            if whole is not None and whole.direct is not None:
+                return whole.direct(ids, positions, logit_rows, whole.state)
             output = self.model(
                 input_ids=ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),

@@ -282,16 +282,16 @@ def load_weights(
             rotary = rotary_ops(runner.device)
             if rotary is not None:
                 fuse_attention(model, rotary)
-                if known is not None and known.several_tables is None:
+                if known is not None and known.layers_form is None:
                     logger.debug("layers run one by one, as before")
-                elif reason := runner.fuse_layers(known.several_tables if known else None):
+                elif reason := runner.fuse_layers(known.layers_form if known else None):
                     logger.debug("layers run one by one: %s", reason)
     if rounding is not None and own is not None:
         rounding = replace(rounding, logit_error=logit_error(runner, own))
     elif own is not None:
         _check_agreement(model, runner, own, attention)
         if plain:
-            keep_agreement(source, how, Agreement(runner.several_tables))
+            keep_agreement(source, how, Agreement(runner.layers_form))
     logger.info(
         "%s: %s weights, %s on %s, attention by %s",
         source.name,

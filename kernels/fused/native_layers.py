@@ -129,6 +129,9 @@ class NativeLayers:
         self._hidden = self._buffers["hidden"].view(MOST_ROWS, self._width)
         for each in layers:
             self._add_layer(each)
+        self._of_shape: dict[AttentionShape, list[AttentionJob]] = {}
+        for shape, attention in zip(self.shapes, self._attentions, strict=True):
+            self._of_shape.setdefault(shape, []).append(attention)
         self._calls = (Call * len(self._jobs))()
         for call, job in zip(self._calls, self._jobs, strict=True):
             call.job, call.kind = ctypes.addressof(job), CALLS.index(type(job))
@@ -183,14 +186,15 @@ class NativeLayers:
         for index, job in enumerate(self._rotaries):
             job.cos, job.sin, job.cos_row, job.sin_row = places[index if several else 0]
             job.slots = at_slots
-        plans: dict[AttentionShape, NativePlan] = {}
-        for shape, attention in zip(self.shapes, self._attentions, strict=True):
-            plan = plans.get(shape)
-            if plan is None:
-                plan = plans[shape] = plan_of(shape)
+        plans: list[NativePlan] = []  # which own what their jobs point to
+        for shape, attentions in self._of_shape.items():
+            plan = plan_of(shape)
+            plans.append(plan)
             given = plan.job
             assert given is not None, "of a shape that the kernels compute"
-            attention.levels, attention.level_count = given.levels, given.level_count
+            levels, count_of_levels = given.levels, given.level_count
+            for attention in attentions:
+                attention.levels, attention.level_count = levels, count_of_levels
         for layer in self._observed:
             self._attentions[layer].mass = self._attentions[layer].counted = None
         for layer, mass in received.items():

@@ -2,16 +2,16 @@
 
 Decoder layers are found by structure: attention and a gated part whose modules are fused, each
 added to its input, with norms before, after, or both. The model's embedding, tables of angles,
-final norm and head stay its own. The whole is compared with the loop over its layers on a random
-batch before it is used.
+final norm and head stay its own modules. The whole is compared with the loop over its layers on a
+random batch before it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -23,11 +23,18 @@ from arbor.kernels.fused.native_layers import LayerParts, NativeLayers, Norm
 from arbor.kernels.linear.layers import native_products
 from arbor.kernels.native import head_dim_fits, native_library
 from arbor.model.fuse.attention import FusedAttention
+from arbor.model.fuse.direct import DirectForward, direct_forward
 from arbor.model.fuse.parts import FusedGated, FusedNorm
 from arbor.model.layers import InPlaceOfLayers, StoppableLayers
 from arbor.model.plan import ForwardPlan, Segment, plan_forward
 
 Tables = tuple[Tensor, Tensor]  # cos and sin of the rows of a batch, [T, numbers]
+
+# How the call gets its state and tables: from the model's parts, called directly; from the model's
+# own forward, whose loop finds the call in place of all layers; or in place of the last layer, as
+# layers have tables of their own (Gemma 3) and others stand for those before to note them.
+Form = Literal["direct", "one table", "several tables"]
+FORMS: tuple[Form, ...] = get_args(Form)
 
 # Names of norms by place: before and after the attention, before and after the gated part.
 PLACES = (
@@ -92,7 +99,7 @@ class Noted(InPlaceOfLayers):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The state as it came."""
-        self.__dict__["tables"].append(_tables_of(kwargs))
+        self.__dict__["tables"].append(_of_batch(kwargs["position_embeddings"]))
         return self.returned(hidden_states)
 
 
@@ -102,32 +109,41 @@ class WholeDecoder(InPlaceOfLayers):
     Args:
         native: the layers.
         layers: the decoder's own.
-        several_tables: whether layers have tables of angles of their own (Gemma 3); the layers
-            before the last are then stood for by ones that note them.
+        form: how it gets its state and tables.
+        direct: the model's parts, for the form of that name.
     """
 
-    def __init__(self, native: NativeLayers, layers: StoppableLayers, several_tables: bool) -> None:
+    form: Form
+    direct: DirectForward | None
+
+    def __init__(
+        self,
+        native: NativeLayers,
+        layers: StoppableLayers,
+        form: Form,
+        direct: DirectForward | None = None,
+    ) -> None:
         super().__init__(layers[0], layers.in_tuples)
         watched = [each for layer in layers for each in layer.modules()]
         hooks: list[Any] = [each._forward_hooks for each in watched]
         hooks += [each._forward_pre_hooks for each in watched]
         tables: list[Tables] = []
-        before = list(layers)[:-1] if several_tables else []
+        before = list(layers)[:-1] if form == "several tables" else []
         noted = [Noted(tables, each, layers.in_tuples) for each in before]
         self.__dict__.update(native=native, hooks=hooks, tables=tables, reads=None)
-        self.__dict__["several_tables"] = several_tables
+        self.__dict__.update(form=form, direct=direct)
         self.__dict__.update(replaced=partial(layers.replaced_by, *noted, self))
 
     @contextmanager
     def reading(self, reads: ReadsPool) -> Iterator[None]:
-        """Within, the model's loop runs over this in place of its layers.
+        """Within, this runs in place of the layers, and the model's own loop runs over it.
 
         Args:
             reads: what the forward within reads.
         """
         self.__dict__["reads"] = reads
         try:
-            with self.__dict__["replaced"]():
+            with nullcontext() if self.direct is not None else self.__dict__["replaced"]():
                 yield
         finally:
             self.__dict__["reads"] = None
@@ -135,37 +151,45 @@ class WholeDecoder(InPlaceOfLayers):
 
     @property
     def hooked(self) -> bool:
-        """Whether a module of the layers has hooks, which one call for all does not run."""
-        return any(self.__dict__["hooks"])
+        """Whether a module that one call for all layers does not run has hooks."""
+        return any(self.__dict__["hooks"]) or (self.direct is not None and self.direct.hooked)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The state [1, T, d] after the last layer."""
+        return self.returned(self.state(hidden_states, kwargs["position_embeddings"]))
+
+    def state(self, hidden_states: Tensor, position_embeddings: Tables) -> Tensor:
+        """The state [1, T, d] after the last layer; `hidden_states` is that before the first."""
         reads: ReadsPool = self.__dict__["reads"]
-        tables = [*self.__dict__["tables"], _tables_of(kwargs)]
+        tables = [*self.__dict__["tables"], _of_batch(position_embeddings)]
         native: NativeLayers = self.__dict__["native"]
         given = reads.write, reads.pools, reads.plan
         if not reads.observed:
-            return self.returned(native.run(hidden_states[0], tables, *given)[None])
+            return native.run(hidden_states[0], tables, *given)[None]
         received = {layer: reads.received(native.shapes[layer]) for layer in reads.observed}
         state = native.run(hidden_states[0], tables, *given, received, reads.counted)
         for layer, mass in received.items():
             reads.observe(layer, native.shapes[layer], mass)
-        return self.returned(state[None])
+        return state[None]
 
 
-def _tables_of(given: dict[str, Any]) -> Tables:
-    """The tables of angles among the arguments of a layer, without the dimension of the batch."""
-    cos, sin = given["position_embeddings"]
+def _of_batch(tables: Tables) -> Tables:
+    """Tables of angles as layers are given them, without the dimension of the batch."""
+    cos, sin = tables
     return cos[0], sin[0]
 
 
-def whole_decoder(layers: StoppableLayers, several_tables: bool) -> WholeDecoder | str:
+def whole_decoder(model: nn.Module, layers: StoppableLayers, form: Form) -> WholeDecoder | str:
     """All layers as one call, not compared with anything yet; or the reason why they are not.
 
     Args:
+        model: a `*ForCausalLM`.
         layers: the decoder's.
-        several_tables: see `WholeDecoder`.
+        form: see `WholeDecoder`.
     """
+    direct = direct_forward(model, layers) if form == "direct" else None
+    if form == "direct" and direct is None:
+        return "its forward has other parts"
     library = native_library()
     if library is None:
         return "the native kernels are not built"
@@ -179,7 +203,7 @@ def whole_decoder(layers: StoppableLayers, several_tables: bool) -> WholeDecoder
     if len(kinds) > 1:
         return "its layers are of several widths or dtypes"
     dtype = torch.bfloat16 if found[0].projections[0].number else torch.float32
-    return WholeDecoder(NativeLayers(library, found, dtype), layers, several_tables)
+    return WholeDecoder(NativeLayers(library, found, dtype), layers, form, direct)
 
 
 def _parts(layer: nn.Module) -> LayerParts | str:
