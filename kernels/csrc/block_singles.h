@@ -114,33 +114,30 @@ struct SingleLanes {
         }
     }
 
-    // The first eight bytes of four runs, in their order or, `PAIRED`, the first and third of them first.
-    template <bool PAIRED>
+    // The first eight bytes of two runs, and of the two that are four runs later.
     INLINED static __m256i heads(const uint8_t* block) {
-        constexpr int NEXT = PAIRED ? 2 * F::BYTES : F::BYTES, SECOND = PAIRED ? F::BYTES : 2 * F::BYTES;
         auto two = [](const uint8_t* from) {
             __m128 first = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-            return _mm_castps_si128(_mm_loadh_pi(first, reinterpret_cast<const __m64*>(from + NEXT)));
+            return _mm_castps_si128(_mm_loadh_pi(first, reinterpret_cast<const __m64*>(from + F::BYTES)));
         };
-        return _mm256_inserti128_si256(_mm256_castsi128_si256(two(block)), two(block + SECOND), 1);
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(two(block)), two(block + 4 * F::BYTES), 1);
     }
 
-    // Scales and offsets of the eight runs of a block whose runs have one each, in their order or,
-    // `PAIRED`, those of even runs first. Formats of small blocks have them in `heads`, kept here too.
-    template <bool PAIRED = false>
+    // Scales and offsets of the eight runs of a block whose runs have one each. Formats of small blocks
+    // have them in `heads`, kept here too.
     INLINED static void of_runs(const uint8_t* block, __m256i* head, __m256& scales, __m256& offsets) {
         if constexpr (F::NUMBERS == BLOCK_WEIGHTS) {
             six_bits(block, scales, offsets);
         } else {  // as `Small::prepare`, all runs at once
-            head[0] = heads<PAIRED>(block), head[1] = heads<PAIRED>(block + 4 * F::BYTES);
+            head[0] = heads(block), head[1] = heads(block + 2 * F::BYTES);
             const __m128i two = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, -1, -1, -1, -1, -1, -1, -1, -1);
             const __m256i halves = _mm256_broadcastsi128_si256(two);
             __m256i first = _mm256_shuffle_epi8(head[0], halves);
             __m256i second = _mm256_shuffle_epi8(head[1], halves);
             __m256i both = _mm256_unpacklo_epi32(first, second);
             __m128i low = _mm256_castsi256_si128(both), high = _mm256_extracti128_si256(both, 1);
-            scales = _mm256_cvtph_ps(PAIRED ? _mm_unpacklo_epi64(low, high) : _mm_unpacklo_epi32(low, high));
-            offsets = _mm256_cvtph_ps(PAIRED ? _mm_unpackhi_epi64(low, high) : _mm_unpackhi_epi32(low, high));
+            scales = _mm256_cvtph_ps(_mm_unpacklo_epi64(low, high));
+            offsets = _mm256_cvtph_ps(_mm_unpackhi_epi64(low, high));
             offsets = _mm256_sub_ps(_mm256_setzero_ps(), offsets);
         }
     }
