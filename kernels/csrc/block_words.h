@@ -1,8 +1,9 @@
 // Codes of blocks as pairs of 16-bit whole numbers, for x in bfloat16 and CPUs without AVX-512.
 //
 // As block_pairs.h, with eight groups of weights that share a scale, a lane each: the runs of a block,
-// or the halves of four runs. Numbers of x are whole in a unit of their group: exact but for those
-// below 1/128 of the largest of their group, which are rounded to 2^-15 of it.
+// or the halves of four runs where these have scales of their own or a row ends with them. Numbers of
+// x are whole in a unit of their group: exact but for those below 1/128 of the largest of their group,
+// which are rounded to 2^-15 of it.
 #pragma once
 
 #include "block_singles.h"
@@ -26,9 +27,12 @@ struct WordLanes {
     static constexpr int X_BYTES = NUMBERS + PARTS * 64;       // and sums of groups, units
     static constexpr int WEIGHT_BYTES = NUMBERS + PARTS * 64;  // and offsets, scales
 
-    // The first weight of the group whose sum a lane holds.
-    static constexpr int first_of(int part, int lane) {
-        return F::HALVES ? 16 * (8 * part + 2 * (lane % 4) + lane / 4) : RUN * lane;
+    // Whether as few weights are left of a row that each of its runs has two lanes.
+    static constexpr bool few(int left) { return F::NUMBERS == RUN && left <= BLOCK_WEIGHTS / 2; }
+
+    // The first weight of the group whose sum a lane holds, one of 16 or of 32.
+    static constexpr int first_of(int group, int part, int lane) {
+        return group == 16 ? 16 * (8 * part + 2 * (lane % 4) + lane / 4) : RUN * lane;
     }
 
     static int64_t x_bytes(int inputs) { return weight_blocks(inputs) * X_BYTES; }
@@ -56,17 +60,18 @@ struct WordLanes {
                 std::memcpy(whole, block, bytes);
                 block = whole;
             }
+            int group = few(inputs - first) ? 16 : GROUP;
             for (int part = 0; part < PARTS; part++) {
                 float *sums = sums_at(to, part), *units = units_at(to, part), times[8];
                 for (int lane = 0; lane < 8; lane++) {
-                    times[lane] = unit_of(block + first_of(part, lane), units + lane);
+                    times[lane] = unit_of(block + first_of(group, part, lane), group, units + lane);
                 }
                 __m256i total = _mm256_setzero_si256();
-                for (int i = 0; i < GROUP; i += 16) {
+                for (int i = 0; i < group; i += 16) {
                     __m256i steps[8];
                     WRITTEN_OUT
                     for (int lane = 0; lane < 8; lane++) {
-                        steps[lane] = whole_numbers(block + first_of(part, lane) + i, times[lane]);
+                        steps[lane] = whole_numbers(block + first_of(group, part, lane) + i, times[lane]);
                     }
                     eight_by_eight(steps);
                     WRITTEN_OUT
@@ -87,9 +92,9 @@ struct WordLanes {
     }
 
     // The unit of a group of x, a power of two, NaN if a number is not finite; what they are multiplied by.
-    INLINED static float unit_of(const bf16* from, float* unit) {
+    INLINED static float unit_of(const bf16* from, int group, float* unit) {
         __m128i least = _mm_set1_epi16(0x7fff);  // the largest becomes the least
-        for (int i = 0; i < GROUP; i += 8) {
+        for (int i = 0; i < group; i += 8) {
             __m128i given = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
             __m128i magnitude = _mm_and_si128(given, _mm_set1_epi16(0x7fff));
             least = _mm_min_epu16(least, _mm_xor_si128(magnitude, _mm_set1_epi16(0x7fff)));
@@ -139,9 +144,13 @@ struct WordLanes {
         }
     }
 
+    // What the codes of a run stand for, less `FIRST`.
     template <int R>
     INLINED static __m256i run(const uint8_t* block) {
-        return reinterpret_cast<__m256i>(F::template codes<R>(block));
+        const bool small = F::NUMBERS == RUN;
+        Codes codes = F::template codes<F::NUMBERS == RUN ? 0 : R>(block + (small ? R * F::BYTES : 0));
+        if (std::is_same_v<F, IQ4_NL>) codes = values_of<F>(codes);
+        return reinterpret_cast<__m256i>(codes);
     }
 
     // 16 bytes of one place and of another.
@@ -157,11 +166,11 @@ struct WordLanes {
         return _mm256_and_si256(UPPER ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
     }
 
-    // Codes of four pairs of 16: with scales of halves, the two halves of a run each, of four runs from
-    // the 4 H-th on; else the H-th halves of runs j and j + 4 each.
-    template <int H>
+    // Codes of four pairs of 16: the halves of one run each, of four runs from the 4 H-th on; or of
+    // `EIGHT` runs the H-th halves, of runs j and j + 4 each.
+    template <int H, bool EIGHT>
     INLINED static void four_pairs(const uint8_t* block, __m256i* to) {
-        if constexpr (F::HALVES) {
+        if constexpr (!EIGHT) {
             to[0] = run<4 * H>(block), to[1] = run<4 * H + 1>(block);
             to[2] = run<4 * H + 2>(block), to[3] = run<4 * H + 3>(block);
         } else if constexpr (F::NUMBERS == RUN) {
@@ -218,15 +227,15 @@ struct WordLanes {
     }
 
     // Calls `visit(step, 16 codes)` for the eight steps from the 8 H-th on.
-    template <int H, class Visit>
+    template <int H, bool EIGHT = !F::HALVES, class Visit>
     INLINED static void half(const uint8_t* block, const Factors& given, Visit visit) {
         __m256i z[4];
-        four_pairs<H>(block, z);
+        four_pairs<H, EIGHT>(block, z);
         __m256i a = _mm256_unpacklo_epi32(z[0], z[1]), b = _mm256_unpackhi_epi32(z[0], z[1]);
         __m256i c = _mm256_unpacklo_epi32(z[2], z[3]), d = _mm256_unpackhi_epi32(z[2], z[3]);
         __m256i lanes[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c),
                             _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
-        if constexpr (NIBBLES && F::LEVELS == 32) add_fifth_bits<H>(given.fifth, lanes);
+        if constexpr (EIGHT && NIBBLES && F::LEVELS == 32) add_fifth_bits<H>(given.fifth, lanes);
         WRITTEN_OUT
         for (int j = 0; j < 4; j++) {
             if (SIGNED) {
@@ -237,6 +246,17 @@ struct WordLanes {
                 visit(8 * H + 2 * j + 1, _mm256_srli_epi16(lanes[j], 8));
             }
         }
+    }
+
+    // Calls `visit(step, 16 codes)` for all steps of a block, and `next(part)` before each further part.
+    template <class Visit, class Next>
+    INLINED static void steps(const uint8_t* block, int left, const Factors& given, Visit visit, Next next) {
+        if constexpr (F::NUMBERS == RUN) {
+            if (few(left)) return half<0, false>(block, given, visit);
+        }
+        half<0>(block, given, visit);
+        if (F::HALVES) next(1);
+        half<1>(block, given, visit);
     }
 
     INLINED static Factors factors(const uint8_t* block, int left) {
@@ -259,6 +279,10 @@ struct WordLanes {
                 __m256 mask = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(left / RUN), runs));
                 scales = _mm256_and_ps(scales, mask);
                 offsets = _mm256_and_ps(offsets, mask);
+                if (few(left)) {
+                    scales = _mm256_permute2f128_ps(scales, scales, 0);
+                    offsets = _mm256_permute2f128_ps(offsets, offsets, 0);
+                }
             }
             if constexpr (NIBBLES && F::LEVELS == 32) {
                 constexpr int BITS = 8 * (F::BYTES - 20);  // before a run's fifth bits
@@ -279,8 +303,7 @@ struct WordLanes {
             auto keep = [&](int step, __m256i codes) INLINED {
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + step * 32), codes);
             };
-            half<0>(block, given, keep);
-            half<1>(block, given, keep);
+            steps(block, left, given, keep, [](int) {});
             for (int part = 0; part < PARTS; part++) {
                 if (F::OFFSETS) store(sums_at(to, part), given.offset[part]);
                 store(units_at(to, part), given.scale[part]);
@@ -358,9 +381,7 @@ struct WordLanes {
                 }
             };
             begin(0);
-            half<0>(block, given, meet);
-            if (F::HALVES) end(0), begin(1);
-            half<1>(block, given, meet);
+            steps(block, left, given, meet, [&](int part) INLINED { end(part - 1), begin(part); });
             end(PARTS - 1);
             x += X_BYTES;
         });
@@ -378,6 +399,7 @@ struct WordLanes {
             }
         }
         for (int at = 0; at < inputs; at += BLOCK_WEIGHTS, x += X_BYTES, weights += WEIGHT_BYTES) {
+            const int bytes = few(inputs - at) ? PART / 2 : PART;
             for (int part = 0; part < PARTS; part++) {
                 __m256i acc[R][4];
                 WRITTEN_OUT
@@ -385,7 +407,7 @@ struct WordLanes {
                     WRITTEN_OUT
                     for (int p = 0; p < 4; p++) acc[r][p] = none(x + r * x_row, part);
                 }
-                for (int eight = part * PART; eight < (part + 1) * PART; eight += 256) {
+                for (int eight = part * PART; eight < part * PART + bytes; eight += 256) {
                     WRITTEN_OUT
                     for (int place = 0; place < 256; place += 32) {
                         WRITTEN_OUT
