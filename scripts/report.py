@@ -319,6 +319,7 @@ def filled(page: str) -> str:
 # Plots
 
 GREY, BLUE, ORANGE = "#808080", "#2b7bba", "#d9822b"  # seen on light and on dark
+GREEN = "#4c9a4a"
 COLOURS = {
     "streaming": "#b07aa1",
     "uniform": "#9c755f",
@@ -652,7 +653,10 @@ VOTES = re.compile(r"best-of-n,samples=(\d+);aggregate=majority")
 
 def accuracy_against_cost(task: str = GSM8K) -> Figure:
     """Accuracy of chains that vote, by their number, and of other searches on the same 100 problems
-    (controllers.csv), against generated tokens, peak KV, and CPU seconds (accuracy_cost.csv)."""
+    (controllers.csv), against generated tokens, peak KV, and CPU seconds (accuracy_cost.csv).
+
+    Answers at a quarter of the KV are the same; its peak is the part that it was of the full one
+    where both were timed."""
     where = {"task": task, "n": "100"}
     rows = [row for row in read("controllers") if fits(row, where)]
     last = {row["arm"]: row for row in rows if not row["note"].startswith("outdated")}
@@ -663,22 +667,38 @@ def accuracy_against_cost(task: str = GSM8K) -> Figure:
     labels = {
         arm: f"majority-{number}" if number > 1 else "greedy" for arm, number in votes.items()
     }
-    labels |= {arm: short(arm) for arm in others}
-    timed = {(row["by"], row["arm"]): row["cpu_s"] for row in read("accuracy_cost")}
-    seconds = {arm: timed.get(("arbor", label), "") for arm, label in labels.items()}
-    by_llama = {arm: timed.get(("llama.cpp", label), "") for arm, label in labels.items()}
+    labels |= {arm: short(arm).replace(", ", "-") for arm in others}
+    timed = {(row["by"], row["arm"], row["budget"]): row for row in read("accuracy_cost")}
+
+    def cost_of(by: str, budget: str, column: str) -> dict[str, str]:
+        found = {arm: timed.get((by, label, budget), {}) for arm, label in labels.items()}
+        return {arm: row.get(column, "") for arm, row in found.items()}
+
+    seconds, by_llama = cost_of("arbor", "full", "cpu_s"), cost_of("llama.cpp", "full", "cpu_s")
+    peaks = {arm: row["peak_kv_tokens"] for arm, row in last.items()}
+    in_full = cost_of("arbor", "full", "peak_kv_tokens")
+    in_quarter = cost_of("arbor", "0.25", "peak_kv_tokens")
+    quarter_peaks = {
+        arm: f"{float(peaks[arm]) * float(each) / float(in_full[arm]):g}" if each else ""
+        for arm, each in in_quarter.items()
+    }
+    quarters = (quarter_peaks, cost_of("arbor", "0.25", "cpu_s"))
+    without_bars = (*quarters, by_llama)
     figure, axes = panels(3, 3.6)
     costs: tuple[tuple[Mapping[str, str], str], ...] = (
         ({arm: row["generated"] for arm, row in last.items()}, "generated tokens a problem"),
-        ({arm: row["peak_kv_tokens"] for arm, row in last.items()}, "peak KV, tokens"),
+        (peaks, "peak KV, tokens"),
         (seconds, "CPU seconds a problem, one core"),
     )
-    searches = "trees, and the best of 8"
+    searches = "trees, best of 8"
     for panel, (cost, title) in zip(axes, costs, strict=True):
         series = [("chains that vote", chains, cost, BLUE, "o", "-")]
         series += [(searches, others, cost, ORANGE, "^", "")]
+        if cost is not costs[0][0]:
+            quarter = quarters[cost is seconds]
+            series += [("at a quarter of the KV", [*chains, *others], quarter, GREEN, "D", "")]
         if cost is seconds:
-            series += [("llama.cpp's votes, at arbor's accuracy", chains, by_llama, GREY, "s", ":")]
+            series += [("llama.cpp, arbor's accuracy", chains, by_llama, GREY, "s", ":")]
         for label, arms, of_arms, colour, marker, line in series:
             mine = [arm for arm in arms if of_arms[arm]]
             held = [float(of_arms[arm]) for arm in mine]
@@ -692,7 +712,7 @@ def accuracy_against_cost(task: str = GSM8K) -> Figure:
             ]
             panel.errorbar(
                 *(held, value),
-                yerr=None if of_arms is by_llama else spread,
+                yerr=None if any(of_arms is each for each in without_bars) else spread,
                 ls=line,
                 marker=marker,
                 ms=4,
@@ -702,7 +722,7 @@ def accuracy_against_cost(task: str = GSM8K) -> Figure:
                 label=label,
             )
             for arm, place in zip(mine, zip(held, value, strict=True), strict=True):
-                if of_arms is by_llama:
+                if any(of_arms is each for each in without_bars):
                     continue
                 panel.annotate(
                     str(votes.get(arm) or short(arm)),
