@@ -98,8 +98,15 @@ def test_the_figure_has_a_point_for_each_arm(
     ]
     with (tmp_path / "controllers.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([(*names, *shares), *rows])
-    costs = [("by", "arm", "cpu_s"), ("arbor", "greedy", 99), ("arbor", "greedy", 30)]
-    costs += [("arbor", "majority-8", 120), ("arbor", "rebase", 110), ("llama.cpp", "greedy", 32)]
+    costs = [
+        ("by", "arm", "budget", "cpu_s", "peak_kv_tokens"),
+        ("arbor", "greedy", "full", 99, 440),
+        ("arbor", "greedy", "full", 30, 440),
+        ("arbor", "majority-8", "full", 120, 2200),
+        ("arbor", "majority-8", "0.25", 320, 550),
+        ("arbor", "rebase", "full", 110, 900),
+        ("llama.cpp", "greedy", "full", 32, 440),
+    ]
     with (tmp_path / "accuracy_cost.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows(costs)
     monkeypatch.setattr(report, "DATA", tmp_path)
@@ -111,6 +118,6 @@ def test_the_figure_has_a_point_for_each_arm(
         return [[[float(x), float(y)] for x, y in bar.lines[0].get_xydata()] for bar in bars]
 
     assert points(tokens) == [[[300, 56], [600, 60], [2500, 70]], [[1200, 61]]]
-    assert points(kv) == [[[400, 56], [700, 60], [2400, 70]], [[900, 61]]]
-    assert points(seconds) == [[[30, 56], [120, 70]], [[110, 61]], [[32, 56]]]
+    assert points(kv) == [[[400, 56], [700, 60], [2400, 70]], [[900, 61]], [[600, 70]]]
+    assert points(seconds) == [[[30, 56], [120, 70]], [[110, 61]], [[320, 70]], [[32, 56]]]
     assert [text.get_text() for text in kv.texts] == ["1", "2", "8", "rebase"]

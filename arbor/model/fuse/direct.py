@@ -58,9 +58,11 @@ def direct_forward(model: nn.Module, layers: StoppableLayers) -> DirectForward |
     """The parts of a model, not compared with its own forward yet; None where others stand there.
 
     Args:
-        model: a `*ForCausalLM`.
+        model: a `*ForCausalLM`, or one around it that makes its logits scores.
         layers: its layers.
     """
+    if not hasattr(model, "get_output_embeddings"):
+        return None
     for decoder in model.modules():
         parts = {each for each in decoder.children() if not isinstance(each, nn.Dropout)}
         if layers not in parts:
