@@ -701,6 +701,7 @@ def accuracy_against_cost(task: str = GSM8K) -> Figure:
             series += [("llama.cpp, arbor's accuracy", chains, by_llama, GREY, "s", ":")]
         for label, arms, of_arms, colour, marker, line in series:
             mine = [arm for arm in arms if of_arms[arm]]
+            bare = any(of_arms is each for each in without_bars)
             held = [float(of_arms[arm]) for arm in mine]
             value, low, high = (
                 [float(last[arm][f"success{end}_percent"]) for arm in mine]
@@ -712,7 +713,7 @@ def accuracy_against_cost(task: str = GSM8K) -> Figure:
             ]
             panel.errorbar(
                 *(held, value),
-                yerr=None if any(of_arms is each for each in without_bars) else spread,
+                yerr=None if bare else spread,
                 ls=line,
                 marker=marker,
                 ms=4,
@@ -722,7 +723,7 @@ def accuracy_against_cost(task: str = GSM8K) -> Figure:
                 label=label,
             )
             for arm, place in zip(mine, zip(held, value, strict=True), strict=True):
-                if any(of_arms is each for each in without_bars):
+                if bare:
                     continue
                 panel.annotate(
                     str(votes.get(arm) or short(arm)),

@@ -114,7 +114,7 @@ def test_rows_wider_than_a_cache_have_the_bits_of_any_batch(kind: str, dtype: to
 
 def test_rows_end_within_a_block() -> None:
     for kind in (kind for kind in KINDS if KINDS[kind][0] == 32):
-        for inputs in (32, 288, 576, 896):
+        for inputs in (32, 288, 480, 576, 896):
             weight = random_blocks(kind, 70, inputs)
             exact = defined(weight).double()
             x = torch.randn(9, inputs, generator=torch.Generator().manual_seed(3)).bfloat16()

@@ -8,7 +8,7 @@ embeddings or a soft cap of logits differs there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,23 +22,23 @@ class DirectForward:
     """The parts of a model, one after the other.
 
     Args:
-        decoder: holds the layers.
-        model: holds the decoder and the head.
+        embedding, rotary, norm, head: of the model; rotary makes the table of angles.
+        passed_over: modules whose own forward is not called.
+
+    Attributes:
+        passed_over: see above.
     """
 
-    def __init__(self, decoder: nn.Module, model: nn.Module) -> None:
-        self._embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        self._rotary: Any = decoder.rotary_emb
-        self._norm: Any = decoder.norm
-        passed_over = (model, decoder)
-        self._hooks: list[Any] = [each._forward_hooks for each in passed_over]
-        self._hooks += [each._forward_pre_hooks for each in passed_over]
-
-    @property
-    def hooked(self) -> bool:
-        """Whether a module whose forward is not called has hooks."""
-        return any(self._hooks)
+    def __init__(
+        self,
+        embedding: nn.Module,
+        rotary: nn.Module,
+        norm: nn.Module,
+        head: nn.Module,
+        passed_over: Sequence[nn.Module],
+    ) -> None:
+        self._embedding, self._rotary, self._norm, self._head = embedding, rotary, norm, head
+        self.passed_over = tuple(passed_over)
 
     def __call__(self, ids: Tensor, positions: Tensor, logit_rows: Tensor, layers: Run) -> Tensor:
         """Logits [n, V] of some rows, in the model's dtype.
@@ -54,7 +54,7 @@ class DirectForward:
         return logits
 
 
-def direct_forward(model: nn.Module, layers: StoppableLayers) -> DirectForward | None:
+def direct_forward(model: Any, layers: StoppableLayers) -> DirectForward | None:
     """The parts of a model, not compared with its own forward yet; None where others stand there.
 
     Args:
@@ -63,14 +63,11 @@ def direct_forward(model: nn.Module, layers: StoppableLayers) -> DirectForward |
     """
     if not hasattr(model, "get_output_embeddings"):
         return None
-    for decoder in model.modules():
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for decoder in model.children():
         parts = {each for each in decoder.children() if not isinstance(each, nn.Dropout)}
-        if layers not in parts:
-            continue
-        wanted = [getattr(decoder, name, None) for name in ("rotary_emb", "norm")]
-        known = {layers, model.get_input_embeddings(), *wanted}  # type: ignore[operator]
-        around = {decoder, model.get_output_embeddings()}  # type: ignore[operator]
-        if parts != known or set(model.children()) != around:
-            return None
-        return DirectForward(decoder, model)
+        rotary: Any = getattr(decoder, "rotary_emb", None)
+        norm: Any = getattr(decoder, "norm", None)
+        if parts == {embedding, layers, rotary, norm} and set(model.children()) == {decoder, head}:
+            return DirectForward(embedding, rotary, norm, head, (model, decoder))
     return None

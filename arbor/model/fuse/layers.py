@@ -125,6 +125,7 @@ class WholeDecoder(InPlaceOfLayers):
     ) -> None:
         super().__init__(layers[0], layers.in_tuples)
         watched = [each for layer in layers for each in layer.modules()]
+        watched += direct.passed_over if direct is not None else ()
         hooks: list[Any] = [each._forward_hooks for each in watched]
         hooks += [each._forward_pre_hooks for each in watched]
         tables: list[Tables] = []
@@ -152,7 +153,7 @@ class WholeDecoder(InPlaceOfLayers):
     @property
     def hooked(self) -> bool:
         """Whether a module that one call for all layers does not run has hooks."""
-        return any(self.__dict__["hooks"]) or (self.direct is not None and self.direct.hooked)
+        return any(self.__dict__["hooks"])
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The state [1, T, d] after the last layer."""
