@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
@@ -47,6 +50,8 @@ class Footprint:
         staging_tokens: slots through which attention reads KV in host memory; with such a buffer a
             path may be longer than the budget. 0: none.
         path_limit: most tokens of a path after the prompt; None: those of `max_depth` blocks.
+        first_question: `question_tokens` after one thought, where longer paths have longer
+            questions; None: as many.
     """
 
     prompt_tokens: int
@@ -58,6 +63,7 @@ class Footprint:
     proposals: int = 0
     staging_tokens: int = 0
     path_limit: int | None = None
+    first_question: int | None = None
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens >= 0, f"prompt_tokens={self.prompt_tokens} is negative"
@@ -92,13 +98,26 @@ class Footprint:
         """Whether `path_limit` ends a path before its blocks do."""
         return self.path_limit is not None and self.path_limit < self.path_blocks * self.step_tokens
 
-    def levers(self, context: int) -> list[str]:
-        """Flags that each limit the longest path to `context` positions."""
-        room = context - self.prompt_tokens - self.question_tokens
-        flags = {"--max-depth": room // self.step_tokens, "--step-tokens": room // self.path_blocks}
+    def levers(self, context: int, resized: Callable[..., Footprint] | None = None) -> list[str]:
+        """Flags that each limit the longest path to `context` positions.
+
+        Args:
+            context: of the model.
+            resized: the footprint with another `max_depth`, `step_tokens` or `path_limit`, given by
+                name; None: its questions stay as long.
+        """
+        flags = {"--max-depth": "max_depth", "--step-tokens": "step_tokens"}
         if self.is_limited:
-            flags = {"--path-tokens": room}
-        return [f"{flag} {most}" for flag, most in flags.items() if most >= 1]
+            flags = {"--path-tokens": "path_limit"}
+        resized = resized or partial(replace, self)
+
+        def most(name: str) -> int:
+            sizes = range(1, getattr(self, name) + 1)
+            return bisect_right(
+                sizes, context, key=lambda size: resized(**{name: size}).path_tokens
+            )
+
+        return [f"{flag} {found}" for flag, name in flags.items() if (found := most(name))]
 
     @property
     def first_tokens(self) -> int:
@@ -106,32 +125,33 @@ class Footprint:
         step = (
             self.step_tokens if self.path_limit is None else min(self.step_tokens, self.path_limit)
         )
-        return self.prompt_tokens + step + self.question_tokens
+        return self.prompt_tokens + step + self.first_asked
+
+    @property
+    def first_asked(self) -> int:
+        """Tokens of the question after one thought."""
+        return self.question_tokens if self.first_question is None else self.first_question
 
     @property
     def smallest_tokens(self) -> int:
         """Slots without which a search cannot begin: `enough_tokens` of its first thought."""
-        return self._least(self.first_tokens)
+        return self._least(self.first_tokens, self.first_asked)
 
     @property
     def enough_tokens(self) -> int:
         """Slots that are enough for any tree of the search: of the longest path; in lossy mode, of
         what is protected of it and `decoded_tokens`; with a staging buffer, of that and the newest
         tokens."""
-        return self._least(self.path_tokens)
+        return self._least(self.path_tokens, self.question_tokens)
 
-    def _least(self, whole: int) -> int:
+    def _least(self, whole: int, asked: int) -> int:
         if self.staging_tokens:
-            return self.staging_tokens + min(whole, self.newest_tokens)
+            # with the buffer a path needs its last tokens, and new ones or a question after them
+            newest = DECODED + max(self.decoded_tokens, asked)
+            return self.staging_tokens + min(whole, newest)
         if self.protected_tokens is None:
             return whole
-        return min(whole, self.protected_tokens + self.decoded_tokens + self.question_tokens)
-
-    @property
-    def newest_tokens(self) -> int:
-        """Slots that a path needs with a staging buffer: its last tokens, and new ones or a
-        question after them."""
-        return DECODED + max(self.decoded_tokens, self.question_tokens)
+        return min(whole, self.protected_tokens + self.decoded_tokens + asked)
 
     @property
     def decoded_tokens(self) -> int:
@@ -396,8 +416,8 @@ class Budget:
             parts = f"{footprint.prompt_tokens:,} prompt + {footprint.step_tokens:,}"
         else:
             parts = f"{footprint.protected_tokens:,} protected + {footprint.decoded_tokens:,}"
-        if footprint.question_tokens:
-            parts += f" + {footprint.question_tokens:,} question"
+        if footprint.first_asked:
+            parts += f" + {footprint.first_asked:,} question"
         raise BudgetInfeasible(
             footprint.smallest_tokens,
             tokens,
@@ -415,7 +435,7 @@ class Budget:
             return "Or: a smaller staging."
         if footprint.smallest_tokens < footprint.first_tokens:
             return "Or: fewer protected tokens, as with --set recent=0."
-        step = tokens - footprint.prompt_tokens - footprint.question_tokens
+        step = tokens - footprint.prompt_tokens - footprint.first_asked
         if 2 * step >= footprint.step_tokens:
             return f"Or: --step-tokens {step}."
         return "Or: a shorter prompt."

@@ -207,10 +207,15 @@ class BudgetInfeasible(BudgetError):
         super().__init__(
             "budget-infeasible",
             f"the budget is {budget:,} tokens, but {what} needs {needed:,}.",
-            hint or f"Smallest workable: {needed}tok.",
+            hint or self.smallest,
             needed=needed,
             budget=budget,
         )
+
+    @property
+    def smallest(self) -> str:
+        """The hint where no other was given."""
+        return f"Smallest workable: {self.needed}tok."
 
 
 class ModelError(ArborError):

@@ -245,12 +245,14 @@ def test_a_path_that_outgrows_an_amount_ends_the_search_with_its_tree_and_what_i
         with pytest.raises(BudgetInfeasible) as error:
             solver.solve(PUZZLE, trace=path)
 
-        assert error.value.budget == 30 < error.value.needed
+        assert error.value.budget == 30 < error.value.needed < error.value.data["enough"]
+        assert f"{error.value.data['enough']}tok is enough" in error.value.hint
         replay = Replay.of(read_trace(path))
         assert replay.problems == [] and replay.ended is not None
         assert replay.ended.status == "error" and len(replay.blocks) > 1
         again = solver.solve(PUZZLE, budget=0.1)
-    assert again.text
+        enough = solver.solve(PUZZLE, budget=f"{error.value.data['enough']}tok")
+    assert again.text == enough.text
 
 
 @pytest.mark.parametrize(

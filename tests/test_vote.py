@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tokenizers.pre_tokenizers import Sequence as InTurn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from arbor import Solver
+from arbor.errors import BudgetInfeasible, InputError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -104,3 +106,33 @@ def test_a_search_by_votes_is_the_same_in_the_smallest_budget() -> None:
     assert [value for _, value in values] == pytest.approx([value for _, value in again], abs=1e-4)
     assert whole.metrics.asked > 0
     assert small.metrics.peak_tokens <= smallest < whole.metrics.full_tokens
+
+
+def test_the_first_vote_is_planned_for_first_thoughts_and_a_lever_for_the_longest() -> None:
+    """Five choices of 20 tokens each, and later of 60; a context that has no room for long ones."""
+    limits: Any = {"verifier": "vote", "controller": "chain,samples=2", "step_tokens": 20}
+    solver = Solver(task=NUMBERED, max_depth=3, **limits)
+    plan = solver.plan("4 5 6 10")
+    first = plan.question_tokens - 5 * 40
+    assert plan.smallest_tokens == plan.prompt_tokens + 20 + first
+    assert plan.enough_tokens == plan.prompt_tokens + 60 + plan.question_tokens
+    assert solver.plan("4 5 6 10", budget=f"{plan.smallest_tokens}tok")
+    with pytest.raises(BudgetInfeasible, match=f"{first} question"):
+        solver.plan("4 5 6 10", budget=f"{plan.smallest_tokens - 1}tok")
+
+    def named(**changed: int) -> list[int]:
+        with pytest.raises(InputError) as caught:
+            Solver(task=NUMBERED, **{**limits, **changed}).plan("4 5 6 10")
+        return [int(each) for each in re.findall(r"--[a-z-]+ (\d+)", caught.value.hint)]
+
+    depth, step = named(max_depth=40, path_tokens=10**6)
+    (path,) = named(max_depth=40, path_tokens=400)
+    works: list[Any] = [
+        {"max_depth": depth, "path_tokens": 10**6},
+        {"max_depth": 40, "path_tokens": 10**6, "step_tokens": step},
+        {"max_depth": 40, "path_tokens": path},
+    ]
+    for changed in works:
+        assert Solver(task=NUMBERED, **{**limits, **changed}).plan("4 5 6 10")
+    assert named(max_depth=depth + 1, path_tokens=10**6)
+    assert named(max_depth=40, path_tokens=path + 1)

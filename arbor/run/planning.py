@@ -24,6 +24,7 @@ from arbor.run.plugin_answers import (
 from arbor.run.questions import Words, in_conversation, question_turn
 from arbor.support.texts import one_line, refuse_surrogates
 from arbor.tasks.base import (
+    BlockLimits,
     BoundedQuestions,
     Converses,
     GivesTurns,
@@ -158,25 +159,42 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     for part in parts_of(setup.verifier):
         if isinstance(part, ChecksQuestions):
             part.check(checked_task(setup.task), problem, words)
-    proposals = most_proposals(setup.controller, boundary.max_depth)
-    judged = question_tokens(setup, problem, words) if setup.verifier.needs_model else 0
     able = proposing(setup.task)
-    assert able is not None or not proposals, "checked when the solver was made"
-    listed = proposal_tokens(able, problem, words) if able is not None and proposals else 0
-    shape = Footprint(
-        prompt_tokens,
-        boundary.max_tokens,
-        boundary.max_depth,
-        most_blocks(setup.controller, boundary.max_depth),
-        max(judged, listed),
-        protect.sinks + protect.recent if setup.mode == "lossy" else None,
-        proposals,
-        setup.staging_tokens(info.kv_bytes_per_token),
-        boundary.path_tokens,
-    )
+
+    def shape_of(limits: BlockLimits) -> Footprint:
+        proposals = most_proposals(setup.controller, limits.max_depth)
+        assert able is not None or not proposals, "checked when the solver was made"
+        listed = proposal_tokens(able, problem, words) if able is not None and proposals else 0
+        judged, first = (
+            question_tokens(setup, problem, words, each) if setup.verifier.needs_model else 0
+            for each in (limits, replace(limits, max_depth=1))
+        )
+        return Footprint(
+            prompt_tokens,
+            limits.max_tokens,
+            limits.max_depth,
+            most_blocks(setup.controller, limits.max_depth),
+            max(judged, listed),
+            protect.sinks + protect.recent if setup.mode == "lossy" else None,
+            proposals,
+            setup.staging_tokens(info.kv_bytes_per_token),
+            limits.path_tokens,
+            max(first, listed),
+        )
+
+    shape = shape_of(boundary)
     if shape.path_tokens > info.context:
         searched = shape.path_tokens - prompt_tokens
-        levers = [*shape.levers(info.context)]
+
+        def resized(
+            max_depth: int = boundary.max_depth,
+            step_tokens: int = boundary.max_tokens,
+            path_limit: int | None = boundary.path_tokens,
+        ) -> Footprint:
+            limits = replace(boundary, max_depth=max_depth, max_tokens=step_tokens)
+            return shape_of(replace(limits, path_tokens=path_limit))
+
+        levers = shape.levers(info.context, resized)
         if searched < info.context:
             levers.insert(0, "Shorten the problem")
         elif levers:
@@ -228,8 +246,8 @@ def _joined(levers: list[str], model: str, task: Task) -> str:
     return said
 
 
-def question_tokens(setup: Setup, problem: Problem, words: Words) -> int:
-    """Tokens of a question to the model that the plan counts.
+def question_tokens(setup: Setup, problem: Problem, words: Words, limits: BlockLimits) -> int:
+    """Tokens of a question to the model in a search with these limits that the plan counts.
 
     They are those of the question at no thoughts, and at least `max_question_tokens` of a task that
     declares it, and the tokens that all verdicts begin with; or the bound of a verifier that has
@@ -241,7 +259,7 @@ def question_tokens(setup: Setup, problem: Problem, words: Words) -> int:
     task = setup.task
     asking = [part for part in parts_of(setup.verifier) if part.needs_model]
     bounds = [
-        part.most_question_tokens(checked_task(task), problem, setup.boundary, words)
+        part.most_question_tokens(checked_task(task), problem, limits, words)
         for part in asking
         if isinstance(part, PlansQuestions)
     ]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from arbor._version import __version__
 from arbor.budget import Budget, Plan
 from arbor.engine.mode_names import SIMILAR
-from arbor.errors import UsageError
+from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Audited, Ended, Header, Listener, ReachedLimit
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.future_reads import FutureReads
@@ -309,7 +309,9 @@ class Run:
                     if honest.status not in ("timeout", "interrupted"):  # else it was not compared
                         same = honest.answer == outcome.answer
                         emit(Audited(honest.answer, same, elapsed_s=time.perf_counter() - began))
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, BudgetInfeasible):
+                    self._say_what_is_enough(error)
                 cost = metrics.metrics()
                 emit.fail(Ended("error", cost.nodes, cost.to_dict()))
                 raise
@@ -325,6 +327,16 @@ class Run:
             cost.peak_tokens,
         )
         return outcome
+
+    def _say_what_is_enough(self, error: BudgetInfeasible) -> None:
+        """Put an amount that is enough for any path into the hint of a path that outgrew its own.
+
+        What raised the error knows no more than the next tokens of that path.
+        """
+        enough = self.plan.enough_tokens
+        if error.hint == error.smallest and error.needed <= enough:
+            error.hint = f"{enough}tok is enough for any path; so is a ratio, as in --budget 0.25."
+            error.data["enough"] = enough
 
     def _open_verifiers(
         self, emit: Listener, until: ExitStack
