@@ -122,10 +122,12 @@ class Footprint:
     @property
     def first_tokens(self) -> int:
         """Positions of the prompt, one thought and a question."""
-        step = (
-            self.step_tokens if self.path_limit is None else min(self.step_tokens, self.path_limit)
-        )
-        return self.prompt_tokens + step + self.first_asked
+        return self.prompt_tokens + self.first_step + self.first_asked
+
+    @property
+    def first_step(self) -> int:
+        """Most tokens of one thought: `step_tokens`, or `path_limit` where that is less."""
+        return min(self.step_tokens, self.path_limit or self.step_tokens)
 
     @property
     def first_asked(self) -> int:
@@ -413,7 +415,7 @@ class Budget:
         if footprint.staging_tokens:
             parts = f"{footprint.staging_tokens:,} staging + the newest tokens"
         elif footprint.smallest_tokens == footprint.first_tokens:
-            parts = f"{footprint.prompt_tokens:,} prompt + {footprint.step_tokens:,}"
+            parts = f"{footprint.prompt_tokens:,} prompt + {footprint.first_step:,}"
         else:
             parts = f"{footprint.protected_tokens:,} protected + {footprint.decoded_tokens:,}"
         if footprint.first_asked:

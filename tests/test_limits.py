@@ -173,6 +173,21 @@ def test_a_path_ends_within_the_time(controller: str, monkeypatch: pytest.Monkey
     assert len(solution.path) == 1 + 3, "a whole path, right or wrong"
 
 
+@pytest.mark.parametrize("controller", ["chain,samples=8", "rebase,width=8"])
+def test_tokens_that_end_within_a_round_give_the_same_tree_at_any_budget(controller: str) -> None:
+    """Thoughts of several lengths: which of a round end first depends on what fits at a time."""
+    given: dict[str, Any] = {"verifier": "self", "seed": 0, "sampling": {"temperature": 2.5}}
+    smallest = Solver(controller=controller, **given).plan(PUZZLE).enough_tokens
+    found = []
+    for budget in ("full", f"{smallest}tok"):
+        events: list[Event] = []
+        solution = solved(events, controller, {"max_tokens": 120}, budget=budget, **given)
+        assert solution.limit == "max_tokens"
+        found.append([(e.node, e.ids) for e in events if isinstance(e, Boundary)])
+
+    assert sorted(found[0]) == sorted(found[1]) and found[0] != found[1]
+
+
 class Told(BreadthFirst):
     """A search that knows of the blocks it was told of alone."""
 

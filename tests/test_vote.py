@@ -117,8 +117,10 @@ def test_the_first_vote_is_planned_for_first_thoughts_and_a_lever_for_the_longes
     assert plan.smallest_tokens == plan.prompt_tokens + 20 + first
     assert plan.enough_tokens == plan.prompt_tokens + 60 + plan.question_tokens
     assert solver.plan("4 5 6 10", budget=f"{plan.smallest_tokens}tok")
-    with pytest.raises(BudgetInfeasible, match=f"{first} question"):
+    with pytest.raises(BudgetInfeasible, match=rf"prompt \+ 20 \+ {first} question"):
         solver.plan("4 5 6 10", budget=f"{plan.smallest_tokens - 1}tok")
+    with pytest.raises(BudgetInfeasible, match=r"prompt \+ 10 \+"):
+        Solver(task=NUMBERED, path_tokens=10, **limits).plan("4 5 6 10", budget="20tok")
 
     def named(**changed: int) -> list[int]:
         with pytest.raises(InputError) as caught:

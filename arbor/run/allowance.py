@@ -44,6 +44,12 @@ class Allowance:
             self._deadline = time.monotonic() + self._limits.timeout
 
     @property
+    def tokens_are_spent(self) -> bool:
+        """Whether the blocks that have ended have as many tokens as the limit allows."""
+        most = self._limits.max_tokens
+        return most is not None and self._tokens >= most
+
+    @property
     def seconds_left(self) -> float:
         """Until the limit of time; infinite without one."""
         return math.inf if self._deadline is None else self._deadline - time.monotonic()

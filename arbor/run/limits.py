@@ -63,9 +63,10 @@ class SessionLimits(RunLimits):
     """The limits of a session.
 
     A round gets only as many blocks as fit `max_tokens` by the mean length of the blocks before it,
-    and the first round, before which no length is known, is not cut; `TokenLimit` ends a round
-    whose blocks are longer. `timeout` is checked before each ask and each decode step. Up to
-    half of either is kept until a path has an answer; with it one path goes on alone.
+    and the first round, before which no length is known, is not cut. A round whose blocks are
+    longer comes to its end: which of them end first depends on the KV budget, and the tree may not.
+    `timeout` is checked before each ask and each decode step. Up to half of either is kept until a
+    path has an answer; with it one path goes on alone.
 
     Attributes:
         max_depth: thoughts on one path.

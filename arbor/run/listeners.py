@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 
-from arbor.events import Boundary, Ended, Event, Listener
+from arbor.events import Ended, Event, Listener
 
 logger = logging.getLogger(__name__)
 
@@ -78,20 +78,6 @@ class Broadcast:
                 pass
             except Exception:
                 logger.warning("a callback failed at the end of a failed search", exc_info=True)
-
-
-class TokenLimit:
-    """Ends the search once so many tokens of its closed blocks were sampled."""
-
-    def __init__(self, most: int, stop: Callable[[], None]) -> None:
-        self._left = most
-        self._stop = stop
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Boundary):
-            self._left -= len(event.ids) - event.given
-            if self._left <= 0:
-                self._stop()
 
 
 class RecordedEvents:

@@ -23,7 +23,7 @@ from arbor.events import Audited, Ended, Header, Listener, ReachedLimit
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.future_reads import FutureReads
 from arbor.run.limits import SessionLimits
-from arbor.run.listeners import Broadcast, RecordedEvents, TokenLimit
+from arbor.run.listeners import Broadcast, RecordedEvents
 from arbor.run.planning import (
     encode_problem,
     fitted,
@@ -252,8 +252,6 @@ class Run:
 
         setup, request = self.setup, self.request
         heard: list[Listener] = [metrics, *records, *setup.listeners, *listeners]
-        if request.max_tokens is not None:
-            heard.append(TokenLimit(request.max_tokens, lambda: self.stop("limit", "max_tokens")))
         emit = Broadcast(heard, self.stop)
         eos = setup.checkpoint.load().eos
         boundary, words = setup.boundary, engine.tokenizer

@@ -263,7 +263,7 @@ class Session:
             self._verified = True
             search.tell(children)
             self._prune(tree)
-            self._check_answers(search, children)
+            self._check_limits(search, children)
             self._allowance.round_ended(expansions)
 
     # Without rounds
@@ -302,7 +302,7 @@ class Session:
                 longest = max([longest, *(child.end for child in children)])
                 search.tell(children)
                 self._prune(tree)
-                self._check_answers(search, children)
+                self._check_limits(search, children)
         finally:
             for each in overlapping:
                 each.close()
@@ -356,8 +356,10 @@ class Session:
                 self._alone += growing
                 yield from self.verification.steps(self.judged(search, tree, growing))
                 self._verified = True
-                self._check_answers(search, growing)
+                self._check_limits(search, growing)
                 return True
+            if allowance.tokens_are_spent:
+                break
         narrowed = allowance.narrowed
         self.stop("timeout" if narrowed == "timeout" else "limit", narrowed)
         return False
@@ -368,8 +370,14 @@ class Session:
         known = {leaf.id for leaf in found}
         return [*found, *(leaf for leaf in self._alone if leaf.id not in known)]
 
+    def _check_limits(self, search: Search, children: Sequence[Node]) -> None:
+        """Ends the run where one of these blocks finishes the path that a limit waits for, or where
+        no tokens are left."""
+        self._check_answers(search, children)
+        if self._allowance.tokens_are_spent:
+            self.stop("limit", "max_tokens")
+
     def _check_answers(self, search: Search, children: Sequence[Node]) -> None:
-        """Ends the run where one of these blocks finishes the path that a limit waits for."""
         limits = self.limits
         if limits.first is None and limits.confidence is None:
             return
