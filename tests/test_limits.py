@@ -188,6 +188,27 @@ def test_tokens_that_end_within_a_round_give_the_same_tree_at_any_budget(control
     assert sorted(found[0]) == sorted(found[1]) and found[0] != found[1]
 
 
+@pytest.mark.parametrize(
+    ("limits", "seed"),
+    every(4, [({"confidence": 0.6}, 18), ({"confidence": 0.6}, 8), ({"first": "answer"}, 8)]),
+)
+def test_what_has_not_ended_when_a_limit_is_reached_counts_at_no_budget(
+    limits: Any, seed: int
+) -> None:
+    """Without rounds other leaves grow meanwhile, and may have been computed already."""
+    given: dict[str, Any] = {"verifier": "self", "seed": seed, "sampling": {"temperature": 2.0}}
+    smallest = Solver(controller="dpts", **given).plan(PUZZLE).enough_tokens
+    found = []
+    for budget in ("full", f"{smallest}tok"):
+        solution = solved(None, "dpts", limits, budget=budget, **given)
+        assert solution.finish_reason == "limit"
+        nodes = solution.to_networkx().nodes.items()
+        kept = {node: each["text"] for node, each in nodes if each["state"] != "pruned"}
+        found.append((kept, solution.answer, solution.votes, solution.candidates))
+
+    assert found[0] == found[1]
+
+
 class Told(BreadthFirst):
     """A search that knows of the blocks it was told of alone."""
 

@@ -70,6 +70,11 @@ class Overlapping:
         blocks = self.children if self.question is None else [self.question]
         return max(len(block.tokens) - block.given for block in blocks)
 
+    @property
+    def blocks(self) -> list[Node]:
+        """Its children so far, and the question for them."""
+        return [*self.children, *([] if self.question is None else [self.question])]
+
     def go_on(self) -> None:
         """Continue as far as possible.
 

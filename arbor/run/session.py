@@ -151,6 +151,7 @@ class Session:
         self._search: Search | None = None
         self._round_start = 0  # blocks in the tree before the round in progress
         self._verified = False  # the round's children have their values
+        self._answered: set[int] = set()  # blocks that end a path with an answer
         self._overlapping: list[Overlapping] = []  # in progress, of a search without rounds
 
     def run(self, prompt: Sequence[int], text: str) -> Outcome:
@@ -258,7 +259,7 @@ class Session:
                 break
             self._round_start, self._verified = len(tree), False
             children = yield from self._grow(tree, expansions)
-            self._allowance.count(children)
+            self._count(children)
             yield from self.verification.steps(self.judged(search, tree, children))
             self._verified = True
             search.tell(children)
@@ -296,17 +297,32 @@ class Session:
                 for each in ended:
                     overlapping.remove(each)
                 children = [child for each in ended for child in each.reported]
-                self._allowance.count(
-                    [*children, *(each.question for each in ended if each.question)]
-                )
+                self._count([*children, *(each.question for each in ended if each.question)])
                 longest = max([longest, *(child.end for child in children)])
                 search.tell(children)
                 self._prune(tree)
                 self._check_limits(search, children)
+                if self._stopped == "limit":
+                    yield from self._give_up(tree)
+                    break
         finally:
             for each in overlapping:
                 each.close()
             overlapping.clear()
+
+    def _give_up(self, tree: ThoughtTree) -> Steps[None]:
+        """End the expansions that had not ended when a limit was reached.
+
+        Which of them have been computed by then depends on the KV budget, so that none counts.
+        """
+        for each in self._overlapping:
+            if each.awaited is not None and not each.awaited.done:  # it is interrupted
+                yield each.awaited
+            each.close()
+            for block in each.blocks:
+                block.state = NodeState.PRUNED
+        self._overlapping.clear()
+        self._prune(tree)
 
     def _begin(
         self, tree: ThoughtTree, search: Search, expansions: Sequence[Expansion], now: int
@@ -351,7 +367,7 @@ class Session:
         while growing and not self._over() and allowance.one_more():
             self._round_start, self._verified = len(tree), False
             growing = yield from self._grow(tree, [Expansion(growing[0], 1)])
-            allowance.count(growing)
+            self._count(growing)
             if growing and growing[0].state is NodeState.TERMINAL:
                 self._alone += growing
                 yield from self.verification.steps(self.judged(search, tree, growing))
@@ -365,8 +381,10 @@ class Session:
         return False
 
     def _best(self, search: Search) -> list[Node]:
-        """The finished leaves, best first; a search may not know of those that went on alone."""
-        found = search.best()
+        """The finished leaves that the search was told of, best first, and those that went on
+        alone."""
+        growing = {block.id for each in self._overlapping for block in each.blocks}
+        found = [leaf for leaf in search.best() if leaf.id not in growing]
         known = {leaf.id for leaf in found}
         return [*found, *(leaf for leaf in self._alone if leaf.id not in known)]
 
@@ -404,8 +422,13 @@ class Session:
         grown, questions = yield from self._new_blocks(
             tree, expansions, meanwhile=self._asking_early
         )
-        self._allowance.count(questions)
+        self._count(questions)
         return self._ended(tree, grown)
+
+    def _count(self, blocks: Sequence[Node]) -> None:
+        """Count blocks that the search is told of, and whether one of them has an answer."""
+        self._allowance.count(blocks)
+        self._allowance.answered |= any(block.id in self._answered for block in blocks)
 
     def _new_blocks(
         self,
@@ -505,7 +528,8 @@ class Session:
                 child.state = NodeState.TERMINAL
                 child.cut = not ended
                 answer, guessed = path_answer(self.task, self.problem, child)
-                self._allowance.answered |= answer is not None
+                if answer is not None:
+                    self._answered.add(child.id)
                 self.emit(Terminal(child.id, answer, guessed, child.cut))
         return children
 
