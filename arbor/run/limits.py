@@ -20,7 +20,8 @@ class RunLimits:
 
     Attributes:
         timeout: wall seconds; then the best so far is the answer.
-        max_tokens: tokens of closed blocks; then the best so far is the answer.
+        max_tokens: tokens of closed blocks; after the round in which they are reached, the best so
+            far is the answer.
         first: end at the first finished path with an answer (``answer``), or at the first of those
             that the verifier values at 0.5 or more (``verified``).
         confidence: in (0, 1]; end once the confidence in the best answer reaches it: its score, or
@@ -33,7 +34,7 @@ class RunLimits:
         None, "Most seconds; then the best answer so far.", metavar="S", least=0, requested=True
     )
     max_tokens: int | None = setting(
-        None, "Most tokens in finished thoughts; then the best answer so far.", least=1
+        None, "Tokens of thoughts after whose round the best answer so far is taken.", least=1
     )
     first: First | None = setting(
         None,
