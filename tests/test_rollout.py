@@ -160,6 +160,27 @@ def test_advantages_compare_a_blocks_paths_with_the_other_paths(three: list[Roll
     assert not unfinished.advantages().any()
 
 
+@pytest.mark.parametrize(
+    ("controller", "limits", "seed"),
+    [("eptree,chains=4,forks=4", {}, 1), ("dpts", {"first": "answer"}, 8)],
+)
+def test_finished_paths_are_the_same_at_any_budget(controller: str, limits: Any, seed: int) -> None:
+    """Those that end early, or after a limit was reached, are others where less KV fits."""
+    given: dict[str, Any] = {"controller": controller, "verifier": "self", "seed": seed}
+    given["sampling"] = {"temperature": 2.0}
+    smallest = Solver(**given).plan(PUZZLES[0]).enough_tokens
+    found = []
+    for budget in ("full", f"{smallest}tok"):
+        with Solver(budget=budget, **given) as solver:
+            (rollout,) = solver.rollouts(PUZZLES[:1], **limits)
+        assert {each.node for each in rollout.solution.candidates} == set(
+            rollout.nodes[rollout.leaves].tolist()
+        )
+        found.append((rollout.nodes[rollout.leaves].tolist(), rollout.answers))
+
+    assert found[0] == found[1]
+
+
 def test_greedy_tokens_are_drawn_with_certainty() -> None:
     with Solver(controller="chain,samples=1", sampling={"temperature": 0}) as solver:
         (rollout,) = solver.rollouts(PUZZLES[:1])

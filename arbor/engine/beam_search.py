@@ -17,6 +17,7 @@ from arbor.errors import BudgetInfeasible
 from arbor.memory import KVMemory
 from arbor.model.plan import Segment
 from arbor.model.sharing import Context, Piece
+from arbor.support.texts import counted
 from arbor.tree import ThoughtTree
 
 NEVER = -1.0e9  # the score of what is not there
@@ -330,7 +331,7 @@ class BeamSearch:
             raise BudgetInfeasible(
                 prompt + settings.beams * settings.max_tokens,
                 self._memory.slots,
-                f"a search with {settings.beams:,} beams of {settings.max_tokens:,} tokens",
+                f"a search with {counted(settings.beams, 'beam')} of {settings.max_tokens:,} tokens",
                 "Use a larger --budget, fewer --beams or fewer --max-tokens.",
             )
 

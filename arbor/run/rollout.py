@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.errors import UsageError
-from arbor.events import Boundary, Event, Opened, Sampled, Terminal, Verified
+from arbor.events import Boundary, Event, Opened, Pruned, Sampled, Terminal, Verified
 from arbor.run.setup import Setup
 from arbor.run.solution import Solution, import_pandas
 from arbor.tasks.base import Problem, Task
@@ -43,7 +43,7 @@ class Rollout:
         nodes: int64 [b], the number of each block in the search.
         values: float64 [b], the verifier's last values in [0, 1], of a thought at its last block;
             NaN where there is none.
-        leaves: int64 [l], the last block of each finished path, in order of their ends.
+        leaves: int64 [l], the last block of each finished path, ascending.
         answers: of each finished path; None where it gave none.
         rewards: float64 [l], 1 where the task's grader calls the answer correct, else 0; NaN
             without an answer key.
@@ -177,6 +177,9 @@ class RolloutFold:
                 self._values.update(zip(nodes, values, strict=True))
             case Terminal(node=node, answer=answer):
                 self._answers[node] = answer
+            case Pruned(nodes=nodes):  # a path that had not ended when a limit was reached
+                for node in nodes:
+                    self._answers.pop(node, None)
             case _:
                 pass
 
@@ -215,6 +218,7 @@ class RolloutFold:
                 both[first:end] = drawn[: end - first]
             sampled[first:end] = True
         nodes = [0, *(piece.node for piece in pieces)]
+        answers = dict(sorted(self._answers.items()))  # they end in an order that the budget sets
         whole = [last[node] == at for at, node in enumerate(nodes)]
         return Rollout(
             problem=problem,
@@ -233,9 +237,9 @@ class RolloutFold:
                     for node, ends in zip(nodes, whole, strict=True)
                 ]
             ),
-            leaves=np.array([last[node] for node in self._answers], np.int64),
-            answers=tuple(self._answers.values()),
-            rewards=np.array([_reward(task, problem, each) for each in self._answers.values()]),
+            leaves=np.array([last[node] for node in answers], np.int64),
+            answers=tuple(answers.values()),
+            rewards=np.array([_reward(task, problem, each) for each in answers.values()]),
         )
 
     def _pieces(self) -> list[_Piece]:

@@ -14,7 +14,7 @@ from arbor.model.control_tokens import encode_raw
 from arbor.run.planning import encode_prompt
 from arbor.run.plugin_answers import is_finite
 from arbor.support.setting import checked_number
-from arbor.support.texts import refuse_surrogates
+from arbor.support.texts import counted, refuse_surrogates
 from arbor.tree import ThoughtTree
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Generation:
             raise BudgetInfeasible(
                 length + settings.beams,
                 self.slots,
-                f"a search with {settings.beams:,} beams",
+                f"a search with {counted(settings.beams, 'beam')}",
                 "Use a larger --budget, or fewer --beams.",
             )
 

@@ -15,6 +15,7 @@ MOST_TEXT = 600  # characters of a message
 MOST_PARAM = 120  # characters of a field's name
 MOST_PROBLEMS = 3  # of a body that are listed
 _PATH = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[\w.@+-]+[/\\])+[\w.@+-]*")
+_OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 
 TYPES = {
     401: "authentication_error",
@@ -80,6 +81,11 @@ def without_paths(text: str) -> str:
     return _PATH.sub("(path)", text)
 
 
+def with_fields(text: str) -> str:
+    """A message with the fields of a request, ``path_tokens``, for options, ``--path-tokens``."""
+    return _OPTION.sub(lambda option: option[1].replace("-", "_"), text)
+
+
 def refusal_of(error: BaseException) -> Refusal:
     """The refusal for an error of a search; that of a fault says nothing of its cause."""
     if isinstance(error, Refusal):
@@ -95,7 +101,7 @@ def refusal_of(error: BaseException) -> Refusal:
         if isinstance(error, BudgetInfeasible):
             return Refusal(400, code, f"This request does not fit: {error.message}")
         message = f"{error.message} {error.hint}".strip()
-        return Refusal(400, code, without_paths(message))
+        return Refusal(400, code, with_fields(without_paths(message)))
     return Refusal(500, "engine_fault", "The server failed on this request; others go on.")
 
 

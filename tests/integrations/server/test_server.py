@@ -749,6 +749,12 @@ def test_messages_name_no_path_of_the_machine(text: str, shown: str | None) -> N
     assert without_paths(text) == (text if shown is None else shown)
 
 
+def test_a_refused_request_is_told_fields_instead_of_options() -> None:
+    error = InputError("problem-too-long", "94 tokens - too many.", "Use --path-tokens 1339.")
+
+    assert refusal_of(error).message == "94 tokens - too many. Use path_tokens 1339."
+
+
 def test_an_unknown_error_says_nothing_of_its_cause() -> None:
     refusal = refusal_of(OSError(2, "No such file", "/secret"))
 
