@@ -26,6 +26,8 @@ from arbor import Solver, UsageError
 from arbor.registry import builtin
 from arbor.run.rollout import Rollout
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 PUZZLES = ("4 5 6 10", "3 3 8 8")
 SAMPLING = {"temperature": 0.8, "top_k": 6, "top_p": 0.9}
 SAPLING = Path(arbor.__file__).parent / "sapling"
