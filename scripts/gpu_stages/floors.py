@@ -163,8 +163,3 @@ def tree_floor_ms(
     missing = 0.0 if own is None else tree.block - own
     unique = tree.unique_tokens(leaves) - leaves * missing
     return step_floor_ms(model, machine, leaves, kv_part * unique, tree.path_tokens - missing)
-
-
-def unshared_floor_ms(model: ModelShape, tree: TreeShape, leaves: int, machine: Machine) -> float:
-    """The floor where every leaf reads its whole path by itself."""
-    return step_floor_ms(model, machine, leaves, leaves * tree.path_tokens, tree.path_tokens)

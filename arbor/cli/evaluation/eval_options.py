@@ -14,8 +14,6 @@ from arbor.measure.cluster import WorkerPlace
 from arbor.run.limits import RunLimits
 from arbor.support.setting import setting
 
-AUTO_CONCURRENCY = 8  # measured: docs/experiments/server.md
-
 
 class Places(click.ParamType[Any]):
     """Workers on this machine or in a cluster of Ray."""

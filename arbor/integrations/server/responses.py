@@ -55,7 +55,6 @@ class Responses:
             "system_fingerprint": FINGERPRINT,
         }
         self._no_usage = {"usage": None} if with_usage else {}
-        self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()  # choices of a streamed chat whose role was sent
         self._readers: dict[int, CallReader] = {}  # of these choices
 
