@@ -6,16 +6,17 @@
 Each client, a thread with a connection of its own, sends one request after another: a continuation
 (``plain``), one as a stream (``stream``), a short search (``short``: at most 4 expansions), a long
 one (``long``: at most 32), or a stream that it leaves after some chunks (``leave``). Kinds are
-drawn with the shares of ``--shares``. Then all clients stop, and the server must hold no request:
-the slots in use are those of kept prompts, and after as many short requests one at a time again.
+drawn with the shares of ``--shares``. Then all clients stop, and the server must hold no request.
+Of each kind 20 are sent again, one at a time, and must have the texts that they had among others;
+with ``--budget`` other KV fits then.
 
 With ``--kill-every S`` the server's process is killed (SIGKILL) at random moments, S seconds apart
 in the mean, and started again on the same port. Requests of that moment may fail with an error of
 the connection, which is counted; anything else is an error.
 
 A row of the CSV is one kind: requests, errors, requests cut off, seconds at p50, p95 and the
-largest, and the same of this kind alone with one client, measured before. The exit code is 1 after
-an error, or where a request is still held.
+largest, and the same of this kind alone with one client, measured before. Another text is an
+error. The exit code is 1 after an error, or where a request is still held.
 """
 
 from __future__ import annotations
@@ -41,9 +42,18 @@ from model_and_problems import add_model_and_problems, task_of
 
 SHARES = {"plain": 4, "stream": 3, "short": 2, "long": 1, "leave": 2}
 EXPANSIONS = {"short": 4, "long": 32}
-ALONE = 20  # requests of each kind, one at a time, before the others begin
+ALONE = 20  # requests of each kind, one at a time, before the others begin and after them
 PROBLEMS = 500
 START_S = 60.0  # a server has for its start
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request that was answered: its problem, its seed, and the texts that came."""
+
+    text: str
+    seed: int
+    answers: tuple[str, ...]
 
 
 @dataclass
@@ -52,12 +62,14 @@ class Tally:
 
     Attributes:
         seconds: of each that was answered.
+        sent: those that were answered whole.
         errors: what went wrong.
         cut: requests whose connection a killed server took along.
         busy: refusals with 429, each tried again after the time that the server names.
     """
 
     seconds: list[float] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     cut: int = 0
     busy: int = 0
@@ -68,14 +80,15 @@ class Server:
 
     Args:
         model: that it serves.
+        budget: of KV; None: its default.
         clients: it has room for, running or waiting.
         at_once: requests in progress.
     """
 
-    def __init__(self, model: str, clients: int, at_once: int) -> None:
+    def __init__(self, model: str, budget: str | None, clients: int, at_once: int) -> None:
         self._model = model
         self._options = ["--concurrency", str(at_once), "--queue", str(clients), "--json"]
-        self._options += ["--timeout", "300"]
+        self._options += ["--timeout", "300", *(["--budget", budget] if budget else [])]
         self._port = 0
         self.url = ""
         self.down = threading.Event()  # killed, not started again yet
@@ -119,13 +132,17 @@ class Asked:
     texts: list[str]
 
 
-def send(client: Any, kind: str, asked: Asked, draw: random.Random) -> None:
-    """One request of a kind, and what must be true of its answer.
+def send(
+    client: Any, kind: str, asked: Asked, text: str, seed: int, leave: int | None = None
+) -> tuple[str, ...]:
+    """The texts of one request of a kind.
+
+    Args:
+        leave: after so many chunks of a stream, which then has no text.
 
     Raises:
-        ValueError: it is not.
+        ValueError: something is not true that must be true of its answer.
     """
-    text, seed = draw.choice(asked.texts), draw.randrange(2**31)
     if kind in EXPANSIONS:
         limits = {"task": asked.task, "max_expansions": EXPANSIONS[kind]}
         made = client.chat.completions.create(
@@ -136,23 +153,38 @@ def send(client: Any, kind: str, asked: Asked, draw: random.Random) -> None:
         )
         if made.usage.completion_tokens < 1:
             raise ValueError("a search without tokens")
-        return
+        return tuple(choice.message.content for choice in made.choices)
     given = {"model": asked.model, "prompt": f"{text}\n", "seed": seed, "max_tokens": 64}
     if kind == "plain":
         made = client.completions.create(**given, temperature=1)
         if made.choices[0].finish_reason not in ("stop", "length"):
             raise ValueError(f"ended by {made.choices[0].finish_reason}")
-        return
-    leave = draw.randrange(1, 20) if kind == "leave" else None
-    reason = None
+        return (made.choices[0].text,)
+    reason, texts = None, []
     with client.completions.create(**given, temperature=1, stream=True) as stream:
         for number, chunk in enumerate(stream):
             if chunk.choices:
                 reason = chunk.choices[0].finish_reason or reason
+                texts.append(chunk.choices[0].text)
             if number == leave:
-                return
+                return ()
     if reason not in ("stop", "length"):
         raise ValueError(f"a stream without an end: {reason}")
+    return ("".join(texts),)
+
+
+def send_again(server: Server, asked: Asked, kind: str, tally: Tally, draw: random.Random) -> int:
+    """Send some of the requests again, each alone; another text is an error. How many."""
+    again = draw.sample(tally.sent, min(ALONE, len(tally.sent)))
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        for each in again:
+            alone = send(client, kind, asked, each.text, each.seed)
+            if alone != each.answers:
+                tally.errors.append(
+                    f"{kind}, seed {each.seed}, {each.text!r}: among others {each.answers!r:.80}, "
+                    f"alone {alone!r:.80}"
+                )
+    return len(again)
 
 
 def visit(
@@ -172,10 +204,11 @@ def visit(
                 time.sleep(0.05)
                 continue
             sent += 1
-            kind = draw.choice(kinds)
+            kind, text, seed = draw.choice(kinds), draw.choice(asked.texts), draw.randrange(2**31)
+            leave = draw.randrange(1, 20) if kind == "leave" else None
             tally, starts, began = tallies[kind], len(server.starts), time.perf_counter()
             try:
-                send(client, kind, asked, draw)
+                answers = send(client, kind, asked, text, seed, leave)
             except openai.RateLimitError as error:
                 tally.busy += 1
                 time.sleep(float(error.response.headers["retry-after"]))
@@ -187,6 +220,8 @@ def visit(
                     tally.errors.append(f"{type(error).__name__}: {error}")
             else:
                 tally.seconds.append(time.perf_counter() - began)
+                if answers:
+                    tally.sent.append(Sent(text, seed, answers))
 
 
 def idle(server: Server) -> bool:
@@ -206,6 +241,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--at-once", type=int, default=8, help="requests in progress at a time")
+    parser.add_argument("--budget", help="KV of the server, as for arbor serve")
     parser.add_argument("--shares", nargs="+", metavar="KIND=N", help="of kinds of requests")
     parser.add_argument("--kill-every", type=float, metavar="S", help="kill the server")
     parser.add_argument("--seed", type=int, default=0)
@@ -219,7 +255,7 @@ def main() -> None:
             parser.error(f"unknown kind {sorted(unknown)[0]}; one of {', '.join(SHARES)}")
     kinds = [kind for kind, number in shares.items() for _ in range(number)]
     table = ExperimentTable(given)
-    server = Server(given.model, given.clients, given.at_once)
+    server = Server(given.model, given.budget, given.clients, given.at_once)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         name = client.models.list().data[0].id
     asked = Asked(name, task_of(given), texts_of(given, PROBLEMS))
@@ -252,6 +288,7 @@ def main() -> None:
             thread.join()
         whole = idle(server)
         last = server.gauge("arbor_kv_slots_used")
+        again = {each: send_again(server, asked, each, together[each], draws) for each in shares}
     finally:
         server.process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -268,6 +305,7 @@ def main() -> None:
             "minutes": given.minutes,
             "kills": len(server.starts) - 1,
             "errors": len(tally.errors),
+            "sent_again": again[kind],
             "cut": tally.cut,
             "refused_429": tally.busy,
             "p50_s": round(part(seconds, 0.5), 4),
