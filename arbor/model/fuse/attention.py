@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 # Names of the parts of a layer: projections of equal input, the last projection, norms of q and k.
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 OUTPUTS = ("o_proj", "dense")
+CACHES = ("past_key_values", "cache")  # transformers' own KV, before and from 5.24 on
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 ROWS = 3
 FAR = 1 << 20  # positions of a trial: from here to twice as far
@@ -88,7 +89,7 @@ class FusedAttention(Fused):
             or not isinstance(x, Tensor)
             or not isinstance(tables, tuple)
             or kwargs.get("attention_mask") is not None
-            or kwargs.get("past_key_values") is not None
+            or any(kwargs.get(name) is not None for name in CACHES)
             or torch.is_grad_enabled()
         ):
             return super().forward(*args, **kwargs)
