@@ -18,7 +18,7 @@ from support.models import (
 )
 from support.slow_cases import every
 from support.trees import Lab, grown, is_greedy, leaves_of, own_answers, own_logits, relative_error
-from torch import Tensor
+from torch import Tensor, nn
 
 from arbor.errors import ModelError
 from arbor.events import Rehydrated
@@ -159,6 +159,28 @@ def test_layer_types_are_refused_by_name_before_there_are_weights(name: str) -> 
     assert f"model_type '{model_type}'" in caught.value.message
     assert words in caught.value.message
     assert caught.value.data["layers"]
+
+
+class Twice(nn.Module):
+    """A layer that runs twice, as those of looped transformers do (`dory`)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor, *args: Any, **settings: Any) -> Any:
+        """What the layer makes of what it made."""
+        return self.layer(self.layer(hidden, *args, **settings), *args, **settings)
+
+
+def test_a_layer_that_runs_twice_is_refused_by_its_number() -> None:
+    model = build("llama")
+    model.model.layers[1] = Twice(model.model.layers[1])
+
+    with pytest.raises(ModelError, match="layers 1 attend several times") as caught:
+        ModelRunner(model, TorchCascade())
+
+    assert (caught.value.code, caught.value.data["layers"]) == ("arch-unsupported", [1])
 
 
 @pytest.mark.parametrize(
