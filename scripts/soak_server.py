@@ -135,10 +135,10 @@ class Asked:
 def send(
     client: Any, kind: str, asked: Asked, text: str, seed: int, leave: int | None = None
 ) -> tuple[str, ...]:
-    """The texts of one request of a kind.
+    """The texts of one request of a kind; none of a search that its time ended.
 
     Args:
-        leave: after so many chunks of a stream, which then has no text.
+        leave: after so many chunks of a stream, which then has no text either.
 
     Raises:
         ValueError: something is not true that must be true of its answer.
@@ -153,6 +153,8 @@ def send(
         )
         if made.usage.completion_tokens < 1:
             raise ValueError("a search without tokens")
+        if any(run["limit"] == "timeout" for run in made.arbor["runs"]):
+            return ()
         return tuple(choice.message.content for choice in made.choices)
     given = {"model": asked.model, "prompt": f"{text}\n", "seed": seed, "max_tokens": 64}
     if kind == "plain":
