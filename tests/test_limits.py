@@ -188,6 +188,21 @@ def test_tokens_that_end_within_a_round_give_the_same_tree_at_any_budget(control
     assert sorted(found[0]) == sorted(found[1]) and found[0] != found[1]
 
 
+@pytest.mark.parametrize(("samples", "most"), [(1, 40), (3, 66), (6, 96)])
+def test_a_chain_that_went_on_alone_is_no_other_chain_too(samples: int, most: int) -> None:
+    """It has been grown when the search asks for it again, and has one vote."""
+    controller = f"chain,samples={samples}"
+    with Solver(controller=controller, seed=1, sampling={"temperature": 1.0}) as solver:
+        full, cut = solver.solve(PUZZLE), solver.solve(PUZZLE, max_tokens=most)
+
+    graph, whole = cut.to_networkx(), full.to_networkx()
+    assert len(graph) < len(whole) or samples == 1
+    assert cut.limit == "max_tokens" and len(cut.candidates) == 1
+    assert [node for node in graph if node and graph.out_degree(node) > 1] == []
+    texts = {whole.nodes[node]["text"] for node in whole}
+    assert {graph.nodes[node]["text"] for node in graph} <= texts
+
+
 @pytest.mark.parametrize(
     ("limits", "seed"),
     every(4, [({"confidence": 0.6}, 18), ({"confidence": 0.6}, 8), ({"first": "answer"}, 8)]),

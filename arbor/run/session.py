@@ -144,6 +144,7 @@ class Session:
         self._opening = {"slots": slots, **opening}
         self._allowance = Allowance(limits)
         self._alone: list[Node] = []  # leaves that ended with what was kept for that
+        self._went_on: dict[int, Node] = {}  # of each leaf that went on alone, the child
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
         self._stopped: Status | None = None
@@ -250,22 +251,37 @@ class Session:
         """Ask, grow everything, verify, tell; and again."""
         room = partial(self.engine.room, self.growth.stop.max_tokens, tree)
         while not self._over():
-            asked = search.ask(room())
+            known, asked = self._already_grown(search.ask(room()))
             expansions = self._allowance.of(asked)
-            if not expansions:
+            if not expansions and not known:
                 cut = asked or self._allowance.lacks_an_answer
                 if cut and (yield from self._goes_on(tree, search, asked)):
                     continue
                 break
             self._round_start, self._verified = len(tree), False
-            children = yield from self._grow(tree, expansions)
+            children = (yield from self._grow(tree, expansions)) if expansions else []
             self._count(children)
-            yield from self.verification.steps(self.judged(search, tree, children))
+            unjudged = [child for child in known if child.state is not NodeState.TERMINAL]
+            yield from self.verification.steps(self.judged(search, tree, [*unjudged, *children]))
             self._verified = True
-            search.tell(children)
+            search.tell([*known, *children])
             self._prune(tree)
-            self._check_limits(search, children)
-            self._allowance.round_ended(expansions)
+            self._check_limits(search, [*known, *children])
+            if expansions:
+                self._allowance.round_ended(expansions)
+
+    def _already_grown(self, asked: list[Expansion]) -> tuple[list[Node], list[Expansion]]:
+        """The only children that a search asks for and that went on alone, and what else it asks
+        for. A leaf has its child once: asked for again, it gets another."""
+        known, rest = [], []
+        for each in asked:
+            only = each.width == 1 and each.generate == "sample" and each.begin is None
+            child = self._went_on.pop(each.leaf.id, None) if only else None
+            if child is None:
+                rest.append(each)
+            else:
+                known.append(child)
+        return known, rest
 
     # Without rounds
 
@@ -360,14 +376,18 @@ class Session:
 
         Where no path has an answer, the most promising leaf goes on alone until its path ends, with
         the tokens or the time kept for that: not the one that the search would grow first, which
-        may be to explore. The search is not told of it, and has what is left of them.
+        may be to explore. The search has what is left of them, and is told of a block of that path
+        when it asks for one child of the block before.
         """
         allowance = self._allowance
         growing = [] if allowance.answered else most_promising(tree, asked)
         while growing and not self._over() and allowance.one_more():
             self._round_start, self._verified = len(tree), False
-            growing = yield from self._grow(tree, [Expansion(growing[0], 1)])
+            leaf = growing[0]
+            growing = yield from self._grow(tree, [Expansion(leaf, 1)])
             self._count(growing)
+            if growing:
+                self._went_on[leaf.id] = growing[0]
             if growing and growing[0].state is NodeState.TERMINAL:
                 self._alone += growing
                 yield from self.verification.steps(self.judged(search, tree, growing))
