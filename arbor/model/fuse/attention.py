@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 # Names of the parts of a layer: projections of equal input, the last projection, norms of q and k.
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 OUTPUTS = ("o_proj", "dense")
-CACHES = ("past_key_values", "cache")  # transformers' own KV, before and from 5.24 on
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+CACHES = ("past_key_values", "cache")  # transformers' own KV, before and from 5.24 on
 ROWS = 3
 FAR = 1 << 20  # positions of a trial: from here to twice as far
 DTYPES = (torch.float32, torch.bfloat16)
