@@ -8,6 +8,7 @@ import errno
 import hashlib
 import hmac
 import logging
+import math
 import os
 import socket
 import time
@@ -44,6 +45,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
 HEADERS_BYTES = 65_536
 IDLE_S = 15  # of a connection that is kept open
 BACKLOG = 256
+LAST_FORWARD_S = 30  # that requests get beyond their time to end, after which they are cancelled
 
 Asked = TypeVar("Asked", bound=BaseModel)
 
@@ -373,7 +375,7 @@ class Server(uvicorn.Server):
                 log_level="info" if verbose else "warning",
                 access_log=verbose,
                 timeout_keep_alive=IDLE_S,
-                timeout_graceful_shutdown=max(1, round(service.settings.drain)),
+                timeout_graceful_shutdown=math.ceil(service.settings.drain) + LAST_FORWARD_S,
                 h11_max_incomplete_event_size=HEADERS_BYTES,
                 server_header=False,
             )
@@ -392,10 +394,14 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or self.service.lost is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain, then uvicorn's; after a second Ctrl-C, which gives up what is in progress, the
-        application is closed too, and what was given up is not logged as a fault."""
+        """Drain, then uvicorn's: what is still in progress after that time is told so. After a
+        second Ctrl-C, which gives up what is in progress, the application is closed too, and what
+        was given up is not logged as a fault."""
         self.service.drain()
+        drain_s = self.service.settings.drain
+        closing = asyncio.get_running_loop().call_later(drain_s, self.service.close)
         await super().shutdown(sockets)
+        closing.cancel()
         if self.force_exit:
             logging.getLogger("uvicorn.error").disabled = True
             await self.lifespan.shutdown()

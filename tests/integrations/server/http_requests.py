@@ -98,9 +98,8 @@ class Running:
 @contextmanager
 def serving(solver: Solver, tokens: int | None = TOKENS, **settings: Any) -> Iterator[Running]:
     """A server of a solver while the context lasts."""
-    service = Service(
-        solver, tokens, ServerSettings(name=NAME, hosts=LOCAL_HOSTS, drain=1.0, **settings)
-    )
+    given = {"drain": 1.0} | settings
+    service = Service(solver, tokens, ServerSettings(name=NAME, hosts=LOCAL_HOSTS, **given))
     ready = threading.Event()
     with closing(bound_socket("127.0.0.1", 0)) as listening:
         server = Server(service, ready.set)

@@ -1306,6 +1306,30 @@ def test_a_server_that_ends_refuses_new_requests(
         until(lambda: running.is_idle)
 
 
+def test_what_has_not_ended_when_the_server_does_is_told_so(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(monkeypatch)
+    gate.close()
+    with serving(solver, drain=0.1) as running:
+        close, closed = running.service.close, threading.Event()
+        monkeypatch.setattr(running.service, "close", lambda: (close(), closed.set()))
+        stream = running.begin(COMPLETIONS, LONG)
+        whole = running.begin(COMPLETIONS, LONG | {"stream": False})
+        until(lambda: running.service.admitted == 2)
+        running.server.should_exit = True
+        assert closed.wait(30)
+        gate.open()
+
+        with stream, stream.makefile("rb") as file:
+            assert b"shutting_down" in file.read()
+        with whole, whole.makefile("rb") as file:
+            answer = file.read()
+            assert answer.startswith(b"HTTP/1.1 503") and b"shutting_down" in answer
+
+    assert not caplog.records
+
+
 def test_a_name_has_no_folders_of_the_machine(tmp_path: Path) -> None:
     folder = tmp_path / "secret" / "my-model"
     folder.mkdir(parents=True)
