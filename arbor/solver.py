@@ -49,6 +49,7 @@ from arbor.run.solution import Solution, failed_solution
 from arbor.run.stream import SearchJob
 from arbor.run.token_level import Continuation, Generation, TokenScoring, checked_beams
 from arbor.run.worker import SearchWorker, SharedEngine
+from arbor.support.garbage import free_dropped
 from arbor.support.setting import known_keywords, settings_of
 from arbor.tasks.base import BlockLimits, Problem, Task
 from arbor.verifiers.base import Verifier
@@ -195,6 +196,7 @@ class Solver:
         self.checkpoint.close()
         for model in self.setup.verifier_models.values():
             model.close()
+        free_dropped()
 
     # Its parts
 
@@ -448,13 +450,13 @@ class Solver:
             raise UsageError(
                 "workers-model",
                 "a ready model cannot be handed to other processes.",
-                "Save it with save_pretrained and name the directory, or name its Hub id.",
+                "Name its Hub id, or the directory where save_pretrained wrote it before its first search.",
             )
         if self.checkpoint.updated is not None:
             raise UsageError(
                 "workers-model",
                 "weights of update_weights cannot be handed to other processes.",
-                "Save the model with save_pretrained, and name the directory.",
+                "Save the trained model with save_pretrained, and name the directory.",
             )
         if self.listeners:
             raise UsageError(

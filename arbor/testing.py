@@ -147,7 +147,7 @@ def random_kv(seed: int, count: int) -> TokenKV:
 
     def numbers(kind: int, layer: int, *shape: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed % (1 << 32) + 10 * layer + kind)
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
     def logits(layer: int) -> list[torch.Tensor]:
         every = numbers(2, layer, queries, heads * group, tokens)

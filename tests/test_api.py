@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import re
 import sys
 import threading
@@ -302,7 +303,7 @@ def test_the_graph_of_a_trace_is_that_of_the_live_tree(
     assert dict(graph.nodes(data=True)) == {
         each.id: {
             "text": each.text,
-            "value": each.value,
+            "value": math.nan if each.judged is None else each.value,
             "state": each.state.value,
             "tokens": len(each.tokens),
         }

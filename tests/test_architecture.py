@@ -45,6 +45,12 @@ MOST_ROOMS = 32
 # Narrower than the floors: a controller sees the tree and nothing of the machine.
 ONLY = {"controllers": {"controllers", "errors", "tree"}}
 
+# Functions of torch whose tensors have its default dtype where none is given.
+MAKERS = tuple(
+    f"torch.{name}"
+    for name in ["empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros"]
+)
+
 # The modules and folders that may import torch, directly or through others.
 TORCH = (
     "__main__",
@@ -392,6 +398,23 @@ def test_every_module_has_a_docstring() -> None:
         assert ast.get_docstring(parsed(text)) or (
             path.name == "__init__.py" and not text.strip()
         ), f"{label(path)} has no docstring"
+
+
+def test_tensors_are_made_in_a_named_dtype() -> None:
+    """A program may change torch's default, and transformers does while it loads a model."""
+    calls = (
+        (path, node)
+        for path in SOURCES
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS
+    )
+    unnamed = [
+        f"{label(path)}: {ast.unparse(node)}"
+        for path, node in calls
+        if not {each.arg for each in node.keywords} & {"dtype", None}  # None: **settings
+    ]
+
+    assert not unnamed
 
 
 def exported(tree: ast.Module) -> list[str] | None:

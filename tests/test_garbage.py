@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -46,13 +46,13 @@ def test_inner_blocks_leave_it_to_the_outer_one() -> None:
         assert not gc.isenabled()
 
 
-@pytest.mark.parametrize(("large", "stays"), [(0, False), (weights.LARGE, True)])
+@pytest.mark.parametrize(("large", "stays"), [(0, False), (garbage.LARGE, True)])
 def test_a_large_model_that_was_dropped_is_freed_before_the_next_is_read(
     large: int, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small one is not worth a search of all objects."""
-    monkeypatch.setattr(weights, "LARGE", large)
-    monkeypatch.setattr(garbage, "_large", WeakSet())
+    monkeypatch.setattr(garbage, "LARGE", large)
+    monkeypatch.setattr(garbage, "_models", WeakKeyDictionary())
     right, alive = weights.load_model, []
 
     def watched(*given: Any, **named: Any) -> Any:
@@ -67,3 +67,22 @@ def test_a_large_model_that_was_dropped_is_freed_before_the_next_is_read(
         Solver(device="cpu").load()
 
     assert alive == [stays]
+
+
+@pytest.mark.parametrize("solved", [False, True])
+def test_closing_frees_the_models_that_are_large_together(
+    solved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(garbage, "LARGE", 2 * Solver(device="cpu").describe().parameters)
+    monkeypatch.setattr(garbage, "_models", WeakKeyDictionary())
+    models, alive = [], []
+
+    with no_collection():
+        for _ in range(4):
+            with Solver(device="cpu", budget=0.5) as solver:
+                if solved:
+                    solver.solve("4 5 6 10", max_tokens=20)
+                models.append(weakref.ref(solver.engine.runner.model))
+            alive.append(sum(each() is not None for each in models))
+
+    assert alive == [1, 0, 1, 0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,24 @@ def test_a_search_runs_over_the_blocks(architecture: str, tmp_path: Path) -> Non
     header = read_gguf_header(path)
     assert abs(weight_bytes(runner.model) - described) < 0.05 * described
     assert sum(each.length for each in header.tensors) == pytest.approx(described, rel=0.05)
+
+
+def test_threads_may_load_files_at_the_same_time(tmp_path: Path) -> None:
+    """What builds a model without memory changes torch for all threads."""
+    path = tmp_path / "m.gguf"
+    write_random(path, "llama", ("Q4_0", "Q5_K"))
+    together = threading.Barrier(3)
+
+    def load(_: int) -> str:
+        with Solver(path, controller="chain", verifier="exact", max_expansions=1) as solver:
+            together.wait(30)
+            return solver.solve("4 5 6 10").text
+
+    with ThreadPoolExecutor(3) as threads:
+        texts = set(threads.map(load, range(3)))
+
+    assert len(texts) == 1
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("BF16", torch.bfloat16)])

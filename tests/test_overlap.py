@@ -453,6 +453,20 @@ class PeekingSearch(GreedySearch):
         return [Expansion(ahead[0], 1)] if ahead else super().ask(room)
 
 
+class Growing(Greedy):
+    def max_blocks(self, max_depth: int) -> int:
+        return 5
+
+
+def test_a_search_that_grows_more_blocks_than_it_named_is_refused() -> None:
+    run = Run(FakeEngine(hashed(2, terminal=0.0), 1), controller=Growing(threshold=0.0))
+
+    with pytest.raises(UsageError, match="5 blocks in all") as caught:
+        run.go()
+
+    assert caught.value.code == "controller-answer"
+
+
 def test_a_search_that_looks_ahead_of_the_clock_is_refused() -> None:
     run = Run(FakeEngine(hashed(2, terminal=0.0), 1), controller=Peeking())
 

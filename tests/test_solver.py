@@ -25,7 +25,7 @@ from transformers import (
 
 from arbor import Solution, Solver, registry
 from arbor.controllers.tot import ToT
-from arbor.errors import BudgetInfeasible, ModelError, UsageError
+from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.events import (
     Boundary,
     Ended,
@@ -38,6 +38,7 @@ from arbor.events import (
 )
 from arbor.model.loading import BUILTIN
 from arbor.retention.policy import Policy
+from arbor.tasks.base import Problem
 from arbor.tasks.game24 import Game24
 from arbor.trace import Replay, read_trace
 from arbor.verifiers.base import Verdict
@@ -157,6 +158,31 @@ def test_every_controller_runs_with_every_verifier(controller: str, verifier: st
     assert solution.finish_reason in ("solved", "exhausted")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_a_program_changes_nothing(dtype: torch.dtype) -> None:
+    def found() -> list[Any]:
+        policy = {"mode": "lossy", "policy": "h2o", "budget": "150tok", "rehydrate": "off"}
+        with Solver(controller=SMALL) as lossless, Solver(controller=SMALL, **policy) as lossy:
+            beams = lossless.generate(PUZZLE, beams=3, max_tokens=12)
+            return [lossless.solve(PUZZLE).text, lossy.solve(PUZZLE).text, beams]
+
+    wanted = found()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert found() == wanted
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_problem_made_by_hand_is_read_as_its_text() -> None:
+    with Solver(controller="chain") as solver:
+        by_hand = Problem("mine", "game24", PUZZLE, expected="24")
+        assert solver.solve(by_hand).text == solver.solve(PUZZLE).text
+        with pytest.raises(InputError):
+            solver.solve(Problem("other", "gsm8k", "What is 2 + 2?"))
+
+
 # Limits and interruptions
 
 
@@ -206,6 +232,17 @@ def test_a_ready_model_is_not_converted(
         Solver(sized("llama", tokenizer), tokenizer=tokenizer, **settings)
 
     assert error.value.code == code and words in str(error.value)
+
+
+def test_a_ready_model_that_was_packed_is_not_saved(tokenizer: Any, tmp_path: Path) -> None:
+    model = sized("llama", tokenizer)
+    for _ in range(2):
+        with Solver(model, tokenizer=tokenizer, controller="chain", device="cpu") as solver:
+            solver.solve(PUZZLE)
+
+    with pytest.raises(ModelError, match="model-packed"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])

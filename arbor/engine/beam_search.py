@@ -95,9 +95,9 @@ class BeamGroup:
         self._kept = max(2, 1 + len(ends)) * count
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         # all beams read the same prompt at first: only one of them counts
-        self._scores = torch.full((count,), NEVER, device=device)
+        self._scores = torch.full((count,), NEVER, dtype=torch.float32, device=device)
+        self._finished_scores = self._scores.clone()
         self._scores[0] = 0.0
-        self._finished_scores = torch.full((count,), NEVER, device=device)
         self._finished: list[NDArray[np.int64] | None] = [None] * count
         self._improvable = True
 
@@ -123,7 +123,7 @@ class BeamGroup:
             ends[:] = True
         tokens = np.concatenate([self.tokens[parents], ids.cpu().numpy()[:, None]], axis=1)
         self._finish(tokens, best / length**settings.length_penalty, ends)
-        going = best + ends * NEVER
+        going = best + ends.to(best.dtype) * NEVER
         chosen = torch.topk(going, count).indices
         self._scores = going[chosen]
         order = chosen.cpu().numpy()
@@ -169,7 +169,7 @@ class BeamGroup:
         closed = self._all_finished and self._settings.early_stopping == "first"
         if closed or not self._improvable:
             scores = scores + NEVER
-        merged = torch.cat([self._finished_scores, scores + ~new * NEVER])
+        merged = torch.cat([self._finished_scores, scores + (~new).to(scores.dtype) * NEVER])
         best = torch.topk(merged, count).indices
         self._finished_scores = merged[best]
         known = [*self._finished]
@@ -259,7 +259,7 @@ class BeamSearch:
         Args:
             log_probs: float32 [beams, V].
         """
-        penalty = torch.zeros(log_probs.shape[1], device=log_probs.device)
+        penalty = log_probs.new_zeros(log_probs.shape[1])
         parents = []
         for place, group in enumerate(self._groups):
             mine = slice(place * self._size, (place + 1) * self._size)

@@ -10,7 +10,6 @@ from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from arbor.engine.beam_search import BeamSearch, BeamSettings, Hypothesis
@@ -49,7 +48,7 @@ from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.engine.scheduler import Schedulers
-from arbor.engine.step import Stepper
+from arbor.engine.step import NO_LOGITS, Stepper
 from arbor.engine.text import before
 from arbor.engine.token_source import CheckedSource, ModelSampler, TokenSource
 from arbor.errors import BudgetInfeasible
@@ -668,7 +667,7 @@ class Engine:
             BudgetInfeasible: one question does not fit after its path.
         """
         if not nodes:
-            return torch.empty(0, 0)
+            return NO_LOGITS
         return self._complete(self.begin_ask(nodes, questions, ways)).result()
 
     def begin_ask(

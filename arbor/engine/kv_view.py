@@ -208,7 +208,7 @@ class KVView:
         if window is None or not len(at):
             heads = shape.num_kv_heads if self._heads is None else len(self._heads)
             size = (0, heads * shape.group, shape.head_dim_qk)
-            return torch.zeros(size, device=self._runner.device)
+            return torch.zeros(size, dtype=torch.float32, device=self._runner.device)
         queries = window.queries(layer, at)
         return self._chosen(queries.unflatten(1, (-1, shape.group))).flatten(1, 2)
 

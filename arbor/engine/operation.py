@@ -272,12 +272,14 @@ class Reading(Operation):
 
     def __init__(self, opened: OpenTree, count: int, ahead_of: Operation | None = None) -> None:
         super().__init__(opened, ahead_of)
-        self.answers: list[Tensor] = [torch.empty(0)] * count
+        self.answers: list[Tensor] = [torch.empty(0, dtype=torch.float32)] * count
 
     def result(self) -> Tensor:
         """The logits, [n, V] float32; raises what ended the operation."""
         self.check()
-        return torch.stack(self.answers) if self.answers else torch.empty(0, 0)
+        if not self.answers:
+            return torch.empty(0, 0, dtype=torch.float32)
+        return torch.stack(self.answers)
 
 
 class Asking(Reading):

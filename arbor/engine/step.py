@@ -24,7 +24,7 @@ from arbor.forest import by_tree
 from arbor.model.plan import Segment
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
 
-NO_LOGITS = torch.empty(0, 0)
+NO_LOGITS = torch.empty(0, 0, dtype=torch.float32)
 NOTHING = Joined()  # where the schedulers were not asked
 
 

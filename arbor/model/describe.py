@@ -27,6 +27,7 @@ from arbor.model.loading import (
     load_config,
     locate_model,
     needs_remote_code,
+    one_at_a_time,
     remote_code_error,
     settled_dtype,
 )
@@ -122,6 +123,7 @@ def _architecture(config: Any) -> str:
     return type(config).__name__
 
 
+@one_at_a_time
 def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[LayerSpec, ...], int]:
     from transformers import AutoModelForCausalLM
 

@@ -367,7 +367,8 @@ class DecodeGraphs:
         generator = torch.Generator(pool.device).manual_seed(0)
         for shape, layer in self._shapes.items():
             size = (bucket.rows, shape.num_qo_heads, shape.head_dim_qk)
-            q = torch.randn(size, generator=generator, device=pool.device).to(self._dtype)
+            made = {"dtype": torch.float32, "device": pool.device}
+            q = torch.randn(size, generator=generator, **made).to(self._dtype)
             kv = pool.k[layer], pool.v[layer]
             plain = self._backend.plan(plan.layout(shape.window), shape)
             wanted, _ = self._backend.run(plain, q[: plan.rows], *kv)
@@ -400,7 +401,9 @@ class DecodeGraphs:
                 return output[:rows]
         with torch.inference_mode(False):
             output = torch.empty(
-                1 << (rows - 1).bit_length(), vocabulary, device=self._staging.device
+                (1 << (rows - 1).bit_length(), vocabulary),
+                dtype=torch.float32,
+                device=self._staging.device,
             )
         self._outputs.append(output)
         return output[:rows]

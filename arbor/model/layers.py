@@ -344,7 +344,7 @@ class Unembedding:
         """Look for a norm that, with the head, does all that the model does after its layers."""
         self._is_known = True
         generator = torch.Generator().manual_seed(0)
-        trial = torch.randn(TRIAL_ROWS, like.shape[-1], generator=generator)
+        trial = torch.randn(TRIAL_ROWS, like.shape[-1], generator=generator, dtype=torch.float32)
         state = (trial * like.float().std().cpu()).to(like.device, like.dtype)
         seen: list[nn.Module] = []
 

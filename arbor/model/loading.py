@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from arbor.errors import ArborError, ModelError, UnknownName, UsageError
 from arbor.model.adapters import check_adapter, merged
@@ -62,7 +64,25 @@ LEFT_OUT_OF_SAMPLING = {
     "eta_cutoff": 0.0,
 }
 
+Given = ParamSpec("Given")
+Built = TypeVar("Built")
+
 BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
+
+
+_building = threading.RLock()
+
+
+def one_at_a_time(build: Callable[Given, Built]) -> Callable[Given, Built]:
+    """A function that builds a model, of which no other thread builds one meanwhile: transformers
+    and accelerate change torch for the whole process while they do."""
+
+    @wraps(build)
+    def alone(*args: Given.args, **kwargs: Given.kwargs) -> Built:
+        with _building:
+            return build(*args, **kwargs)
+
+    return alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +403,7 @@ def _no_tokenizer(source: ModelLocation, reason: str) -> ModelError:
     )
 
 
+@one_at_a_time
 def load_model(
     source: ModelLocation,
     dtype: torch.dtype,

@@ -63,7 +63,6 @@ from arbor.model.threads import torch_threads
 from arbor.support.garbage import free_dropped, give_memory_back, look_for
 from arbor.support.stages import show
 
-LARGE = 32_000_000  # parameters; of fewer, what is left behind is not worth a search
 LENGTH = 10
 HEAD = 4  # tokens of the first path in the first of two forwards
 TOLERANCE = 1e-3  # seen: 1e-6
@@ -234,10 +233,12 @@ def load_weights(
         files = replace(files, shapes=shapes_of_rank(files.shapes, division))
     name, attend = _backend(files, device, backend, required)
     if given is None:
-        free_dropped()  # an earlier model, before this one takes room
-    model = given or load_model(source, getattr(torch, info.dtype), device, division=division)
-    if info.parameters >= LARGE:
-        look_for(model)
+        free_dropped()  # earlier models, before this one takes room
+        model = load_model(source, getattr(torch, info.dtype), device, division=division)
+        look_for(model, info.parameters)
+    else:
+        model = given
+    names_of_all = _names(model)
     if ranks is not None and division is not None:
         ranks.loaded()
         _divide(model, division, ranks)
@@ -308,8 +309,30 @@ def load_weights(
             source.name,
             ", ".join(names),
         )
+    if given is not None:
+        _keep_from_saving(model, names_of_all)
     give_memory_back()
     return Weights(runner, eos_ids(model, files.tokenizer), name, rounding)
+
+
+def _names(model: Any) -> set[str]:
+    """Of all parameters, by each of their names."""
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def _keep_from_saving(model: Any, before: set[str]) -> None:
+    """Let a ready model that lacks parameters which it had before refuse `state_dict`."""
+    if before <= _names(model):
+        return
+
+    def refuse(*given: Any) -> None:
+        raise ModelError(
+            "model-packed",
+            "this model's weights are packed for arbor, and cannot be saved.",
+            "Save a model before its first search.",
+        )
+
+    model.register_state_dict_pre_hook(refuse)
 
 
 def _divide(model: Any, division: Division, ranks: Ranks) -> None:

@@ -43,12 +43,16 @@ if TYPE_CHECKING:
 def parse_problem(task: Task, problem: str | Problem) -> Problem:
     """A problem as a user gives it, parsed.
 
+    A `Problem` made by hand has no data: its text is parsed too.
+
     Raises:
         UsageError: neither a text nor a `Problem`.
         InputError: the task cannot read it, or it has half of a character.
     """
     if isinstance(problem, Problem):
-        return problem
+        if problem.data:
+            return problem
+        return replace(problem, data=parse_problem(task, problem.text).data)
     if not isinstance(problem, str):
         raise UsageError(
             "problem-type",

@@ -334,6 +334,10 @@ class _CheckedSearch:
         if sum(each.generate == "propose" for each in found) > self._proposals:
             wanted = f"at most {self._proposals} Expansions that propose (most_proposals)"
             raise self._answers.wrong("ask", found, wanted)
+        told = len(self._reported) - 1
+        if told + sum(each.width for each in found) > self._most:
+            wanted = f"at most {self._most} blocks in all (max_blocks), of which it has {told}"
+            raise self._answers.wrong("ask", found, wanted)
         return [dataclasses.replace(each, width=int(each.width)) for each in found]
 
     def tell(self, children: Sequence[Node]) -> None:

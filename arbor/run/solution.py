@@ -192,8 +192,8 @@ class Solution:
             networkx.shortest_path(graph, 0, solution.path[-1])
 
         Returns:
-            Nodes are block ids (the root is 0) with the attributes text, value in [0, 1], state
-            (``open``, ``closed``, ``terminal`` or ``pruned``) and tokens.
+            Nodes are block ids (the root is 0) with the attributes text, value in [0, 1] (NaN where
+            it was not valued), state (``open``, ``closed``, ``terminal`` or ``pruned``) and tokens.
 
         Raises:
             UsageError: no trace was written, and the events were not kept.
@@ -203,7 +203,8 @@ class Solution:
 
         graph = networkx.DiGraph()
         for each in self.replay().blocks.values():
-            named = {"value": each.value, "state": each.state.value, "tokens": each.tokens}
+            value = each.value if each.verified else math.nan
+            named = {"value": value, "state": each.state.value, "tokens": each.tokens}
             graph.add_node(each.id, text=each.text, **named)
             if each.parent is not None:
                 graph.add_edge(each.parent, each.id)

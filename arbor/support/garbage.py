@@ -7,9 +7,11 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
-_large: WeakSet[object] = WeakSet()
+LARGE = 100_000_000  # parameters; fewer that are left behind are not worth a search
+
+_models: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # each with its parameters
 
 
 @contextmanager
@@ -31,19 +33,18 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def look_for(large: object) -> None:
-    """From now on `free_dropped` looks for this, which takes much memory and lies in a cycle."""
-    _large.add(large)
+def look_for(model: object, parameters: int) -> None:
+    """From now on `free_dropped` looks for this model, which lies in a cycle."""
+    _models[model] = parameters
 
 
 def free_dropped() -> None:
-    """Frees what `look_for` was told of and nothing refers to any more.
+    """Frees the models that nothing refers to any more, where all that are left are large together.
 
     Without it a model that was dropped, whose parts refer to one another, has its weights until
-    Python next searches the oldest objects. The search takes a third of a second; where nothing
-    large was made there is none.
+    Python next searches the oldest objects. The search takes a third of a second.
     """
-    if _large:
+    if sum(_models.values()) >= LARGE:
         gc.collect()
 
 

@@ -184,7 +184,7 @@ class NativeCascade:
         """Zeros [H_kv, keys of all levels], what the kernels add mass to."""
         if plan.slots is None:
             plan.slots = torch.cat([level.kv_indices for level in plan.layout.levels]).long()
-        return torch.zeros(plan.shape.num_kv_heads, len(plan.slots))
+        return torch.zeros(plan.shape.num_kv_heads, len(plan.slots), dtype=torch.float32)
 
     def by_slot(
         self,
@@ -205,8 +205,8 @@ class NativeCascade:
         chosen = received if heads is None else received[heads]
         assert plan.slots is not None, "made by `received`"
         if by_head:
-            return torch.zeros(len(chosen), slots).index_add_(1, plan.slots, chosen)
-        return torch.zeros(slots).index_add_(0, plan.slots, chosen.sum(0))
+            return chosen.new_zeros(len(chosen), slots).index_add_(1, plan.slots, chosen)
+        return chosen.new_zeros(slots).index_add_(0, plan.slots, chosen.sum(0))
 
     def _filled(self, plan: NativePlan, q: Tensor, k_pool: Tensor) -> AttentionJob | None:
         """The job with queries and keys of a layer; None where the torch backend has to do."""

@@ -125,7 +125,8 @@ class NativeLayers:
             name: torch.empty(MOST_ROWS * size, dtype=dtype) for name, size in sizes.items()
         }
         self._at = {name: each.data_ptr() for name, each in self._buffers.items()}
-        self._lse = torch.empty(MOST_ROWS * max(s.num_qo_heads for s in self.shapes))
+        heads_most = max(shape.num_qo_heads for shape in self.shapes)
+        self._lse = torch.empty(MOST_ROWS * heads_most, dtype=torch.float32)
         self._hidden = self._buffers["hidden"].view(MOST_ROWS, self._width)
         for each in layers:
             self._add_layer(each)

@@ -141,8 +141,9 @@ class PressScorer(HeadKVScorer):
 
         draw = torch.Generator().manual_seed(0)
         count, heads, group, dim = self._window + 300, 2, 2, 8
-        keys, values = torch.randn(2, count, heads, dim, generator=draw)
-        rows = torch.randn(self._window, heads * group, count, generator=draw).softmax(-1)
+        made = {"generator": draw, "dtype": torch.float32}
+        keys, values = torch.randn(2, count, heads, dim, **made)
+        rows = torch.randn(self._window, heads * group, count, **made).softmax(-1)
         self._scores(keys, values, rows if self._window else None)
 
     def __reduce__(self) -> tuple[Any, ...]:

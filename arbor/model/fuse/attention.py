@@ -239,7 +239,8 @@ class _Answer(Attend):
         self.heads = [q, k, call.v]
         generator = torch.Generator(q.device).manual_seed(1)
         size = (len(q), call.shape.num_qo_heads, call.shape.head_dim_vo)
-        return torch.randn(size, generator=generator, device=q.device).to(q.dtype)
+        made = {"dtype": torch.float32, "device": q.device}
+        return torch.randn(size, generator=generator, **made).to(q.dtype)
 
 
 def _fuse_layer(module: Any, arguments: dict[str, Any], ops: RotaryOps) -> str:
@@ -254,12 +255,12 @@ def _fuse_layer(module: Any, arguments: dict[str, Any], ops: RotaryOps) -> str:
     if any(each.dtype not in DTYPES or each.shape[:2] != (1, ROWS) for each in tables):
         return "its tables of angles are of an unknown kind"
     generator = torch.Generator(x.device).manual_seed(0)
+    made = {"dtype": torch.float32, "device": x.device}
     random = {
         **arguments,
         "hidden_states": random_rows(ROWS, x.shape[-1], x, (1.0, 0.1, 8.0), generator),
         "position_embeddings": tuple(
-            torch.randn(each.shape, generator=generator, device=x.device).to(each.dtype)
-            for each in tables
+            torch.randn(each.shape, generator=generator, **made).to(each.dtype) for each in tables
         ),
     }
     positions = arguments.get("position_ids")

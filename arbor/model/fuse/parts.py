@@ -372,9 +372,10 @@ def random_rows(
     count: int, width: int, like: Tensor, sizes: Sequence[float], generator: torch.Generator
 ) -> Tensor:
     """Random rows [1, count, width], neighbours of different sizes, in the dtype of `like`."""
-    x = torch.randn(1, count, width, generator=generator, device=like.device)
+    made = {"dtype": torch.float32, "device": like.device}
+    x = torch.randn(1, count, width, generator=generator, **made)
     scale = [sizes[row % len(sizes)] for row in range(count)]
-    return (x * torch.tensor(scale, device=like.device)[:, None]).to(like.dtype)
+    return (x * torch.tensor(scale, **made)[:, None]).to(like.dtype)
 
 
 def _compare(

@@ -103,7 +103,6 @@ def divide_frequencies(model: Any, header: GGUFHeader) -> None:
     Raises:
         ModelError: its rotary embedding is not the one that the factors belong to.
     """
-    import torch
 
     factors = header.floats(FACTORS)
     if not factors or header.get("general.architecture") == PROPORTIONAL:
@@ -113,7 +112,7 @@ def divide_frequencies(model: Any, header: GGUFHeader) -> None:
         raise _refused(header, f"{FACTORS} of {len(factors)} numbers")
     for module in found:
         frequencies = module.inv_freq
-        module.inv_freq = frequencies / torch.tensor(factors, device=frequencies.device)
+        module.inv_freq = frequencies / frequencies.new_tensor(factors)
 
 
 def _refused(header: GGUFHeader, what: str) -> ModelError:

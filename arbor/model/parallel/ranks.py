@@ -75,7 +75,9 @@ class Ranks:
     def meet(self) -> None:
         """Compute a sum with the other ranks, so that later ones find their way; on GPUs."""
         torch.cuda.set_device(self.device)
-        self.at_first(self.summed(torch.ones(1, device=self.device)), [1] * self.count)
+        self.at_first(
+            self.summed(torch.ones(1, dtype=torch.float32, device=self.device)), [1] * self.count
+        )
         self.finish()
         self.sent_bytes = 0
 

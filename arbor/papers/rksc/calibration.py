@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
+from arbor.engine.step import NO_LOGITS
 from arbor.errors import UsageError
 from arbor.events import preferred
 from arbor.measure.statistics import clopper_pearson
@@ -180,7 +181,7 @@ class Recorder:
                 "Use the verifier self or vote.",
             )
         if not inquiry.nodes:  # nothing to compare
-            return inquiry.verdict(torch.empty(0, 0))
+            return inquiry.verdict(NO_LOGITS)
         assert self.solver is not None, "it has not been given its solver"
         running = self.solver.engine
         ways = ways_of(self._rule, len(inquiry.nodes), inquiry.verdicts)
