@@ -24,6 +24,8 @@ NO_SETTING = {"setting": False}  # metadata of a field that neither texts nor sp
 ONLY_IF_SET = {"only_if_set": True}
 ARE_COMPONENTS = {"components": True}  # metadata of a field that is a tuple of components
 
+PARTS = ("controller", "verifier", "aggregate", "task", "policy")  # kinds that a solver has one of
+
 
 def build(kind: str, spec: Any, /, **fields: Any) -> Any:
     """A component from its name and settings.

@@ -140,6 +140,9 @@ class Solver:
             "seed": seed,
         }
         self.setup = Setup.resolved(Settings.of(given | settings))
+        if not isinstance(listeners, Iterable) or not all(map(callable, listeners)):
+            what = f"listeners = {listeners!r:.60}: it must be a list of functions of an event."
+            raise UsageError("setting-type", what, setting="listeners")
         self.listeners = tuple(listeners)
         self._engine: Engine | None = None
         self._loading = threading.Lock()

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 LAYOUT_VERSION = 7  # as in native.h
 # Instruction sets of the kernels, of x86-64 and of aarch64, each from the least to the best.
@@ -415,7 +418,10 @@ def _load() -> tuple[Library | None, str]:
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "off":
         return None, f"off ({VARIABLE})"
-    return open_library(FILE, wanted)
+    library, reason = open_library(FILE, wanted)
+    if library is None and wanted:
+        logger.warning("%s=%s: %s; torch computes instead", VARIABLE, wanted, reason)
+    return library, reason
 
 
 def open_library(file: Path, wanted: str = "") -> tuple[Library | None, str]:
@@ -443,5 +449,7 @@ def open_library(file: Path, wanted: str = "") -> tuple[Library | None, str]:
     use.argtypes, use.restype = (c_char_p,), c_char_p
     name = use(wanted.encode() or None)
     if name is None:
-        return None, f"the CPU cannot run {wanted or SETS[0]}"
+        known = not wanted or wanted in SETS
+        can = f"the CPU cannot run {wanted or SETS[0]}"
+        return None, can if known else f"no such set; known: off, {', '.join(SETS)}"
     return Library(loaded, name.decode()), ""

@@ -142,6 +142,13 @@ def test_an_environment_variable_sets_an_option(
     assert command("solve", "4 5 6 10", "--json").document["config"]["seed"] == "9"
 
 
+def test_more_continuations_than_beams_are_refused(command: Arbor) -> None:
+    ran = command("generate", "one", "--beams", "2", "--best", "4")
+
+    assert ran.code == 2 and "Give --beams 4." in ran.err
+    assert "None" not in command("generate", "--help-all").out
+
+
 @pytest.mark.parametrize(
     "arguments",
     every(

@@ -115,6 +115,13 @@ def test_one_seed_has_exact_intervals_and_mcnemars_test() -> None:
     assert pair["interval"][0] < 3 / 6 < pair["interval"][1]
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_problems_that_all_end_alike_leave_doubt_with_any_number_of_seeds(right: bool) -> None:
+    (row,) = compare_arms([runs("a", outcomes(right, right), outcomes(right, right))])
+
+    assert row["success"]["interval"] == list(clopper_pearson(2 * right, 2))
+
+
 # The command
 
 

@@ -97,6 +97,15 @@ def test_the_same_command_again_solves_nothing_again(command: Arbor) -> None:
     assert again.document == first.document
 
 
+def test_samples_that_are_no_longer_asked_for_count_with_a_warning(command: Arbor) -> None:
+    whole = run(command, three())
+    less = run(command, three(), "--limit", "2")
+
+    assert less.document["n"] == whole.document["n"] == 3
+    assert "1 sample(s) of out are not among those asked for" in less.err
+    assert "asked for" not in whole.err
+
+
 def test_other_settings_are_refused_and_named(command: Arbor) -> None:
     run(command, three())
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}

@@ -122,6 +122,18 @@ def test_a_full_stdout_is_one_error(tmp_path: Path, words: list[str]) -> None:
     assert "cannot be written: No space" in error or "none.arbor.jsonl cannot be read" in error
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_stderr_loses_messages_and_no_result(tmp_path: Path) -> None:
+    settings = {"cwd": tmp_path, "env": environment(), "text": True, "timeout": 120}
+    command = [sys.executable, "-c", FAKE, "solve", "4 5 6 10", "-v"]
+    wanted = subprocess.run(command, capture_output=True, **settings)
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, **settings)
+
+    assert wanted.stderr and wanted.returncode == 0
+    assert (done.returncode, done.stdout) == (0, wanted.stdout)
+
+
 # Evaluations
 
 

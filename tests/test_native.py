@@ -381,3 +381,9 @@ def test_every_instruction_set_agrees(name: str) -> None:
 
     if state != name:
         pytest.skip(state)
+
+
+def test_a_set_that_does_not_exist_is_named() -> None:
+    print_state = "from arbor.kernels.native import native_state; print(native_state())"
+
+    assert run_with("AVX2", print_state).startswith("no such set; known: off, avx2, ")

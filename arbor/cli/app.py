@@ -19,7 +19,16 @@ import click
 from arbor._version import __version__
 from arbor.cli.command import Group, Option, unknown_variables
 from arbor.cli.options import COMPLETION, output_options
-from arbor.cli.output import ClosedStdout, LoadingLine, Output, close_log, configure_log, encodable
+from arbor.cli.output import (
+    ClosedStdout,
+    LoadingLine,
+    Messages,
+    Output,
+    close_log,
+    configure_log,
+    discard,
+    encodable,
+)
 from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.feature import features
@@ -91,13 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Output(json="--json" in words, debug="--debug" in words)
     _open_streams()
     _escape_unencodable()
+    stderr, sys.stderr = sys.stderr, Messages(sys.stderr)
     try:
         if COMPLETION in os.environ:
             cli.main(words, prog_name="arbor")
         with raising(), showing(LoadingLine(output)):
             return _run(words, output)
     except BrokenPipeError:
-        _discard_stdout()  # the reader has closed the pipe
+        discard(sys.stdout)  # the reader has closed the pipe
         return 0
     except KeyboardInterrupt as stopped:
         code = stopped.exit_code if isinstance(stopped, Interrupted) else EXIT_INTERRUPTED
@@ -108,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     finally:
         close_log()
+        sys.stderr = stderr
 
 
 def _run(words: list[str], output: Output) -> int:
@@ -135,7 +146,7 @@ def _run(words: list[str], output: Output) -> int:
             return _fail(output, UsageError("no-permission", what, "See its permissions: ls -ld."))
         if error.errno not in (*DISK_FULL, errno.EIO):
             return _crash(output, words, error)
-        _discard_stdout()
+        discard(sys.stdout)
         what = f"the output cannot be written: {error.strerror}."
         return _fail(output, UsageError("output-unwritable", what, FREE_SPACE))
     except Exception as error:
@@ -184,7 +195,7 @@ def _fail(output: Output, error: ArborError) -> int:
         try:
             click.echo(json.dumps({"error": error.to_dict()}, default=str))
         except OSError:
-            _discard_stdout()
+            discard(sys.stdout)
     return error.exit_code
 
 
@@ -224,12 +235,6 @@ def _escape_unencodable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-
-
-def _discard_stdout() -> None:
-    """Discards the rest of stdout's buffer, which Python would flush again at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _flush() -> None:

@@ -233,6 +233,10 @@ class Number(click.FloatRange):
         except click.BadParameter:
             self.fail(f"{value!r} must be a number{_bounds(self)}.", param, ctx)
 
+    def _describe_range(self) -> str:
+        """click's, for help pages; nothing without bounds."""
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
 
 def _bounds(range_: click.IntRange | click.FloatRange) -> str:
     """`` > 0 and <= 1``."""

@@ -18,7 +18,7 @@ from arbor.run.config import read_config, refuse_trust, refuse_updated
 from arbor.run.presets import preset
 from arbor.support.setting import settings_of
 
-KINDS = ("controller", "verifier", "aggregate", "task", "policy")
+KINDS = components.PARTS
 PARTS = (*KINDS, "sampling")
 
 

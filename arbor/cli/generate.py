@@ -12,8 +12,9 @@ from arbor.cli.build import build_solver
 from arbor.cli.command import Command
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
+from arbor.cli.problem_text import ProblemOptions
 from arbor.cli.record_options import SolverOptions, options_of, read_options
-from arbor.errors import unknown_setting
+from arbor.errors import UsageError, unknown_setting
 from arbor.model.checkpoint import ModelSettings
 from arbor.support.setting import setting, settings_of
 
@@ -44,7 +45,7 @@ class GenerateOptions:
         1, "Diverse beam search: groups that the beams are divided into.", least=1
     )
     diversity: float = setting(
-        0.0, "Penalty of a token for each beam of an earlier group that has chosen it."
+        0.0, "Penalty of a token for each beam of an earlier group that has chosen it.", least=0
     )
     chat: bool = setting(True, "Use the model's chat template, if it has one; default: yes.")
     solver: SolverOptions
@@ -58,6 +59,8 @@ class GenerateOptions:
 def generate(output: Output, /, **values: Any) -> int:
     """Print the most probable continuations of PROMPT, by token-level beam search.
 
+    '-' reads it from stdin, without its last newline.
+
     \b
       arbor generate "Once upon a time" --beams 8
       arbor generate "Once upon a time" --beams 8 --best 3 --json
@@ -67,9 +70,18 @@ def generate(output: Output, /, **values: Any) -> int:
     for text in options.solver.set:
         names = [name for name in SolverOptions.known() if name not in NOT_OF_MODELS]
         raise unknown_setting("there is", text.partition("=")[0], names)
+    if options.best > options.beams:
+        raise UsageError(
+            "beams",
+            f"--best {options.best} is more than the {options.beams} beams.",
+            f"Give --beams {options.best}.",
+        )
+    prompt = ProblemOptions(problem=options.prompt).read()
+    if options.prompt == "-":
+        prompt = prompt.removesuffix("\n")
     with build_solver(options.solver) as solver:
         found = solver.generate(
-            options.prompt,
+            prompt,
             beams=options.beams,
             max_tokens=options.max_tokens,
             length_penalty=options.length_penalty,
@@ -82,7 +94,7 @@ def generate(output: Output, /, **values: Any) -> int:
         output.document(
             {
                 "schema": GENERATE_SCHEMA,
-                "prompt": options.prompt,
+                "prompt": prompt,
                 "beams": options.beams,
                 "continuations": [dataclasses.asdict(each) for each in found],
             }

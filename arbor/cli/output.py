@@ -10,11 +10,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 
@@ -142,6 +142,58 @@ class ClosedStdout(io.TextIOBase):
             "stdout is closed (>&-), and the result would be lost.",
             "Name a file, as in > answer.txt, or /dev/null.",
         )
+
+
+class Messages(io.TextIOBase):
+    """stderr, of which what cannot be written is lost: no message ends a command.
+
+    Args:
+        stream: that is written to.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the stream."""
+        return self._stream.encoding
+
+    def writable(self) -> bool:
+        """As a stream that is written to."""
+        return True
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Of the stream."""
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Writes a text, or loses it."""
+        with self._losing():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is buffered, or loses it."""
+        with self._losing():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:  # Python would try again at exit, and end with code 120
+            discard(self._stream)
+
+
+def discard(stream: IO[str]) -> None:
+    """Let what a stream has not written, and all that follows, go to the null device."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def encodable(text: str, stream: IO[str]) -> str:

@@ -25,6 +25,7 @@ from arbor.cli.record_options import SolverOptions, options_of, read_options
 from arbor.errors import ArborError, ModelError
 from arbor.feature import features
 from arbor.run.limits import RunLimits
+from arbor.run.request import TraceDetail
 from arbor.support.cache_dir import cache_dir
 from arbor.support.setting import settings_of
 from arbor.support.texts import human_bytes
@@ -251,7 +252,7 @@ def _models() -> list[dict[str, Any]]:
 
 def _settings() -> list[dict[str, Any]]:
     """The settings of a solver and of a run, and those that have an option as well."""
-    known = SolverOptions.known() | settings_of(RunLimits)
+    known = SolverOptions.known() | settings_of(RunLimits) | settings_of(TraceDetail)
     return [
         {
             "name": each.name,

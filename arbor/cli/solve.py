@@ -409,7 +409,10 @@ def votes_table(votes: Sequence[AnswerVotes]) -> list[str]:
 def no_answer(solution: Solution) -> str:
     """Why a search has no answer, and what to try."""
     reasons = {
-        "exhausted": ("search exhausted", "another --seed, or a wider search (--set width=N)"),
+        "exhausted": (
+            "search exhausted",
+            "another --seed, or a wider search ('arbor list controllers')",
+        ),
         "cut": ("paths cut at a limit of paths", "a larger --path-tokens, or --max-depth"),
         "max_expansions": ("limit of expansions reached", "a larger max_expansions"),
         "max_tokens": ("limit of tokens reached", "a larger --max-tokens"),

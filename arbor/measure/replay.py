@@ -361,7 +361,7 @@ class _NotRecorded(list[float]):
         raise TraceError(
             "trace-replay",
             "the search reads the log probability of each token, which the trace does not have.",
-            "Record it with --trace-level tokens.",
+            "Record it with --set trace_level=tokens.",
         )
 
 

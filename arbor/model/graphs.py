@@ -367,7 +367,7 @@ class DecodeGraphs:
         generator = torch.Generator(pool.device).manual_seed(0)
         for shape, layer in self._shapes.items():
             size = (bucket.rows, shape.num_qo_heads, shape.head_dim_qk)
-            made = {"dtype": torch.float32, "device": pool.device}
+            made: dict[str, Any] = {"dtype": torch.float32, "device": pool.device}
             q = torch.randn(size, generator=generator, **made).to(self._dtype)
             kv = pool.k[layer], pool.v[layer]
             plain = self._backend.plan(plan.layout(shape.window), shape)

@@ -143,6 +143,9 @@ class Request(RunLimits, TraceDetail):
         """
         if self.recorded is None or isinstance(self.recorded, FutureReads):
             return self.recorded
+        if not isinstance(self.recorded, str | os.PathLike):
+            what = f"recorded = {self.recorded!r:.60}: it must be the path of a trace."
+            raise UsageError("setting-type", what, setting="recorded")
         trace = read_trace(self.recorded)
         header = trace.header
         other = "does not say what it is a run of"

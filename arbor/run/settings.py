@@ -21,7 +21,7 @@ from arbor.model.level_rule import LevelSettings
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator, CalibratedScorer, Scorer
 from arbor.retention.policy import Policy
-from arbor.run.limits import BoundarySettings
+from arbor.run.limits import BoundarySettings, RunLimits
 from arbor.run.listeners import MOST_BYTES
 from arbor.run.tiers import TierSettings
 from arbor.support.setting import (
@@ -260,6 +260,10 @@ class Settings(
         """
         given = {**given}
         known = settings_of(cls)
+        for name in given.keys() - known.keys():
+            _refuse_of_others(
+                name, {kind: given.get(kind, known[kind].default) for kind in components.PARTS}
+            )
         if "task" in given or "controller" in given:
             task = given["task"] = known["task"].checked(given.get("task", known["task"].default))
             given["controller"] = with_breadth(
@@ -401,3 +405,38 @@ def with_breadth(controller: Any, task: Task) -> Any:
     else:
         return controller
     return {**NARROW.get(name, {}), **given, "name": name}
+
+
+def _refuse_of_others(name: str, chosen: Mapping[str, Any]) -> None:
+    """Refuse a setting that is not the solver's and belongs to what it is made of, or to a run.
+
+    Args:
+        name: the setting.
+        chosen: the components, as a user gives them, by kind.
+
+    Raises:
+        UsageError: says where it belongs.
+    """
+    places = [
+        f"Solver({kind}='{label},{name}=…')"
+        for kind, given in chosen.items()
+        for label, component in [_named(kind, given)]
+        if name in components.settings_of(component)
+    ]
+    if name in settings_of(Sampling):
+        places.append(f"Solver(sampling={{'{name}': …}})")
+    if name in {*settings_of(RunLimits), "trace"}:
+        places.append(f"solve(…, {name}=…)")
+    if places:
+        what = f"'{name}' is no setting of the solver itself."
+        raise UsageError("unknown-setting", what, f"Give {' or '.join(places)}.", setting=name)
+
+
+def _named(kind: str, given: Any) -> tuple[str, Any]:
+    """The name of a component that a user gives, and what has its settings."""
+    if isinstance(given, Mapping):
+        given = given.get("name", "")
+    if not isinstance(given, str):
+        return registry.name_of(given), given
+    name = components.split_spec(given)[0]
+    return name, registry.resolve(kind, name)

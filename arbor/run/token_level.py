@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from arbor.budget import Budget
@@ -75,6 +76,9 @@ class Generation:
         info, self._tokenizer = files.info, files.tokenizer
         if not info.supported:
             raise ModelError("arch-unsupported", f"{info.id}: {info.reason}", "See 'arbor info'.")
+        if not isinstance(prompt, str):
+            what = f"a prompt is a text, not {type(prompt).__name__}: {prompt!r:.60}."
+            raise UsageError("problem-type", what, "Give one prompt at a time.")
         refuse_surrogates(prompt, "the prompt")
         encode = encode_prompt if chat else encode_raw
         self._ids = encode(self._tokenizer, prompt)
@@ -181,7 +185,15 @@ class TokenScoring:
         from arbor.engine.likelihood import GivenTokens
 
         info = checkpoint.read().info
-        self._given = [GivenTokens(tuple(before), tuple(tokens)) for before, tokens in pairs]
+        try:
+            self._given = [
+                GivenTokens(tuple(map(index, before)), tuple(map(index, tokens)))
+                for before, tokens in pairs
+            ]
+        except (TypeError, ValueError):
+            what = "a pair to score is (token ids before, token ids)."
+            hint = "Encode texts with the solver's tokenizer."
+            raise UsageError("setting-type", what, hint) from None
         self._stopped = False
         for each in self._given:
             if not each.before or not each.tokens:

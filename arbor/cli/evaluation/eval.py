@@ -128,6 +128,7 @@ def evaluate(
     request = request_digest(options, task)
     finished = _finished_folder(options, request, samples)
     if finished is not None:
+        _warn_of_others(output, finished, samples)
         with contextlib.closing(finished):
             found = write_results(finished, options.samples.dataset, samples, other)
         return Evaluated(finished.path, found, finished.rows)
@@ -138,6 +139,7 @@ def evaluate(
         if options.on_error == "stop" and samples[0].problem is not None:
             solver.plan(samples[0].problem)  # an infeasible run leaves no folder behind
         folder = RunFolder(path, config, options.fresh, request)
+        _warn_of_others(output, folder, samples)
         resume = resume or resume_command(options, path)
         if options.workers is None and not all(map(folder.finished, samples)):
             import_engine()
@@ -155,6 +157,16 @@ def evaluate(
         finally:
             folder.close()
     return Evaluated(path, found, folder.rows)
+
+
+def _warn_of_others(output: Output, folder: RunFolder, samples: list[Sample]) -> None:
+    """Say which samples of a folder count though they are not among those asked for."""
+    others = len(folder.rows.keys() - {sample.id for sample in samples})
+    if others:
+        output.warn(
+            f"warning: {others:,} sample(s) of {folder.path} are not among those asked for, and "
+            "count too; --fresh leaves them out"
+        )
 
 
 def described(options: EvalOptions) -> SolverOptions:

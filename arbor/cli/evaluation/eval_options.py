@@ -71,7 +71,7 @@ class DatasetOptions(ColumnOptions):
     )
     limit: str | None = setting(
         None,
-        "The first N samples, or samples A to B; default: 100 of a task, all of a file.",
+        "The first N rows, or rows A to B; default: 100 of a task, all of a file.",
         shown="short",
         metavar="N|A-B",
     )

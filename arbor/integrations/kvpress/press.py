@@ -141,7 +141,7 @@ class PressScorer(HeadKVScorer):
 
         draw = torch.Generator().manual_seed(0)
         count, heads, group, dim = self._window + 300, 2, 2, 8
-        made = {"generator": draw, "dtype": torch.float32}
+        made: dict[str, Any] = {"generator": draw, "dtype": torch.float32}
         keys, values = torch.randn(2, count, heads, dim, **made)
         rows = torch.randn(self._window, heads * group, count, **made).softmax(-1)
         self._scores(keys, values, rows if self._window else None)

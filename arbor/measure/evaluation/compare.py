@@ -77,8 +77,8 @@ def compare_arms(arms: Sequence[ArmRuns]) -> list[dict[str, Any]]:
     """A row for each arm at each number of tokens, in the order given.
 
     The unit is the problem: with several seeds its success is the share of its runs, intervals are
-    of a bootstrap over problems, and there is no McNemar test; with one seed the interval of the
-    success is exact (Clopper and Pearson).
+    of a bootstrap over problems, and there is no McNemar test; where the runs of each problem agree
+    the interval of the success is exact (Clopper and Pearson).
 
     Args:
         arms: the first one at a number of tokens is what the others at that number are compared
@@ -119,10 +119,11 @@ def _row(arm: ArmRuns) -> dict[str, Any]:
 def _share(arm: ArmRuns, samples: Sequence[str], of: Callable[[SampleRow], bool]) -> dict[str, Any]:
     """The share of successes with its 95 % interval."""
     shares = [arm.share(each, of) for each in samples]
-    if len(arm.rows) == 1:
+    alike = len(set(shares)) <= 1  # whose resamples have no spread
+    if alike or all(each in (0.0, 1.0) for each in shares):
         interval = clopper_pearson(round(sum(shares)), len(shares))
     else:
-        interval = bootstrap(shares) if shares else (0.0, 1.0)
+        interval = bootstrap(shares)
     return {"value": _mean(shares), "interval": list(interval)}
 
 

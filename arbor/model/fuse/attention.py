@@ -239,7 +239,7 @@ class _Answer(Attend):
         self.heads = [q, k, call.v]
         generator = torch.Generator(q.device).manual_seed(1)
         size = (len(q), call.shape.num_qo_heads, call.shape.head_dim_vo)
-        made = {"dtype": torch.float32, "device": q.device}
+        made: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
         return torch.randn(size, generator=generator, **made).to(q.dtype)
 
 
@@ -255,7 +255,7 @@ def _fuse_layer(module: Any, arguments: dict[str, Any], ops: RotaryOps) -> str:
     if any(each.dtype not in DTYPES or each.shape[:2] != (1, ROWS) for each in tables):
         return "its tables of angles are of an unknown kind"
     generator = torch.Generator(x.device).manual_seed(0)
-    made = {"dtype": torch.float32, "device": x.device}
+    made: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     random = {
         **arguments,
         "hidden_states": random_rows(ROWS, x.shape[-1], x, (1.0, 0.1, 8.0), generator),

@@ -372,7 +372,7 @@ def random_rows(
     count: int, width: int, like: Tensor, sizes: Sequence[float], generator: torch.Generator
 ) -> Tensor:
     """Random rows [1, count, width], neighbours of different sizes, in the dtype of `like`."""
-    made = {"dtype": torch.float32, "device": like.device}
+    made: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
     x = torch.randn(1, count, width, generator=generator, **made)
     scale = [sizes[row % len(sizes)] for row in range(count)]
     return (x * torch.tensor(scale, **made)[:, None]).to(like.dtype)
