@@ -142,7 +142,7 @@ def test_a_replay_needs_the_log_probabilities_of_tokens(level: str, tmp_path: Pa
         with pytest.raises(TraceError) as error:
             replay(trace, tokenizer, policy="reentry", slots=2000)
         assert error.value.code == "trace-replay"
-        assert "--trace-level tokens" in (error.value.hint or "")
+        assert "--set trace_level=tokens" in (error.value.hint or "")
         return
 
     metrics = replay(trace, tokenizer, policy="reentry", slots=2000)

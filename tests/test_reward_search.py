@@ -42,8 +42,8 @@ def texts(solution: Solution) -> list[str]:
 
 
 def values(solution: Solution) -> list[float]:
-    """The values of the blocks of a search."""
-    return [data["value"] for _, data in sorted(solution.to_networkx().nodes(data=True))]
+    """The values of the blocks of a search but the root, which has none."""
+    return [data["value"] for node, data in sorted(solution.to_networkx().nodes(data=True)) if node]
 
 
 def engine_of(solver: Solver) -> RewardEngine:

@@ -76,9 +76,9 @@ def generate(output: Output, /, **values: Any) -> int:
             f"--best {options.best} is more than the {options.beams} beams.",
             f"Give --beams {options.best}.",
         )
-    prompt = ProblemOptions(problem=options.prompt).read()
-    if options.prompt == "-":
-        prompt = prompt.removesuffix("\n")
+    prompt = options.prompt
+    if prompt == "-":
+        prompt = ProblemOptions(problem=prompt).read().removesuffix("\n")
     with build_solver(options.solver) as solver:
         found = solver.generate(
             prompt,
