@@ -76,7 +76,7 @@ def test_a_task_reads_a_text_or_refuses_it_in_one_line(task: Any) -> None:
 def test_half_of_a_character_is_refused_wherever_it_comes_from(solver: Solver) -> None:
     with pytest.raises(InputError, match="the answer key: character 1 is"):
         solver.solve("What is 2+3?", expected="\ud800")
-    with pytest.raises(InputError, match="the prompt: character "):
+    with pytest.raises(InputError, match="the problem: character 2 is"):
         solver.solve(Problem("0", "reasoning", "2\ud800"))
     for setting in ("stop", "yes", "no"):
         with pytest.raises(UsageError, match=rf"{setting} holds \\ud800, half of a character"):
