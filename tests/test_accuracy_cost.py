@@ -99,13 +99,14 @@ def test_the_figure_has_a_point_for_each_arm(
     with (tmp_path / "controllers.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([(*names, *shares), *rows])
     costs = [
-        ("by", "arm", "budget", "cpu_s", "peak_kv_tokens"),
-        ("arbor", "greedy", "full", 99, 440),
-        ("arbor", "greedy", "full", 30, 440),
-        ("arbor", "majority-8", "full", 120, 2200),
-        ("arbor", "majority-8", "0.25", 320, 550),
-        ("arbor", "rebase", "full", 110, 900),
-        ("llama.cpp", "greedy", "full", 32, 440),
+        ("machine", "by", "arm", "budget", "cpu_s", "peak_kv_tokens"),
+        (report.TIMED_ON, "arbor", "greedy", "full", 99, 440),
+        (report.TIMED_ON, "arbor", "greedy", "full", 30, 440),
+        (report.TIMED_ON, "arbor", "majority-8", "full", 120, 2200),
+        (report.TIMED_ON, "arbor", "majority-8", "0.25", 320, 550),
+        (report.TIMED_ON, "arbor", "rebase", "full", 110, 900),
+        (report.TIMED_ON, "llama.cpp", "greedy", "full", 32, 440),
+        ("another", "llama.cpp", "greedy", "full", 1, 440),
     ]
     with (tmp_path / "accuracy_cost.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows(costs)
