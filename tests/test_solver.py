@@ -234,6 +234,44 @@ def test_a_ready_model_is_not_converted(
     assert error.value.code == code and words in str(error.value)
 
 
+def test_a_path_is_of_the_folder_in_which_it_was_named(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(small.parent)
+    solver = Solver(small.name + "/", controller="chain")
+    monkeypatch.chdir(tmp_path)
+
+    assert solver.plan(PUZZLE).prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": 0.5}, r"Solver\(sampling=\{'temperature': …\}\)"),
+        ({"controller": "tot", "width": 3}, r"Solver\(controller='tot,width=…'\)"),
+        ({"max_tokens": 9}, r"solve\(…, max_tokens=…\)"),
+        ({"listeners": print}, "a list of functions"),
+    ],
+)
+def test_a_setting_in_the_wrong_place_is_told_the_right_one(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        Solver(**settings)
+
+
+def test_what_is_no_text_and_no_token_is_refused(small: Path) -> None:
+    with Solver(small, controller="chain") as solver:
+        for call in (
+            lambda: solver.generate([PUZZLE]),
+            lambda: solver.logprobs([("text", "text")]),
+            lambda: solver.logprobs([1]),
+            lambda: solver.solve(PUZZLE, recorded=3),
+        ):
+            with pytest.raises(UsageError):
+                call()
+
+
 def test_a_ready_model_that_was_packed_is_not_saved(tokenizer: Any, tmp_path: Path) -> None:
     model = sized("llama", tokenizer)
     for _ in range(2):

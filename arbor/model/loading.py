@@ -226,7 +226,7 @@ def _gguf_file(name: str, path: Path) -> ModelLocation:
         )
     if path.is_file():
         read_gguf_header(path).check()
-        return ModelLocation(name, str(path.parent), gguf=path.name)
+        return ModelLocation(name, str(path.absolute().parent), gguf=path.name)
     folder, file = name.rsplit("/", 1)
     return ModelLocation(name, folder, gguf=file)
 
@@ -251,7 +251,7 @@ def _directory(name: str, path: Path) -> ModelLocation:
             "Copy the weights there.",
             model=name,
         )
-    return ModelLocation(name, str(path))
+    return ModelLocation(name, str(path.absolute()))  # a program may change its folder
 
 
 def _nearby(path: Path) -> list[str]:
