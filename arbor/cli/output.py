@@ -193,7 +193,8 @@ class Messages(io.TextIOBase):
 def discard(stream: IO[str]) -> None:
     """Let what a stream has not written, and all that follows, go to the null device."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        with Path(os.devnull).open("wb") as null:
+            os.dup2(null.fileno(), stream.fileno())
 
 
 def encodable(text: str, stream: IO[str]) -> str:

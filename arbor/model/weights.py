@@ -238,7 +238,7 @@ def load_weights(
         look_for(model, info.parameters)
     else:
         model = given
-    names_of_all = _names(model)
+    names_before = _names(model)
     if ranks is not None and division is not None:
         ranks.loaded()
         _divide(model, division, ranks)
@@ -310,7 +310,7 @@ def load_weights(
             ", ".join(names),
         )
     if given is not None:
-        _keep_from_saving(model, names_of_all)
+        _keep_from_saving(model, names_before)
     give_memory_back()
     return Weights(runner, eos_ids(model, files.tokenizer), name, rounding)
 

@@ -103,7 +103,6 @@ def divide_frequencies(model: Any, header: GGUFHeader) -> None:
     Raises:
         ModelError: its rotary embedding is not the one that the factors belong to.
     """
-
     factors = header.floats(FACTORS)
     if not factors or header.get("general.architecture") == PROPORTIONAL:
         return
