@@ -192,9 +192,8 @@ class Messages(io.TextIOBase):
 
 def discard(stream: IO[str]) -> None:
     """Let what a stream has not written, and all that follows, go to the null device."""
-    with contextlib.suppress(OSError, ValueError):
-        with Path(os.devnull).open("wb") as null:
-            os.dup2(null.fileno(), stream.fileno())
+    with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as null:
+        os.dup2(null.fileno(), stream.fileno())
 
 
 def encodable(text: str, stream: IO[str]) -> str:
