@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from arbor.engine.stop_rule import StopRule
 from arbor.errors import InputError, UsageError
 from arbor.registry import BUILTIN
 from arbor.tasks.arc import ARC
@@ -24,6 +25,39 @@ def graded(task: Any, row: dict[str, Any], text: str, problem: str, answer: str)
     parsed = replace(task.parse(words), expected=key)
     found: bool = task.grade(parsed, task.answer(parsed, [text])).correct
     return found
+
+
+class Pieces:
+    """A tokenizer of words with the space before them, as most of models."""
+
+    def __init__(self, text: str) -> None:
+        self.pieces = re.findall(r"\n+|[ ]?\w+|[ ]?[^\w\s]", text)
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self.pieces[token] for token in tokens)
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["The Moon orbits the Earth.", " It is grey.", " Really?", " Yes!", " Good"],
+        ["Dr. Smith of the U.S. has 3.5 apples, e.g. red ones.", " He eats one."],
+        ["He has 5.\n", "So he pays 10."],
+        ["1. First add 2 and 3.\n", "2. Then halve it.", "\n\nDone."],
+        ["Wait.", ".. I see."],
+        ["Here $$x. y$$ is open.", " Done."],
+    ],
+)
+def test_a_sentence_ends_at_its_full_stop(sentences: list[str]) -> None:
+    tokenizer = Pieces("".join(sentences))
+    rule = StopRule(tokenizer, Reasoning(steps="sentence").boundary, [])
+    found: list[list[int]] = [[]]
+    for token in range(len(tokenizer.pieces)):
+        found[-1].append(token)
+        if not rule.goes_on(found[-1]) and rule.after(found[-1]):
+            found.append([])
+
+    assert list(filter(None, map(tokenizer.decode, found))) == sentences
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)

@@ -40,7 +40,7 @@ STOPS: Mapping[str, tuple[str, ...]] = {
     "paragraph": ("\n",),  # and `ends_thought`
     "stop": ("\n\n",),
     "line": ("\n",),
-    "sentence": (". ", "! ", "? ", ".\n", "!\n", "?\n", "\n\n"),
+    "sentence": (".", "!", "?", ". ", ".\n", "\n\n"),  # and `ends_sentence`
     "length": (),
 }
 _MARK = re.compile(r"\s*(?:[-*\u2022]|\(?[0-9]{1,3}[.):])\s+")  # of an entry of a list
@@ -62,8 +62,8 @@ class Worded(ABC):
             which names the first of each; for models whose verdicts begin with the same token.
             A model for conversations is asked for them only where they are changed (`sureness`).
         steps: where a thought ends: at the end of a ``paragraph`` (`ends_paragraph`), of a
-            ``line`` or of a ``sentence``; at an empty line (``stop``); or after `max_tokens` alone
-            (``length``).
+            ``line`` or of a ``sentence`` (`ends_sentence`); at an empty line (``stop``); or after
+            `max_tokens` alone (``length``).
         template: file of the prompt (`PromptTemplate`), or the name of a built-in one; empty for
             the task's own.
         shots: solved examples in the prompt; None: those that the template is best with, all of
@@ -145,13 +145,12 @@ class Worded(ABC):
 
     @property
     def boundary(self) -> BlockLimits:
-        paragraphs = self.steps == "paragraph" and not self.stop
         return BlockLimits(
             stop=self.stop or STOPS[self.steps],
             max_tokens=self.max_tokens,
             max_depth=self.max_depth,
             path_tokens=self.path_tokens,
-            ends=ends_thought if paragraphs else None,
+            ends=None if self.stop else ENDS.get(self.steps),
         )
 
     @property
@@ -334,3 +333,37 @@ def is_open(text: str) -> bool:
     return any(text.count(begin) > text.count(end) for begin, end in _PAIRS) or any(
         text.count(fence) % 2 for fence in _FENCES
     )
+
+
+# words that end with a full stop, in small letters
+_SHORT = ("mr", "mrs", "ms", "dr", "prof", "st", "vs", "etc", "e.g", "i.e", "cf", "fig", "eq")
+_SENTENCE = re.compile(r"(\S*\w\S*?)([.!?])[)\]\"'\u201d\u2019*_]*$")
+_NUMBER = re.compile(r"(?:^|\n)(.*)\d\.[ \t]+[A-Z]\S*$")  # and the first word after it
+
+
+def ends_sentence(text: str, tokens: int) -> bool:
+    """Whether a thought that has come to a full stop, ``!``, ``?`` or an empty line ends there.
+
+    A full stop after a number may be a point: what follows it, a line break or a capital letter,
+    ends the sentence.
+
+    Args:
+        text: of the thought so far.
+        tokens: of it.
+    """
+    if is_open(text) or not text.strip():
+        return False
+    written = text.rstrip()
+    if text.count("\n", len(written)) > 1:
+        return True
+    found = _SENTENCE.search(written)
+    if found is None:
+        number = _NUMBER.search(text)
+        return number is not None and bool(number[1].strip())
+    word = found[1].lstrip("([\"'*_")
+    is_short = word.lower() in _SHORT or re.fullmatch(r"(?:.*\W)?[A-Za-z]", word) is not None
+    is_point = word[-1].isdigit() and written == text
+    return found[2] != "." or not (is_point or is_short)
+
+
+ENDS = {"paragraph": ends_thought, "sentence": ends_sentence}  # what is asked at one of `STOPS`
