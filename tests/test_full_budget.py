@@ -79,3 +79,13 @@ def test_nothing_leaves_for_questions_within_the_full_budget(
 
     assert not gone(events)
     assert peak(events) <= plan.full_tokens
+
+
+@pytest.mark.parametrize("controller", ["chain", "tot,beam=2,width=2"])
+@pytest.mark.parametrize(("part", "staging"), [(0.1, 128), (0.25, 16), (0.3, 64), (0.5, 16)])
+def test_a_part_holds_the_staging_buffer_too(controller: str, part: float, staging: int) -> None:
+    settings: dict[str, Any] = {"host": "8MiB", "staging": f"{staging}tok", "max_expansions": 4}
+    with Solver(controller=controller, budget=part, **settings) as solver:
+        metrics = solver.solve("4 5 6 10").metrics
+
+    assert metrics.peak_tokens <= metrics.budget_tokens

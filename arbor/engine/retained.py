@@ -174,19 +174,21 @@ class PartOfRetained:
     progress ends; or, where that is more, the least that lets a search go on.
 
     Both are known from the trees: no earlier run and no worst case is in them. Called, it gives the
-    tokens that may be held now.
+    tokens of blocks and questions that may be held now.
 
     Args:
         part: in (0, 1]; 1: full retention at its worst, so that nothing but the prompts of finished
             searches ever leaves.
+        staging: tokens of a buffer that is in the budget too.
 
     Attributes:
         least: asked for the least that lets the searches go on, in tokens: what is left them in any
             case, until a scheduler of lossless mode says what one expansion takes.
     """
 
-    def __init__(self, part: Fraction) -> None:
+    def __init__(self, part: Fraction, staging: int = 0) -> None:
         self.part = part
+        self._staging = staging
         self._searches: list[Retained] = []
         self.least: Callable[[], int] = lambda: sum(each.least for each in self._searches)
         self._most = self._most_least = 0  # since the last report
@@ -203,7 +205,7 @@ class PartOfRetained:
         if least > kept:
             self._most_least = max(self._most_least, least)
         self._most = max(self._most, kept, least)
-        return max(kept, least)
+        return max(kept, least) - self._staging
 
     def take(self, search: Retained) -> None:
         """Count one more search."""
