@@ -307,3 +307,21 @@ def test_no_path_is_longer_than_its_tokens(controller: str, budget: str) -> None
     assert ended and any(event.cut for event in ended)
     assert all(event.cut == (lengths[event.node] == 21) for event in ended)
     assert {each.node for each in solution.candidates if each.cut} <= {e.node for e in ended}
+
+
+@pytest.mark.parametrize(
+    ("settings", "run", "limit"),
+    [
+        ({}, {}, None),
+        ({"max_expansions": 6}, {}, "max_expansions"),
+        ({}, {"max_tokens": 100}, "max_tokens"),
+    ],
+)
+def test_chains_that_a_limit_left_out_are_said_though_another_has_an_answer(
+    settings: dict[str, Any], run: dict[str, Any], limit: str | None
+) -> None:
+    with Solver(controller="chain,samples=4", seed=5, **settings) as solver:
+        solution = solver.solve("4 5 6 10", **run)
+
+    assert solution.answer is not None
+    assert (solution.finish_reason, solution.limit) == ("limit" if limit else "solved", limit)

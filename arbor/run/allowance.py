@@ -26,6 +26,8 @@ class Allowance:
     Attributes:
         answered: a path ended with an answer, so that nothing is kept.
         narrowed: the limit that last cut what the search asked for; None where none did.
+        left_out: leaves that the search last asked for and that did not grow, or had fewer
+            children than it asked for.
     """
 
     def __init__(self, limits: SessionLimits) -> None:
@@ -37,6 +39,7 @@ class Allowance:
         self._block_s = 0.0  # wall seconds of the last round over its blocks
         self.answered = False
         self.narrowed: ReachedLimit | None = None
+        self.left_out: set[Node] = set()
 
     def start(self) -> None:
         """The time begins."""
@@ -82,6 +85,8 @@ class Allowance:
             within = self._within_tokens(allowed, growing, self._limits.max_tokens)
             allowed = self._narrower("max_tokens", allowed, within)
         self._expanded += len(allowed)
+        self.left_out.difference_update(each.leaf for each in allowed)
+        self.left_out.update(each.leaf for each in asked if each not in allowed)
         return allowed
 
     def _narrower(

@@ -612,10 +612,12 @@ class Session:
         # without an answer, the paths that were cut may have been on their way to one
         cut = [path.cut for path in ([best] if best is not None and votes else finished)]
         found: Status = "cut" if any(cut) else "exhausted" if answer is None else "solved"
-        if found == "exhausted" and self._allowance.narrowed is not None:
-            self.stop(
-                "limit", self._allowance.narrowed
-            )  # what was left of the last rounds has no answer
+        # what a limit left out, and the search no longer asks for, might have had another answer
+        left_out = any(leaf.state is not NodeState.PRUNED for leaf in self._allowance.left_out)
+        if left_out or found == "exhausted":
+            narrowed = self._allowance.narrowed
+            if narrowed is not None:
+                self.stop("timeout" if narrowed == "timeout" else "limit", narrowed)
         status: Status = self._stopped or found
         self.emit(
             Answered(
