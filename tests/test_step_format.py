@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support.slow_cases import every
 
 from arbor import Solver
-from arbor.engine.grammar import Grammar
+from arbor.engine.grammar import Grammar, check_format
+from arbor.errors import UsageError
 from arbor.model.loading import load_tokenizer, locate_model
 from arbor.tasks.step_format import StepFormat
 
@@ -107,3 +108,24 @@ def test_tokens_taken_back_leave_no_trace(seed: int, back: int) -> None:
 
 
 # What is refused
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"not": {"type": "string"}}, "'not'"),
+        ({"type": "array", "items": {"uniqueItems": True}}, "'uniqueItems'"),
+        ({"properties": {"a": {"allOf": [{}, {}]}}}, "'allOf'"),
+        ({"anyOf": [{"type": "integer"}], "minimum": 50}, "'minimum' beside 'anyOf'"),
+        ({"type": "string", "pattern": "a+", "maxLength": 3}, "a length beside 'pattern'"),
+        ({"$defs": {"x": {"pattern": "(?=z)a"}}}, "the pattern"),
+    ],
+)
+def test_what_a_schema_asks_for_in_vain_is_refused(schema: dict[str, Any], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        check_format(StepFormat.parse(schema))
+
+
+def test_properties_may_have_the_names_of_keywords() -> None:
+    named = {name: {"type": "string", "pattern": "(?:a|b)"} for name in ("not", "if", "anyOf")}
+    check_format(StepFormat.parse({"type": "object", "properties": named, "enum": [{"not": 1}]}))

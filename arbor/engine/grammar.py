@@ -109,6 +109,13 @@ def check_format(form: StepFormat) -> None:
             "a step format needs xgrammar, which is not installed.",
             "pip install 'arbor-search[structured]', or leave step_format out.",
         ) from error
+    ignored = _ignored(json.loads(form.text)) if form.kind == "json" else ""
+    if ignored:
+        raise UsageError(
+            "step-format",
+            f"the JSON schema has {ignored}, which a format cannot apply.",
+            "Leave it out and check it afterwards.",
+        )
     try:
         _grammar_of(form, xgrammar)
     except RuntimeError as error:
@@ -147,3 +154,43 @@ def _compiler(tokenizer: Any, vocabulary: int, ends: tuple[int, ...]) -> Any:
         tokenizer, vocab_size=vocabulary, stop_token_ids=list(ends) or None
     )
     return xgrammar.GrammarCompiler(known)
+
+
+# keywords of JSON schemas that xgrammar reads over
+_IGNORED = (
+    *("not", "if", "then", "else", "contains", "uniqueItems"),
+    *("dependentRequired", "dependentSchemas", "dependencies"),
+)
+_CHOICES = ("anyOf", "oneOf")
+_BOUNDS = (
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "pattern"),
+    *("minLength", "maxLength", "minItems", "maxItems", "properties", "required", "items"),
+)
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # names, not keywords
+_VALUES = ("enum", "const", "default", "examples")
+
+
+def _ignored(schema: Any) -> str:
+    """What a JSON schema asks for that xgrammar would leave out in silence; empty if nothing."""
+    if isinstance(schema, list):
+        return next(filter(None, map(_ignored, schema)), "")
+    if not isinstance(schema, dict):
+        return ""
+    for word in _IGNORED:
+        if schema.get(word, False) is not False:
+            return f"'{word}'"
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+        return "several schemas in 'allOf'"
+    choice = next((word for word in _CHOICES if word in schema), None)
+    beside = next((word for word in _BOUNDS if word in schema), None)
+    if choice and beside:
+        return f"'{beside}' beside '{choice}'"
+    if "pattern" in schema:
+        if schema.keys() & {"minLength", "maxLength"}:
+            return "a length beside 'pattern'"
+        if "(?" in str(schema["pattern"]).replace("(?:", ""):
+            return f"the pattern {schema['pattern']}"
+    named = [schema[word] for word in _BY_NAME if isinstance(schema.get(word), dict)]
+    inner = [each for names in named for each in names.values()]
+    inner += [each for word, each in schema.items() if word not in (*_BY_NAME, *_VALUES)]
+    return _ignored(inner)

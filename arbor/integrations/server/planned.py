@@ -322,6 +322,8 @@ class _Planning:
                 f"The prompt has {len(tokens):,} tokens, and the model's context of {context:,} "
                 "has no room for one more.",
             )
+        if self._engine.tokens is not None:  # of KV; else a part of what there is
+            left = min(left, max(1, self._engine.tokens - len(tokens)))
         most = min(self._settings.max_tokens, left, max_tokens or left)
         options: Options = {"seed": self._seed}
         if self._body.stream or self._with_logprobs:

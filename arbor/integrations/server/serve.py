@@ -81,7 +81,8 @@ class ServeOptions:
 def serve(ctx: click.Context, /, **values: Any) -> int:
     """Serve MODEL over HTTP in OpenAI's format; searches are an extra field of requests.
 
-    MODEL is the built-in model, a directory, or a Hugging Face id.
+    MODEL is the built-in model, a directory, or a Hugging Face id. Without --task searches are of
+    'reasoning', those of the built-in model of 'game24'.
 
     \b
       arbor serve

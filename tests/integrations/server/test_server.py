@@ -1331,6 +1331,14 @@ def test_what_has_not_ended_when_the_server_does_is_told_so(
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+def test_a_choice_has_at_most_what_the_budget_holds(solver: Solver) -> None:
+    with serving(solver, tokens=60) as running:
+        fields = {"model": NAME, "prompt": "4 5 6 10\n", "max_tokens": 1000, "seed": 1}
+        status, _, document = running.send(COMPLETIONS, fields)
+
+    assert (status, document["usage"]["total_tokens"]) == (200, 60)
+
+
 def test_a_name_has_no_folders_of_the_machine(tmp_path: Path) -> None:
     folder = tmp_path / "secret" / "my-model"
     folder.mkdir(parents=True)
