@@ -193,7 +193,10 @@ class Solver:
         self.close()
 
     def close(self) -> None:
-        """Free the model and its KV; streams in progress end after the current forward."""
+        """Free the model and its KV; streams in progress end after the current forward.
+
+        A small model's memory comes back when Python next looks for cycles.
+        """
         self._worker.stop()
         self._engine = None
         self.checkpoint.close()

@@ -30,7 +30,7 @@ class AsksOnce(ABC):
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
         """Values of the candidates, by one `engine.ask`; see `inquire`."""
-        from arbor.engine.step import NO_LOGITS
+        from arbor.engine.operation import NO_LOGITS
 
         inquiry = self.inquire(task, problem, candidates, engine)
         nodes, questions = inquiry.nodes, inquiry.questions

@@ -31,6 +31,7 @@ from arbor.engine.mode_names import SIMILAR, have_own_budgets
 from arbor.engine.observer import Observer, QueryWindow
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
 from arbor.engine.operation import (
+    NO_LOGITS,
     Asking,
     Extending,
     GivenBlock,
@@ -48,7 +49,7 @@ from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.engine.scheduler import Schedulers
-from arbor.engine.step import NO_LOGITS, Stepper
+from arbor.engine.step import Stepper
 from arbor.engine.text import before
 from arbor.engine.token_source import CheckedSource, ModelSampler, TokenSource
 from arbor.errors import BudgetInfeasible

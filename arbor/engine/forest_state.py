@@ -107,7 +107,8 @@ class ForestState:
         self.before_hiding: frozenset[int] = frozenset()
         self._clock = 0
         self._turns = 0
-        shared = PartOfRetained(part, memory.staging_slots) if part is not None else memory.slots
+        staging = memory.budget - memory.slots
+        shared = memory.slots if part is None else PartOfRetained(part, staging)
         self._shared = Account(memory, shared)
         self.budgets_move = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -161,6 +162,7 @@ _IGNORED = (
     *("not", "if", "then", "else", "contains", "uniqueItems"),
     *("dependentRequired", "dependentSchemas", "dependencies"),
 )
+_LOOKS = re.compile(r"(?<!\\)\(\?(?!:)")  # ahead or back, or sets a flag
 _CHOICES = ("anyOf", "oneOf")
 _BOUNDS = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "pattern"),
@@ -181,6 +183,8 @@ def _ignored(schema: Any) -> str:
             return f"'{word}'"
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         return "several schemas in 'allOf'"
+    if {"propertyNames", "properties"} <= schema.keys():
+        return "'propertyNames' beside 'properties'"
     choice = next((word for word in _CHOICES if word in schema), None)
     beside = next((word for word in _BOUNDS if word in schema), None)
     if choice and beside:
@@ -188,7 +192,7 @@ def _ignored(schema: Any) -> str:
     if "pattern" in schema:
         if schema.keys() & {"minLength", "maxLength"}:
             return "a length beside 'pattern'"
-        if "(?" in str(schema["pattern"]).replace("(?:", ""):
+        if _LOOKS.search(str(schema["pattern"])):
             return f"the pattern {schema['pattern']}"
     named = [schema[word] for word in _BY_NAME if isinstance(schema.get(word), dict)]
     inner = [each for names in named for each in names.values()]

@@ -23,6 +23,8 @@ from arbor.tree import NO_SLOT, Certainty, Node
 
 _serials = itertools.count()
 
+NO_LOGITS = torch.empty(0, 0, dtype=torch.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class Growth:
@@ -277,9 +279,7 @@ class Reading(Operation):
     def result(self) -> Tensor:
         """The logits, [n, V] float32; raises what ended the operation."""
         self.check()
-        if not self.answers:
-            return torch.empty(0, 0, dtype=torch.float32)
-        return torch.stack(self.answers)
+        return torch.stack(self.answers) if self.answers else NO_LOGITS
 
 
 class Asking(Reading):

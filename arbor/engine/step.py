@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from arbor.engine.ahead import Ahead
@@ -14,7 +13,7 @@ from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import DecodeBatch, ForwardPasses, Part
 from arbor.engine.mode import Rules
 from arbor.engine.open_tree import OpenTree
-from arbor.engine.operation import Asking, Growing, Operation, Reading, Row, Work
+from arbor.engine.operation import NO_LOGITS, Asking, Growing, Operation, Reading, Row, Work
 from arbor.engine.rehydration import Placed, Rehydration
 from arbor.engine.residency import DoesNotFit, Residency
 from arbor.engine.scheduler import MARGIN, Joined, Scheduler, Schedulers, is_part
@@ -24,7 +23,6 @@ from arbor.forest import by_tree
 from arbor.model.plan import Segment
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
 
-NO_LOGITS = torch.empty(0, 0, dtype=torch.float32)
 NOTHING = Joined()  # where the schedulers were not asked
 
 

@@ -131,11 +131,6 @@ class KVMemory:
         return self.table.slots
 
     @property
-    def staging_slots(self) -> int:
-        """Slots of the staging buffer, which the budget holds too."""
-        return self.pool.staging
-
-    @property
     def used(self) -> int:
         """Slots in use, temporary ones included."""
         return self.table.used

@@ -86,7 +86,8 @@ class Allowance:
             allowed = self._narrower("max_tokens", allowed, within)
         self._expanded += len(allowed)
         self.left_out.difference_update(each.leaf for each in allowed)
-        self.left_out.update(each.leaf for each in asked if each not in allowed)
+        if allowed is not asked:
+            self.left_out.update(each.leaf for each in asked if each not in allowed)
         return allowed
 
     def _narrower(

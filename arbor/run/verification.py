@@ -14,8 +14,7 @@ from torch import Tensor
 from arbor.aggregate.base import Aggregate, Confident, PathValues, ReadsPaths
 from arbor.controllers.base import ReadsValues, Search
 from arbor.engine.engine import Engine
-from arbor.engine.operation import Growing
-from arbor.engine.step import NO_LOGITS
+from arbor.engine.operation import NO_LOGITS, Growing
 from arbor.errors import UsageError
 from arbor.events import Event, Verified
 from arbor.registry import name_of

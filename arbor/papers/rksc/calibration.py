@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from arbor.engine.step import NO_LOGITS
+from arbor.engine.operation import NO_LOGITS
 from arbor.errors import UsageError
 from arbor.events import preferred
 from arbor.measure.statistics import clopper_pearson
