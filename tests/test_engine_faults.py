@@ -3,6 +3,7 @@ middle."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from support.models import build
 from support.trees import PROMPT, Lab
 
 from arbor import Solver
+from arbor.engine.decoding import Decoding
+from arbor.engine.forest_state import LastLogits
 from arbor.errors import BudgetInfeasible, OutOfMemory
 from arbor.events import Answered, Boundary, Evicted, Rehydrated
 from arbor.memory import KVMemory
@@ -291,3 +294,72 @@ def test_an_interruption_while_questions_are_laid_out_leaks_no_slot(
     lab.memory.table.take(3)  # as an interruption within the memory itself would leave it
     assert lab.plant(64)
     assert lab.memory.used == len(PROMPT)
+
+
+def fail_as_blocks_end(monkeypatch: pytest.MonkeyPatch, at: int, failure: BaseException) -> None:
+    """Fail once, where the blocks of a step end: what joined it has had its results by then."""
+    right = Decoding.end
+    count = 0
+
+    def end(self: Decoding, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        with monkeypatch.context() as patch:
+            if count == at:
+                patch.setattr(LastLogits, "remember", raising(failure))
+            right(self, *args)
+
+    monkeypatch.setattr(Decoding, "end", end)
+
+
+def raising(failure: BaseException) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise failure
+
+    return fail
+
+
+PROBLEMS = ("4 5 6 10", "1 2 3 4", "3 3 8 8")
+NARROW = {"max_expansions": 4, "max_depth": 2, "step_tokens": 12}
+
+
+@pytest.mark.parametrize(
+    ("controller", "at"),
+    [*(("tot,width=3", at) for at in (1, 4, 10, 13)), ("chain", 1), ("chain", 4)],
+)
+def test_a_failure_after_answers_were_handed_out_ends_what_it_concerns_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, controller: str, at: int
+) -> None:
+    with Solver(controller=controller, budget="70tok", **NARROW) as solver:
+        right = solver.solve_batch(PROBLEMS, concurrency=3)
+        fail_as_blocks_end(monkeypatch, at, CUDAFailure())
+        found = solver.solve_batch(PROBLEMS, concurrency=3, on_error="return")
+        again = solver.solve_batch(PROBLEMS, concurrency=3)
+
+    ended = [one.error["code"] if one.error else one.finish_reason for one in found]
+    assert "oom" in ended
+    assert {*ended} <= {"oom", "cut"}
+    for one, reference, later in zip(found, right, again, strict=True):
+        assert later.candidates == reference.candidates
+        assert one.error or one.candidates == reference.candidates
+
+
+@pytest.mark.parametrize("at", [12, 13])
+def test_an_interruption_as_a_block_ends_is_told_as_what_it_is(at: int) -> None:
+    blocks = 0
+
+    def interrupt(event: object) -> None:
+        nonlocal blocks
+        blocks += isinstance(event, Boundary)
+        if blocks == at and isinstance(event, Boundary):
+            raise KeyboardInterrupt
+
+    settings = {"budget": "120tok", **NARROW}
+    with Solver(listeners=(interrupt,), **settings) as solver:
+        with pytest.raises(KeyboardInterrupt):
+            solver.solve_batch(PROBLEMS, concurrency=3, on_error="return")
+        again = solver.solve_batch(PROBLEMS, concurrency=3)
+    with Solver(**settings) as solver:
+        assert [one.answer for one in again] == [
+            one.answer for one in solver.solve_batch(PROBLEMS, concurrency=3)
+        ]

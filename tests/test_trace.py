@@ -21,6 +21,7 @@ from arbor.events import (
     Ended,
     Event,
     Forwarded,
+    Limited,
     Opened,
 )
 from arbor.metrics import Metrics, MetricsFold
@@ -192,6 +193,14 @@ def break_budget(run: list[Event]) -> None:
     run[at] = dataclasses.replace(run[at], peak=BUDGET + 1)
 
 
+def break_part(run: list[Event]) -> None:
+    """The most at any instant, of which no event's own slots tell, against what a part allowed."""
+    run[0] = dataclasses.replace(run[0], kv=run[0].kv | {"part": 0.25})
+    at = max(i for i, e in enumerate(run) if isinstance(e, Forwarded))
+    run[at] = dataclasses.replace(run[at], peak=BUDGET + 1)
+    run.insert(at + 1, Limited(BUDGET, 4 * BUDGET))
+
+
 def break_order(run: list[Event]) -> None:
     run.append(run[-2])
 
@@ -229,6 +238,7 @@ def break_counters(run: list[Event]) -> None:
         (break_parent, "unknown block 99"),
         (break_count, "the device holds 3 tokens, the events so far add up to"),
         (break_budget, f"{BUDGET + 1} tokens on the device, the budget is {BUDGET}"),
+        (break_part, f"{BUDGET + 1} tokens on the device, {BUDGET} were allowed at most"),
         (break_order, "'answer' after the end"),
         (break_end, "the end is missing"),
         (break_header, "the header is missing"),

@@ -145,6 +145,7 @@ class Scheduler:
         self._refused: tuple[Work, int] | None = None
         self._overlap = overlap
         self._joins = 0
+        self._taken: set[Work] = set()  # what runs or joins, whose paths are counted
         self._users: dict[int, int] = {}  # work by the row of each block on its path
         self._paths = 0  # tokens of these blocks
         self._ends: int | None = None  # tokens of the rows' blocks at their ends, while work joins
@@ -179,9 +180,9 @@ class Scheduler:
         return _question(work) + sum(len(row.node.tokens) + 1 for row in self.rows) <= room
 
     def let_go(self, operation: Operation) -> None:
-        """Let an operation go, none of whose work runs."""
+        """Let an operation go, with what an interruption left of its work."""
         self.operations.remove(operation)
-        self.asks, self._refused = True, None
+        self.leave([work for work in self._taken if work.operation is operation])
 
     def admit(self) -> Joined:
         """The work that joins now; one piece in any case if nothing runs."""
@@ -223,13 +224,14 @@ class Scheduler:
         return joined
 
     def leave(self, work: Iterable[Work]) -> None:
-        """Remove work that is done."""
+        """Remove work that is done; what has left already changes nothing."""
         self.asks, self._refused = True, None
         gone = set(work)
-        for each in gone:
-            self._release(each)
         if any(isinstance(each, Row) for each in gone):
             self.rows = [row for row in self.rows if row not in gone]
+        for each in gone & self._taken:
+            self._taken.remove(each)
+            self._release(each)
 
     def wait_again(self, work: Iterable[Work]) -> None:
         """Put work back, first in the queue of its operation."""
@@ -374,6 +376,7 @@ class Scheduler:
         return total
 
     def _take(self, work: Work, fresh: Sequence[Node]) -> None:
+        self._taken.add(work)
         self._paths += sum(len(node.tokens) for node in fresh)
         if self._overlap is not None:
             for node in fresh:

@@ -129,7 +129,8 @@ class Stepper:
             error = self._forwards.explained(failure, _kind(operations))
             work = [*self._joined]
             if not (joining and work):
-                work = [*self._schedulers.rows, *work]
+                # those of the batch that have ended left the schedulers before the others go on
+                work = [*self._batch.rows, *self._schedulers.rows, *work]
             concerned = list(dict.fromkeys(each.operation for each in work)) or list(operations)
             if self._serving is not None:  # only searches that share that budget are concerned
                 concerned = [each for each in concerned if each in self._serving.operations]
@@ -354,6 +355,7 @@ class Stepper:
         self._schedulers.leave(done)
         for work in done:
             work.operation.left -= not is_part(work)
+        joined.questions, joined.visits = [], []  # they do not wait again if the step fails later
 
     # Room for the next tokens
 

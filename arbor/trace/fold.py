@@ -81,7 +81,7 @@ class Replay:
         ended: the end; None before it.
         problems: inconsistencies found so far, one sentence each.
         events: number of events so far.
-        peak: most device slots so far.
+        peak: most device slots so far, with temporary ones and the staging buffer.
     """
 
     def __init__(self) -> None:
@@ -96,6 +96,7 @@ class Replay:
         self.events = 0
         self.peak = 0
         self._most = 0  # held at any instant since the last `Limited`
+        self._allowed = 0  # the most that any `Limited` allowed
         self._held = 0  # tokens of closed blocks on the device
         self._stored = 0  # tokens in lower tiers
         self._open_blocks = 0
@@ -155,6 +156,7 @@ class Replay:
         elif isinstance(event, Forwarded):
             self._count(event.kv, borrowed=event.kind == "verify")
             self._within_budget(event.peak)
+            self.peak = max(self.peak, event.peak)
         self.events += 1
 
     def metrics(self) -> Metrics:
@@ -192,11 +194,14 @@ class Replay:
             case Transition():
                 self.running = tuple(block.id for block in self._find(event.leaves))
             case Limited():
-                if self._most > event.tokens:
-                    self._wrong(
-                        f"event {self.events:,}: {self._most:,} tokens on the device, "
-                        f"{event.tokens:,} were allowed at most"
-                    )
+                self._allowed = max(self._allowed, event.tokens)
+                # a peak may be older than the last such event, and is reported once
+                for held, most in ((self._most, event.tokens), (self.peak, self._allowed)):
+                    if held > most:
+                        self._wrong(
+                            f"event {self.events:,}: {held:,} tokens on the device, "
+                            f"{most:,} were allowed at most"
+                        )
                 self._most = 0
             case Evicted():
                 self._move(event.nodes, -1)
