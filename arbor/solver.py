@@ -198,7 +198,12 @@ class Solver:
         A small model's memory comes back when Python next looks for cycles.
         """
         self._worker.stop()
-        self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None and self._busy.acquire(blocking=False):  # nothing is in progress
+            try:
+                engine.give_back()
+            finally:
+                self._busy.release()
         self.checkpoint.close()
         for model in self.setup.verifier_models.values():
             model.close()
@@ -720,7 +725,7 @@ class Solver:
             chat: whether the chat template is used.
 
         Returns:
-            `beams` continuations, best first; those so far after `stop`.
+            `beams` continuations, best first; fewer where there are no more, or after `stop`.
 
         Raises:
             UsageError, InputError, ModelError, BudgetInfeasible: before the search begins.
@@ -737,7 +742,7 @@ class Solver:
             }
         )
         slots = self.setup.budget if budget is None else Budget.parse(budget)
-        generation = Generation(self.checkpoint, prompt, settings, slots, chat=chat)
+        generation = Generation(self.checkpoint, prompt, settings, slots, self.setup, chat=chat)
         with self._lend(generation) as engine:
             return generation.run(engine, self.eos)
 

@@ -17,6 +17,7 @@ from support.trees import PROMPT, Lab
 
 from arbor import Solver, UsageError
 from arbor.engine.beam_search import BeamGroup, BeamSettings, EarlyStopping, Hypothesis
+from arbor.errors import BudgetInfeasible
 from arbor.tree import ThoughtTree
 
 EARLY: dict[EarlyStopping, Any] = {"first": True, "heuristic": False, "never": "never"}
@@ -236,3 +237,25 @@ def test_invalid_settings_are_named_with_what_works(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         solver.generate("4 5 6 10", **settings)
+
+
+def test_a_staging_buffer_takes_its_part_of_the_budget_and_changes_nothing_else() -> None:
+    tiers = {"host": "4000tok", "staging": "64tok"}
+    with Solver(budget="200tok", **tiers) as staged, Solver() as plain:
+        for budget in ("10000tok", 1.0, "200tok"):
+            found = staged.generate("hi", beams=2, max_tokens=40, budget=budget)
+            assert found == plain.generate("hi", beams=2, max_tokens=40)
+        with pytest.raises(BudgetInfeasible) as caught:
+            staged.generate("hi", beams=2, max_tokens=40, budget="60tok")
+        least = caught.value.needed
+        assert staged.generate("hi", beams=2, max_tokens=1, budget=f"{least}tok")
+
+
+def test_there_are_no_more_continuations_than_the_vocabulary_has() -> None:
+    with Solver() as solver:
+        every = len(solver.tokenizer)
+        found = solver.generate("1", beams=every + 5, max_tokens=1)
+
+    assert len(found) <= every
+    assert min(each.score for each in found) > -1000
+    assert len({each.tokens for each in found}) == len(found)

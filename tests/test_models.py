@@ -19,6 +19,7 @@ from support.models import (
 from support.slow_cases import every
 from support.trees import Lab, grown, is_greedy, leaves_of, own_answers, own_logits, relative_error
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from arbor.errors import ModelError
 from arbor.events import Rehydrated
@@ -127,6 +128,21 @@ def test_a_small_budget_changes_no_token(name: str, backend: type[AttentionBacke
     assert relative_error(answers, want_answers) < TOLERANCE
     assert lab.memory.peak <= SQUEEZED
     assert sum(isinstance(event, Rehydrated) for event in lab.events) > 3
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_other_models_of_the_same_config_stay_as_they_were(name: str) -> None:
+    model_type, given = ARCHITECTURES[name]
+    config = config_of(model_type, **given)
+    ids = torch.tensor([[5, 6, 7]])
+    first, second = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    assert first.config is second.config
+    with torch.inference_mode():
+        right = second(ids).logits
+        Lab(first)
+
+        assert torch.equal(second(ids).logits, right)
+        AutoModelForCausalLM.from_config(config).eval()(ids)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

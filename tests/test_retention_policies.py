@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from support.offers import EVERY, SEEDS, evict, held, offer, room_for
 from support.policies import POLICIES
 
+from arbor import Solver
 from arbor.components import build, spec_of
 from arbor.errors import UsageError
-from arbor.retention.base import Floats, Tokens
+from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import select_all_but, select_by_count
 
@@ -167,6 +169,60 @@ def test_a_token_that_leaves_twice_is_noticed() -> None:
     assert int(blocks.resident.sum() - select_all_but(blocks, np.array([2, 0]))[0].sum()) == 2
     with pytest.raises(UsageError, match="named a token twice"):
         select_all_but(blocks, np.array([2, 2]))
+
+
+class Zeros:
+    """Keeps nothing, floors or not."""
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        return np.zeros(len(blocks), np.int64)
+
+
+class AllLeave:
+    """Names every token."""
+
+    def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        return np.arange(len(blocks.tokens.block))
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        return select_all_but(blocks, self.leaving(blocks, room, scorer))[0]
+
+
+class Grows:
+    """Writes into the offer."""
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        blocks.resident[:] += 5
+        return blocks.floor
+
+
+@dataclass(frozen=True)
+class Unprotects:
+    """Writes into the tokens it is shown."""
+
+    observes: bool = False
+
+    def scores(self, tokens: Tokens) -> Floats:
+        tokens.protected[:] = False
+        return tokens.position.astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        (Policy(Zeros(), protect=Protect(tail=4, floor=4)), "Zeros keeps 0 tokens of a block"),
+        (Policy(AllLeave()), "AllLeave keeps 0 tokens of a block that keeps 4 in any case"),
+        (Policy(Grows()), "Grows raised ValueError in 'counts'"),
+        (Policy(POLICIES["h2o"].allocator, Unprotects()), "Unprotects raised ValueError"),
+    ],
+    ids=lambda each: "",
+)
+def test_what_stays_in_any_case_cannot_be_taken(policy: Policy, problem: str) -> None:
+    settings = {"mode": "lossy", "budget": "70tok", "max_expansions": 4}
+    with Solver(policy=policy, **settings) as solver, pytest.raises(UsageError) as caught:
+        solver.solve("4 5 6 10")
+    assert problem in caught.value.message
+    assert caught.value.code == "policy-answer"
 
 
 def test_floors_that_do_not_fit_are_noticed() -> None:

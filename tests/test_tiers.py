@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -199,6 +200,27 @@ def test_nothing_is_left_on_disk_however_the_process_ends(tmp_path: Path) -> Non
     assert ended.returncode == -9, ended.stderr
     assert ended.stdout == "[]\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists open files in /proc")
+def test_closing_a_solver_gives_the_file_on_disk_back(tmp_path: Path) -> None:
+    def held() -> list[str]:
+        files = [each for each in list(Path("/proc/self/fd").iterdir()) if each.is_symlink()]
+        return [link for link in map(str, map(Path.readlink, files)) if str(tmp_path) in link]
+
+    tiers = {"budget": 0.25, "host": "40tok", "disk": "1GiB", "disk_dir": tmp_path}
+    gc.disable()  # which would give it back at some time
+    try:
+        solver = Solver(max_expansions=4, seed=3, fetch="always", **tiers)
+        found = solver.solve("4 5 6 10").answer
+        assert held()
+        solver.close()
+        assert not held()
+        assert solver.solve("4 5 6 10").answer == found
+        solver.close()
+        assert not held()
+    finally:
+        gc.enable()
 
 
 # The memory

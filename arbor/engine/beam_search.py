@@ -122,7 +122,7 @@ class BeamGroup:
         if length >= settings.max_tokens:
             ends[:] = True
         tokens = np.concatenate([self.tokens[parents], ids.cpu().numpy()[:, None]], axis=1)
-        self._finish(tokens, best / length**settings.length_penalty, ends)
+        self._finish(tokens, best / length**settings.length_penalty, ends & (best > NEVER / 2))
         going = best + ends.to(best.dtype) * NEVER
         chosen = torch.topk(going, count).indices
         self._scores = going[chosen]
@@ -328,9 +328,10 @@ class BeamSearch:
             self._state.sharing_changed()
         if self._memory.free < needed:
             settings, prompt = self._settings, self._tree.root.end
+            buffer = self._memory.budget - self._memory.slots
             raise BudgetInfeasible(
-                prompt + settings.beams * settings.max_tokens,
-                self._memory.slots,
+                prompt + settings.beams * settings.max_tokens + buffer,
+                self._memory.budget,
                 f"a search with {counted(settings.beams, 'beam')} of {settings.max_tokens:,} tokens",
                 "Use a larger --budget, fewer --beams or fewer --max-tokens.",
             )

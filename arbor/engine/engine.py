@@ -377,6 +377,11 @@ class Engine:
                 if opened.finished:
                     self.close(opened.tree)
 
+    def give_back(self) -> None:
+        """Free what lower tiers hold; no run is in progress, and none follows."""
+        if self._memory is not None:
+            self._memory.lower.close()
+
     def other_prompt(self, tree: ThoughtTree, emit: Listener) -> OtherPrompt | None:
         """What a search reads in place of its prompt, as a hook says; None: the prompt itself.
 

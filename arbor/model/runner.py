@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,6 +144,7 @@ class ModelRunner:
         self.model = model.eval()
         self.backend = backend
         self.deterministic = deterministic
+        give_own_config(model)
         config: Any = model.config
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         check_layer_types(self.config)
@@ -698,6 +700,17 @@ def check_layer_types(config: Any) -> None:
         without_rope = getattr(config, "no_rope_layers", None) or []
         layers = [i for i, rope in enumerate(without_rope) if not rope] or every
         raise _unsupported(config, "scale their queries by position", layers)
+
+
+def give_own_config(model: nn.Module) -> None:
+    """Give a model a config of its own: what is set in it is not set for others made from one
+    config."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        own = copies.get(id(module.__dict__.get("config")))
+        if own is not None:
+            module.config = own  # type: ignore[assignment]
 
 
 def check_specs(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSpec, ...]:

@@ -22,7 +22,8 @@ from arbor.retention.token_kv import NO_KV, TokenKV
 class Columns:
     """A frozen dataclass of arrays; a column that is never read need not be computed.
 
-    The constructor takes all columns; `when_read` makes some of them at their first use, once.
+    The constructor takes all columns; `when_read` makes some of them at their first use, once, and
+    lets none be written into.
     """
 
     @classmethod
@@ -36,7 +37,7 @@ class Columns:
             now: the other columns.
         """
         made = object.__new__(cls)
-        made.__dict__.update(now, _later=later)
+        made.__dict__.update({name: _to_read(each) for name, each in now.items()}, _later=later)
         return made
 
     @property
@@ -51,8 +52,16 @@ class Columns:
             make = self.__dict__.get("_later", {}).get(name)
             if make is None:
                 raise AttributeError(f"{type(self).__name__} has no column {name!r}")
-            column = self.__dict__[name] = make(self)
+            column = self.__dict__[name] = _to_read(make(self))
             return column
+
+
+def _to_read(column: Any) -> Any:
+    """A column that cannot be written into; what is no array stays as it is."""
+    if isinstance(column, np.ndarray):
+        column = column.view()
+        column.flags.writeable = False
+    return column
 
 
 Ints = NDArray[np.int64]

@@ -13,6 +13,7 @@ from arbor.retention.base import (
     Allocator,
     Blocks,
     Bools,
+    CappedAllocator,
     CreditingAllocator,
     Floats,
     Ints,
@@ -146,7 +147,9 @@ def select(
 
 
 def checked_counts(allocator: Allocator, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-    """An allocator's counts, checked: int64 [M], each of at most what its block holds.
+    """An allocator's counts, checked: int64 [M], each from its block's floor to what it holds.
+
+    A capacity of its own may be below the floors.
 
     Raises:
         UsageError: anything else, or more than there is room for.
@@ -159,6 +162,7 @@ def checked_counts(allocator: Allocator, blocks: Blocks, room: int, scorer: Scor
     if len(wrong):
         count, held = int(counts[wrong[0]]), int(blocks.resident[wrong[0]])
         raise _refused(allocator, f"gave a count of {count} for a block that holds {held}")
+    _check_floors(allocator, counts, blocks)
     _check_room(allocator, int(counts.sum()), room)
     return counts
 
@@ -188,7 +192,21 @@ def checked_leaving(
     if len(gone) and not (gone.min() >= 0 and gone.max() < count):
         raise _refused(allocator, f"named a token outside 0 to {count - 1}")
     _check_room(allocator, count - len(gone), room)
+    _check_floors(allocator, _all_but(gone, blocks), blocks)
     return gone, credit
+
+
+def _all_but(gone: Ints, blocks: Blocks) -> Ints:
+    """How many tokens each block keeps, int64 [M], where these leave."""
+    return blocks.resident - np.bincount(blocks.tokens.block[gone], minlength=len(blocks))
+
+
+def _check_floors(allocator: Allocator, counts: Ints, blocks: Blocks) -> None:
+    """Refuse counts below what blocks keep in any case; a capacity may be below that."""
+    wrong = np.flatnonzero(counts < blocks.floor)
+    if len(wrong) and not isinstance(allocator, CappedAllocator):
+        count, floor = int(counts[wrong[0]]), int(blocks.floor[wrong[0]])
+        raise _refused(allocator, f"keeps {count} tokens of a block that keeps {floor} in any case")
 
 
 def _check_room(allocator: Allocator, kept: int, room: int) -> None:
@@ -273,7 +291,7 @@ def select_all_but(
         raise UsageError(
             "policy-answer", "an allocator named a token twice among those that leave."
         )
-    counts = blocks.resident - np.bincount(tokens.block[gone], minlength=len(blocks))
+    counts = _all_but(gone, blocks)
     return counts, Selection(blocks, counts, tokens, stays, whole=True, credit=credit)
 
 

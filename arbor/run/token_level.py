@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from arbor.engine.engine import Engine
     from arbor.engine.likelihood import TokenScores
     from arbor.run.session import Status
+    from arbor.run.tiers import TierSettings
 
 EARLY_STOPPING = ("first", "heuristic", "never")
 SLOTS = 8192  # tokens of KV of texts to score at a time, where one does not need more
@@ -55,6 +56,7 @@ class Generation:
         settings: of the search, checked.
         budget: slots; a ratio is a part of what the search holds at most, the prompt and
             `max_tokens` of every beam.
+        tiers: a staging buffer takes its part of the budget, though this search reads none of it.
         chat: whether the chat template is used.
 
     Raises:
@@ -69,6 +71,7 @@ class Generation:
         prompt: str,
         settings: BeamSettings,
         budget: Budget,
+        tiers: TierSettings,
         *,
         chat: bool = True,
     ) -> None:
@@ -96,11 +99,13 @@ class Generation:
                 tokens=length,
                 context=info.context,
             )
-        most = length + settings.beams * settings.max_tokens
+        buffer = tiers.staging_tokens(info.kv_bytes_per_token)
+        most = length + settings.beams * settings.max_tokens + buffer
+        least = length + settings.beams + buffer
         self.slots = budget.tokens(most, info.kv_bytes_per_token)
-        if self.slots < length + settings.beams:
+        if self.slots < least:
             raise BudgetInfeasible(
-                length + settings.beams,
+                least,
                 self.slots,
                 f"a search with {counted(settings.beams, 'beam')}",
                 "Use a larger --budget, or fewer --beams.",

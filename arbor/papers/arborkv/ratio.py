@@ -15,6 +15,8 @@ from arbor.retention.base import Blocks, Floats, Ints, Scorer
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.scorers import HeavyHitters
 
+_MOST = 1_000_000  # of an exponent's factor, so that no weight overflows
+
 
 @dataclass(frozen=True)
 class BlockWeights:
@@ -38,9 +40,9 @@ class BlockWeights:
     def __post_init__(self) -> None:
         check_settings(
             self,
-            gamma=(0 < self.gamma < math.inf, "above 0"),
-            lambda_depth=(math.isfinite(self.lambda_depth), "finite"),
-            lambda_distance=(0 <= self.lambda_distance < math.inf, "0 or above"),
+            gamma=(0 < self.gamma <= _MOST, f"above 0 and at most {_MOST:,}"),
+            lambda_depth=(abs(self.lambda_depth) <= _MOST, f"from -{_MOST:,} to {_MOST:,}"),
+            lambda_distance=(0 <= self.lambda_distance <= _MOST, f"from 0 to {_MOST:,}"),
             value=(self.value in ("verifier", "controller"), "verifier or controller"),
         )
 
