@@ -81,6 +81,18 @@ def test_k_is_rounded_by_channel_and_v_by_token(bits: int, dtype: torch.dtype) -
     assert off.max() > 0
 
 
+def test_numbers_beyond_float16_become_its_largest() -> None:
+    rows = random_rows(GROUP).to(torch.bfloat16)
+    rows[5, KEYS + 2], rows[7, 1] = -7e4, 1e30
+    store = store_of(2 * GROUP, 8, torch.bfloat16)
+    store.write(numbers(0, GROUP), rows)
+
+    got, intact = store.read(numbers(0, GROUP), CPU)
+
+    assert intact.all() and got.isfinite().all()
+    assert got[5, KEYS + 2] < -6e4 and got[7, 1] > 6e4
+
+
 def test_channels_of_v_that_fill_no_group_have_a_scale_of_their_own() -> None:
     rows = random_rows(GROUP)[:, : KEYS + GROUP + GROUP // 4]
     rows[:, -GROUP // 4 :] *= 0.01
@@ -175,6 +187,18 @@ def test_the_oldest_groups_go_whole_and_none_that_is_spared_or_lent() -> None:
     assert table.free == 4
     assert table.take(some_tokens(4, 9)).tolist() == [8, 9, 10, 11]
     assert table.oldest(1, np.array([5], np.int32)).tolist() == [12, 13, 14, 15]
+
+
+def test_the_group_that_fills_now_makes_free_what_is_in_use_of_it() -> None:
+    table = GroupedRecords(8, 4)
+    for records in [table.take(some_tokens(4, 0)) for _ in range(2)]:
+        table.release(records)
+    table.take(some_tokens(6, 0))
+    assert table.free == 2
+
+    table.release(table.oldest(4, np.empty(0, np.int32)))
+
+    assert table.free >= 6
 
 
 # Sizes

@@ -90,6 +90,22 @@ def test_water_filling_meets_the_sum_and_the_kkt_conditions(
         assert (price[(kept <= floor) & (floor > 0) & (cap > floor)] <= level + 1e-6).all()
 
 
+@given(seed=SEEDS, spread=st.sampled_from([1.0, 50.0, 1000.0]))
+def test_water_filling_keeps_whole_blocks_where_these_take_all_the_room(
+    seed: int, spread: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(2, 40))
+    cap = rng.integers(1, 130, size)
+    log_weight = np.sort(rng.normal(0, 1, size) * spread)[::-1]
+    whole = int(rng.integers(1, size))
+    log_weight[:whole] += spread * 10  # far above the others
+
+    kept = waterfill(log_weight, np.zeros(size, np.int64), cap, float(cap[:whole].sum()))
+
+    assert kept.sum() == pytest.approx(cap[:whole].sum(), rel=1e-9)
+
+
 @given(seed=SEEDS, share=SHARES)
 def test_rounding_changes_no_share_by_a_token(seed: int, share: float) -> None:
     rng = np.random.default_rng(seed)

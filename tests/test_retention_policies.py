@@ -15,6 +15,7 @@ from support.policies import POLICIES
 
 from arbor import Solver
 from arbor.components import build, spec_of
+from arbor.engine.policy_view import PolicyView
 from arbor.errors import UsageError
 from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.policy import Policy, Protect
@@ -223,6 +224,30 @@ def test_what_stays_in_any_case_cannot_be_taken(policy: Policy, problem: str) ->
         solver.solve("4 5 6 10")
     assert problem in caught.value.message
     assert caught.value.code == "policy-answer"
+
+
+@pytest.mark.parametrize("seed", [37, 4])
+def test_a_floor_is_what_is_protected_also_where_that_was_eased(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    right = PolicyView._floor
+    eased = 0
+
+    def floor(self: PolicyView, *args: Any) -> Ints:
+        nonlocal eased
+        found = right(self, *args)
+        ids, resident, see, *_, protect = args
+        tokens = see(np.arange(len(ids)))
+        protected = np.bincount(tokens.block[tokens.protected], minlength=len(ids))
+        assert (found == np.maximum(np.minimum(resident, protect.floor), protected)).all()
+        eased += 0 < protect.tail < self._policy.protect.tail
+        return found
+
+    monkeypatch.setattr(PolicyView, "_floor", floor)
+    settings = {"controller": "beam", "max_depth": 3, "step_tokens": 9}
+    with Solver(policy="arborkv", budget="90tok", seed=seed, **settings) as solver:
+        solver.solve("4 5 6 10")
+    assert eased
 
 
 def test_floors_that_do_not_fit_are_noticed() -> None:

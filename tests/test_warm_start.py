@@ -133,15 +133,17 @@ def test_a_damaged_file_is_deleted_and_reported_once(
     assert len(load(files, LONG)) == 3 * BLOCK
 
 
-# The limit
+# Folders that fail
 
 
-def prompts(count: int) -> list[np.ndarray]:
-    """Prompts of one file each."""
-    return [LONG[: BLOCK + 1] + 100 * place for place in range(count)]
+def test_what_is_no_folder_of_a_model_is_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / ("b" * 32)
+    foreign.write_text("no folder")
 
+    save(files_in(tmp_path), LONG)
 
-# Several processes, and folders that fail
+    assert files_in(tmp_path).find(LONG) == 3 * BLOCK
+    assert foreign.read_text() == "no folder"
 
 
 # Engines

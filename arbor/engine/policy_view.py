@@ -141,17 +141,20 @@ class PolicyView:
         """What each block keeps in any case: its protected tokens, and K_min.
 
         Sinks and recent tokens lie in few blocks, and only there tokens are looked at; tails are
-        counted in the table.
+        counted in the table, as long as the policy has them.
         """
         floor = np.minimum(resident, protect.floor)
+        gaps = np.zeros(len(ids), np.bool_)
         if protect.tail:
             tail = resident if whole else self._table.tail[ids]
-            floor = np.maximum(floor, np.minimum(tail, protect.tail))
+            if not whole and protect.tail < self._policy.protect.tail:
+                gaps = resident < self._table.length[ids]  # which of these tokens are there
+            floor = np.maximum(floor, np.where(gaps, 0, np.minimum(tail, protect.tail)))
         if protect.tail or where != "off":
             start = self._table.start[ids]
             ends = start + self._table.length[ids]
             recent = self._oldest(leaves, protect)[ids]
-            few = np.flatnonzero((start < protect.sinks) | (ends > recent))
+            few = np.flatnonzero((start < protect.sinks) | (ends > recent) | gaps)
             if len(few):
                 tokens = see(few)
                 guarded = np.bincount(tokens.block[tokens.protected], minlength=len(ids))

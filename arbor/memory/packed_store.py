@@ -36,6 +36,8 @@ class Scales:
     def of(cls, x: Tensor, dim: int, bits: int) -> Self:
         """The grid that holds all numbers along a dimension, which is kept with size 1.
 
+        Numbers beyond float16 become its largest.
+
         Args:
             x: floating point.
             dim: numbers along it are a group.
@@ -45,7 +47,7 @@ class Scales:
             >>> scales.low.item(), scales.step.item()
             (-1.0, 1.0)
         """
-        x = x.float()
+        x = _within_half(x)
         low = _towards(x.amin(dim, keepdim=True), -math.inf)
         span = x.amax(dim, keepdim=True) - low.float()
         return cls(low, _towards(span / (2**bits - 1), math.inf))
@@ -53,11 +55,17 @@ class Scales:
     def encode(self, x: Tensor) -> Tensor:
         """Codes of numbers, uint8; `x` broadcasts with the scales."""
         step = torch.where(self.step == 0, 1.0, self.step.float())
-        return ((x.float() - self.low.float()) / step).round_().to(torch.uint8)
+        return ((_within_half(x) - self.low.float()) / step).round_().to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """The numbers of codes, float32."""
         return codes.float().mul_(self.step.float()).add_(self.low.float())
+
+
+def _within_half(x: Tensor) -> Tensor:
+    """Numbers as float32, those beyond float16 as its largest."""
+    most = torch.finfo(torch.float16).max
+    return x.float().clamp(-most, most)
 
 
 def _towards(x: Tensor, end: float) -> Tensor:

@@ -245,7 +245,10 @@ class PromptFiles:
         """The files of all models in the folder; drafts that a killed process left are deleted, and
         nothing else is touched."""
         for model in _scan(self._root, _MODEL):
-            for file in _scan(model.path, None):
+            files: list[os.DirEntry[str]] = []
+            with contextlib.suppress(OSError):  # no folder, another user's, or deleted by now
+                files = _scan(model.path, None)
+            for file in files:
                 with contextlib.suppress(FileNotFoundError):  # another process deletes too
                     status = file.stat()
                     if _ENTRY.fullmatch(file.name):

@@ -146,6 +146,13 @@ class GroupedRecords(RecordTable):
     def _size(self, group: int) -> int:
         return min(self.group, self.records - group * self.group)
 
+    def _is_open(self, group: int) -> bool:
+        return self._next < self._end and self._next // self.group == group
+
+    def _taken(self, group: int) -> int:
+        """Records of a group in use that would be free without it."""
+        return self._next - group * self.group if self._is_open(group) else self._size(group)
+
     def take(self, tokens: Tokens) -> Records:
         """See `RecordTable`; a group is full before the next one begins."""
         assert len(tokens) <= self.free, f"{len(tokens)} records wanted, {self.free} free"
@@ -170,7 +177,7 @@ class GroupedRecords(RecordTable):
         for group in np.unique(records // self.group).tolist():
             if self._count[group]:
                 continue
-            if self._next < self._end and self._next // self.group == group:
+            if self._is_open(group):
                 self._next = group * self.group
             else:
                 self._empty.append(group)
@@ -187,6 +194,6 @@ class GroupedRecords(RecordTable):
         np.maximum.at(last, of, np.where(self.in_use, self._written, 0))
         candidates = np.flatnonzero(~stays)
         candidates = candidates[np.argsort(last[candidates], kind="stable")]
-        sizes = np.array([self._size(group) for group in candidates.tolist()], np.int64)
+        sizes = np.array([self._taken(group) for group in candidates.tolist()], np.int64)
         gone = candidates[: int(np.searchsorted(np.cumsum(sizes), count)) + 1]
         return np.flatnonzero(self.in_use & np.isin(of, gone)).astype(np.int32)

@@ -58,7 +58,9 @@ def waterfill(
     rising = (rises < turns[last]) & ~full
     fixed = high[full].sum() + low[~full & ~rising].sum()
     scale = (room - fixed) / weight[rising].sum() if rising.any() else turns[first]
-    kept: Floats = np.minimum(np.maximum(scale * weight, low), high)
+    # the piece says which are at a bound; rounding may put their products on its other side
+    kept: Floats = np.where(full, high, low)
+    kept[rising] = np.minimum(np.maximum(scale * weight[rising], low[rising]), high[rising])
     return kept
 
 
