@@ -257,7 +257,9 @@ class MCTSSearch(Rounds[MCTS]):
         settings = self._settings
         visits, flying = self._visits[child.id], self._flying[child.id]
         known = max(1, visits)
-        value = self._mean(child) * known / (known + flying)
+        value = self._mean(child)
+        if flying:
+            value *= known / (known + flying)
         if visits + flying == 0 and settings.first_play is not None:
             return value + settings.first_play
         above = max(1, self._visits[parent.id] + self._flying[parent.id])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +14,10 @@ from .base import Expansion
 
 # Settings
 
+MOST = 10**12  # of any number, so that none overflows
 
 def check_settings(settings: Any, least: Mapping[str, float]) -> None:
-    """Refuse words that a setting does not have, and numbers that are too small or not finite.
+    """Refuse words that a setting does not have, and numbers that are too small or too large.
 
     Args:
         settings: a dataclass; settings that are a `Literal` have one of its words.
@@ -33,11 +33,9 @@ def check_settings(settings: Any, least: Mapping[str, float]) -> None:
             raise UsageError("setting-range", f"{name}='{value}': it must be {' or '.join(words)}.")
     for name, lowest in least.items():
         value = getattr(settings, name)
-        if value is not None and not lowest <= value < math.inf:
-            finite = " and finite" if isinstance(value, float) else ""
-            raise UsageError(
-                "setting-range", f"{name}={value}: it must be at least {lowest}{finite}."
-            )
+        if value is not None and not lowest <= value <= MOST:
+            most = f" and at most {MOST:,}" if value > MOST else ""
+            raise UsageError("setting-range", f"{name}={value}: it must be at least {lowest}{most}.")
 
 
 def check_shares(settings: Any, *names: str) -> None:

@@ -75,6 +75,16 @@ def leaves(texts: Sequence[str]) -> list[Node]:
     return found
 
 
+def test_equal_scores_go_by_the_order_of_the_controller() -> None:
+    paths = [
+        FinishedPath(0, "2", 0, (0.1, 0.9)),
+        FinishedPath(1, "0", 1, (0.5, 0.8)),
+        FinishedPath(2, "2", 0, (0.5, 0.7)),
+    ]
+
+    assert Argmax("min").rank(paths)[0].answer == "0"
+
+
 @pytest.mark.parametrize("expected", [None, "7"])
 def test_answers_are_equal_as_the_task_compares_them(expected: str | None) -> None:
     texts = ["Answer: 1/2", "Answer: 0.5", "Answer: 7", "so nothing", "Answer: 7.0"]

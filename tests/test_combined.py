@@ -59,8 +59,9 @@ def test_every_part_judges_all_candidates_together() -> None:
     [
         ({"parts": ()}, "needs parts"),
         ({"parts": ("exact", "exact"), "weights": (1,)}, "1 for 2 parts"),
-        ({"parts": ("exact",), "weights": (-1,)}, "at least 0"),
-        ({"parts": ("exact",), "weights": (math.nan,)}, "at least 0"),
+        ({"parts": ("exact",), "weights": (-1,)}, "from 0 to 1,000,000"),
+        ({"parts": ("exact",), "weights": (math.nan,)}, "from 0 to 1,000,000"),
+        ({"parts": ("exact",), "weights": (1e308,)}, "from 0 to 1,000,000"),
         ({"parts": ("exact",), "weights": (0,)}, "not all 0"),
         ({"parts": ("exact",), "weights": (1,), "rule": "minimum"}, "the minimum has no weights"),
         ({"parts": ("selv",)}, "selv"),

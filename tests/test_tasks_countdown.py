@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor.errors import InputError
+from arbor.errors import InputError, UsageError
+from arbor.tasks import countdown
 from arbor.tasks.base import Problem
 from arbor.tasks.countdown import (
     Countdown,
@@ -135,6 +138,28 @@ def test_solve_finds_a_solution_for_every_classic_hand() -> None:
         problem = GAME.make(hand)
         assert correct(problem, GAME.answer(problem, path))
     assert solve([1, 1, 1, 1], 24) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fewest": 6, "most": 4},
+        {"fewest": 1, "most": 1},
+        {"largest": 0},
+        {"targets": (99, 10)},
+        {"targets": (-5, 10)},
+    ],
+    ids=str,
+)
+def test_a_setting_of_generated_problems_out_of_range_is_refused(settings: Any) -> None:
+    with pytest.raises(UsageError, match="it must be"):
+        Countdown(**settings)
+
+
+def test_problems_end_where_no_more_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(countdown, "_MOST_DRAWS", 200)
+
+    assert list(Countdown(targets=(500_000, 500_001)).problems("train")) == []
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import pytest
 
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import InputError, UsageError
+from arbor.measure.evaluation.dataset import of_rows
+from arbor.measure.evaluation.rows import DataRow
 from arbor.registry import BUILTIN
 from arbor.tasks.arc import ARC
 from arbor.tasks.base import Converses, Guesses, Task, Versioned
@@ -128,6 +130,46 @@ def test_arc_reads_letters(
     assert ARC().answer(problem, thoughts) == answer
     assert ARC().is_terminal(problem, thoughts) is terminal
     assert ARC().is_guess(problem, thoughts) is guess
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "key"),
+    [
+        (
+            {
+                "question": "Which is true?\nA. iron rusts\nB. gold rusts",
+                "choices": {"text": ["only the first", "only the second"], "label": ["A", "B"]},
+                "answerKey": "B",
+            },
+            ["only the first", "only the second"],
+            "B",
+        ),
+        ({"question": "Which?\n1) one\nA. x\nB. y", "answerKey": "2"}, ["x", "y"], "B"),
+        ({"question": "Which?\nB. x\nA. y", "answerKey": "B"}, None, "from A or 1 on"),
+        ({"question": "Which?\nA. x\nB. y", "answerKey": "G"}, None, "Labels: A, B"),
+        (
+            {
+                "question": "Which?",
+                "choices": {"text": ["x"] * 27, "label": [f"L{place}" for place in range(27)]},
+                "answerKey": "L1",
+            },
+            None,
+            "from two to 26",
+        ),
+    ],
+)
+def test_a_key_of_arc_names_an_option_of_its_row(
+    row: dict[str, Any], options: list[str] | None, key: str
+) -> None:
+    if options is None:
+        with pytest.raises(InputError) as caught:
+            ARC().entry(row, row["question"], row["answerKey"])
+        assert key in str(caught.value)
+        return
+
+    (sample,) = of_rows([DataRow("line 1", row)], ARC(), "f")
+
+    assert (sample.problem.data["options"], sample.problem.expected) == (options, key)
 
 
 # Thinking tags and steps

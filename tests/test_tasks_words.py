@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from arbor.tasks.chains import (
@@ -58,3 +60,25 @@ def test_every_solution_is_worth_one_at_each_step_and_grades_correct(
 )
 def test_a_wrong_line_is_worth_nothing(thoughts: list[str]) -> None:
     assert CHAINS.value(CHAINS.parse(TEXT), thoughts) == 0.0
+
+
+@pytest.mark.parametrize("key", ["14", "14.", "Answer: 14", "the answer is 14"])
+def test_a_key_is_read_as_an_answer_is(key: str) -> None:
+    problem = replace(CHAINS.parse(TEXT), expected=key)
+
+    assert CHAINS.grade(problem, "14").correct
+    assert not CHAINS.grade(problem, "13").correct
+
+
+def test_a_key_that_is_no_number_is_named() -> None:
+    grade = CHAINS.grade(replace(CHAINS.parse(TEXT), expected="seven"), "14")
+
+    assert not grade.correct and grade.reason == "The key 'seven' is not a number."
+
+
+def test_a_key_of_recall_is_read_as_an_answer_is() -> None:
+    problem = next(RECALL.problems("train", 1))
+    way = problem.expected
+    assert way is not None
+
+    assert RECALL.grade(replace(problem, expected=f"Answer: {way}."), way).correct

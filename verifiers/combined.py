@@ -16,6 +16,8 @@ from .base import Asker, Compares, Verdict
 
 Rule = Literal["sum", "product", "minimum"]
 
+_MOST = 1_000_000  # of a weight, so that a sum is exact enough to be a proof
+
 
 @dataclass(frozen=True)
 class Combined:
@@ -30,8 +32,8 @@ class Combined:
             ready ones. On the command line a part with settings is JSON:
             ``parts=["self",{"name":"prm","model":"PATH"}]``.
         rule: see above.
-        weights: one for each part, at least 0 and not all of them 0; empty: all 1. The minimum has
-            none.
+        weights: one for each part, from 0 to a million, not all of them 0; empty: all 1. The
+            minimum has none.
 
     Each part judges all candidates of a call together. The gate and the early exits of the first
     part that has such are reported, and an audit compares the combined values with what they would
@@ -56,10 +58,10 @@ class Combined:
             raise UsageError(
                 "setting-range", f"weights=…: {len(weights)} for {len(built)} parts.", ""
             )
-        if not all(0 <= weight < math.inf for weight in weights) or (weights and not any(weights)):
+        if not all(0 <= each <= _MOST for each in weights) or (weights and not any(weights)):
             raise UsageError(
                 "setting-range",
-                f"weights={','.join(map(str, weights))}: they must be finite, at least 0, and not "
+                f"weights={','.join(map(str, weights))}: they must be from 0 to {_MOST:,}, and not "
                 "all 0.",
             )
 

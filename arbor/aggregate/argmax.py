@@ -43,6 +43,9 @@ class Argmax:
         return read_for(self.steps)
 
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
-        groups = grouped(paths, self.steps)
-        ranked = [votes_of(group, path_score(group[0], self.steps)) for group in groups]
+        place = {path.node: at for at, path in enumerate(paths)}
+        ranked = [
+            votes_of(group, path_score(group[0], self.steps))
+            for group in sorted(grouped(paths, self.steps), key=lambda group: place[group[0].node])
+        ]
         return sorted(ranked, key=lambda each: -each.score)  # stable

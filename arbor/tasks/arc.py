@@ -112,15 +112,13 @@ class ARC(Worded):
         """See `Task.parse`; options of a text are its last lines, with letters or numbers."""
         problem = super().parse(text)
         lines = problem.text.splitlines()
-        options: list[str] = []
-        while lines and (match := _OPTION.fullmatch(lines[-1])):
-            options.insert(0, match[2].strip())
-            lines.pop()
-        question = "\n".join(lines).strip()
-        if len(options) < 2 or not question or len(options) > len(LETTERS):
+        options = _last_options(lines)
+        question = "\n".join(lines[: len(lines) - len(options)]).strip()
+        if len(options) < 2 or not question:
             raise InputError(
                 "problem-invalid",
-                "the problem is not a question and two options or more, one per line.",
+                "the problem is not a question and two options or more, one per line, from A or 1 "
+                "on.",
                 f"As in: {self.example!r}.",
             )
         listed = (f"{LETTERS[place]}. {option}" for place, option in enumerate(options))
@@ -131,12 +129,13 @@ class ARC(Worded):
         self, row: Mapping[str, Any], problem: str, answer: str | None
     ) -> tuple[str, str | None]:
         """See `ReadsRows.entry`; a row without ``choices`` has its options in the question."""
-        labels = list(LETTERS)
         choices = row.get("choices")
         if choices is not None:
             texts, labels = _choices(choices)
             listed = (f"{LETTERS[place]}. {text}" for place, text in enumerate(texts))
             problem = "\n".join([problem.strip(), *listed])
+        else:
+            labels = list(LETTERS[: len(_options(self.parse(problem)))])
         if answer is None:
             return problem, None
         key = answer.strip()
@@ -162,6 +161,28 @@ class ARC(Worded):
         return last_letter(text, _options(problem))
 
 
+def _last_options(lines: Sequence[str]) -> list[str]:
+    """The options that lines end with, labelled from A or 1 on; those before these are another
+    part of the question."""
+    options: list[str] = []
+    above: int | None = None  # the place that the label before has
+    for line in reversed(lines):
+        match = _OPTION.fullmatch(line)
+        place = _place(match[1]) if match else None
+        if match is None or place is None or above not in (None, place):
+            break
+        options.insert(0, match[2].strip())
+        if place == 0:
+            return options
+        above = place - 1
+    return []
+
+
+def _place(label: str) -> int:
+    """0 of A and 1, 1 of B and 2, and so on."""
+    return int(label) - 1 if label.isdigit() else LETTERS.index(label)
+
+
 def _options(problem: Problem) -> Sequence[str]:
     options: Sequence[str] = problem.data["options"]
     return options
@@ -183,10 +204,11 @@ def _choices(choices: Any) -> tuple[list[str], list[str]]:
         if isinstance(texts, Sequence) and isinstance(labels, Sequence):
             found = [" ".join(str(each).split()) for each in texts]
             named = [str(each).strip() for each in labels]
-            if len(found) == len(set(named)) == len(named) >= 2 and all(found):
+            several = 2 <= len(found) <= len(LETTERS)
+            if len(found) == len(set(named)) == len(named) and several and all(found):
                 return found, named
     raise InputError(
         "dataset-invalid",
-        "its choices are not as many texts as labels, at least two.",
+        f"its choices are not as many texts as labels, from two to {len(LETTERS)}.",
         'As in: "choices": {"text": ["a magnet", "a mirror"], "label": ["A", "B"]}',
     )

@@ -43,6 +43,7 @@ _FACT = re.compile(
 )
 _LINE = re.compile(r"Then ([^:\n]+): .+\n?")
 _ASKS = re.compile(rf"How many does {_NAME} have\?")
+_SAID = re.compile(r"(?:(?:the )?answer(?: is)?\s*:?\s*)?([0-9]{1,9})\.?", re.IGNORECASE)
 _ANSWER = re.compile(r"Answer: ([0-9]{1,4})\n?")
 
 
@@ -299,13 +300,14 @@ class Chains(Drawn):
         """Compares numbers, never texts: ``14``, ``Answer: 14`` and ``14.`` are the same."""
         if answer is None or not answer.strip():
             return Grade(False, None, "There is no answer.")
-        text = re.sub(r"^(?:the )?answer(?: is)?\s*:?\s*", "", answer.strip(), flags=re.IGNORECASE)
-        match = re.fullmatch(r"([0-9]{1,9})\.?", text.strip())
-        if match is None:
-            return Grade(False, None, f"'{text[:20]}' is not a number.")
-        if int(match[1]) != int(problem.expected or -1):
-            return Grade(False, match[1], f"The answer is {problem.expected}, not {match[1]}.")
-        return Grade(True, match[1], f"{problem.data['asked']} has {problem.expected}.")
+        number, key = _number_of(answer), _number_of(problem.expected or "")
+        if number is None:
+            return Grade(False, None, f"'{answer.strip()[:20]}' is not a number.")
+        if key is None:
+            return Grade(False, str(number), f"The key '{problem.expected}' is not a number.")
+        if number != key:
+            return Grade(False, str(number), f"The answer is {key}, not {number}.")
+        return Grade(True, str(number), f"{problem.data['asked']} has {key}.")
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
         """1 while every line restates a given fact and computes it right from earlier lines."""
@@ -329,3 +331,9 @@ class Chains(Drawn):
                 return 0.0
             known[fact.who] = fact.work(known)[1]
         return 1.0
+
+
+def _number_of(text: str) -> int | None:
+    """The number of an answer or a key: ``14``, ``Answer: 14``, ``14.``; None for another text."""
+    match = _SAID.fullmatch(text.strip())
+    return int(match[1]) if match else None

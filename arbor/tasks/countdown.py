@@ -29,6 +29,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from arbor.components import ONLY_IF_SET
+from arbor.errors import check_settings
 from arbor.support.texts import clipped
 from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
 from arbor.tasks.generated import Generated
@@ -55,6 +56,7 @@ _LONGEST_ANSWER = 500
 _EXAMPLE: State = (2, 3, 5, 12)  # the numbers of the example in the question for next steps
 _LINES = 8  # of that example
 _LARGEST_INPUT = 999_999
+_MOST_DRAWS = 100_000  # for one more problem
 
 # worth of a label, in the released proportion of 20, 1 and 0.001
 LABELS: Mapping[str, float] = {" sure": 1.0, " likely": 0.05, " impossible": 0.0}
@@ -321,6 +323,15 @@ class Countdown(Generated):
 
     name = "countdown"
 
+    def __post_init__(self) -> None:
+        low, high = self.targets
+        check_settings(
+            self,
+            fewest=(2 <= self.fewest <= self.most, f"from 2 to most={self.most}"),
+            largest=(1 <= self.largest <= _LARGEST_INPUT, f"from 1 to {_LARGEST_INPUT:,}"),
+            targets=(0 <= low <= high, "two numbers of at least 0, the larger one last"),
+        )
+
     @property
     def boundary(self) -> BlockLimits:
         return BlockLimits(stop=("\n",), max_tokens=48, max_depth=self.most - 1)
@@ -357,10 +368,13 @@ class Countdown(Generated):
         return [int(word) for word in words]
 
     def _generate(self, split: str) -> Iterator[Problem]:
-        """Each solvable in whole numbers; four numbers and 24 never in train."""
+        """Each solvable in whole numbers; four numbers and 24 never in train. They end where
+        `_MOST_DRAWS` in a row give none."""
         rng = random.Random(f"countdown {split}")
         seen: dict[str, None] = {}
-        while True:
+        draws = 0
+        while draws < _MOST_DRAWS:
+            draws += 1
             count = rng.randint(self.fewest, self.most)
             numbers = [rng.randint(1, self.largest) for _ in range(count)]
             state = tuple(sorted(numbers))
@@ -373,6 +387,7 @@ class Countdown(Generated):
             member = "test" if count == 4 and target == 24 else split_of(problem.id)
             if member == split and problem.id not in seen:
                 seen[problem.id] = None
+                draws = 0
                 yield problem
 
     def in_words(self) -> Countdown:

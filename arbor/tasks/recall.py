@@ -154,11 +154,16 @@ class Recall(Drawn):
         """Compares the rooms of the way, in order."""
         if answer is None or not answer.strip():
             return Grade(False, None, "There is no answer.")
-        way = " ".join(answer.strip().removeprefix("Answer:").replace(".", " ").split())
-        if way != problem.expected:
-            return Grade(False, way, f"The way is {problem.expected}, not {way[:60]}.")
+        way, key = _way_of(answer), _way_of(problem.expected or "")
+        if way != key:
+            return Grade(False, way, f"The way is {key}, not {way[:60]}.")
         return Grade(True, way, "This is the way.")
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
         """1 while the path is the beginning of the depth-first walk; else 0."""
         return float(list(thoughts) == self.solution(problem)[: len(thoughts)])
+
+
+def _way_of(text: str) -> str:
+    """The rooms of an answer or a key, a space between two."""
+    return " ".join(text.strip().removeprefix("Answer:").replace(".", " ").split())
