@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gguf_files import llama, write_gguf
+from support.gguf_files import llama, write_gguf, write_settings
 
 from arbor import ModelError, Solver
 from arbor.model.loading import load_config, load_model, locate_model
@@ -90,7 +90,7 @@ def test_factors_divide_the_frequencies(tmp_path: Path) -> None:
         original_max_position_embeddings=64,
     )
     plain, own = (each.model.rotary_emb.inv_freq for each in (llama(), llama3))
-    write_gguf(llama(), path, factors={"rope_freqs.weight": (plain / own).tolist()})
+    write_gguf(llama(), path, others={"rope_freqs.weight": (plain / own).tolist()})
 
     ours = load_model(locate_model(path), torch.float32, CPU)
 
@@ -104,7 +104,7 @@ def test_factors_of_two_lengths_keep_paths_within_the_first(tmp_path: Path) -> N
     path = tmp_path / "m.gguf"
     settings = {f"{SCALING}original_context_length": 64, f"{SCALING}attn_factor": 1.25}
     factors = {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG}
-    write_gguf(llama(), path, settings=settings, factors=factors)
+    write_gguf(llama(), path, settings=settings, others=factors)
     wanted = scaled(
         rope_type="longrope",
         short_factor=SHORT,
@@ -135,7 +135,7 @@ def test_other_scaling_is_refused_by_name(
     settings: Mapping[str, Any], factors: Mapping[str, Any], words: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "m.gguf"
-    write_gguf(llama(), path, settings=settings, factors=factors)
+    write_gguf(llama(), path, settings=settings, others=factors)
 
     with pytest.raises(ModelError) as refused:
         load_model(locate_model(path), torch.float32, CPU)
@@ -147,28 +147,10 @@ def test_other_scaling_is_refused_by_name(
 
 @pytest.mark.parametrize("scaling", [{"type": "linear"}, {}])
 def test_layers_with_a_window_are_not_scaled(scaling: Mapping[str, str], tmp_path: Path) -> None:
-    import gguf
-
     path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "gemma3")
-    writer.add_context_length(131072)
-    writer.add_embedding_length(64)
-    writer.add_block_count(12)
-    writer.add_feed_forward_length(128)
-    writer.add_head_count(2)
-    writer.add_sliding_window(512)
-    writer.add_rope_freq_base(1000000.0)
-    writer.add_float32("gemma3.rope.scaling.factor", 8.0)
-    for name, value in scaling.items():
-        writer.add_string(f"gemma3.rope.scaling.{name}", value)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<pad>", "<eos>", "<bos>"])
-    writer.add_token_scores([0.0, 0.0, 0.0])
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    settings = {"rope.freq_base": 1000000.0, "rope.scaling.factor": 8.0}
+    scaled = {f"rope.scaling.{name}": value for name, value in scaling.items()}
+    write_settings(path, "gemma3", settings | scaled)
 
     rope = load_config(locate_model(path)).rope_parameters
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gguf_files import ARCHITECTURES, llama, write_gguf, write_random
+from support.gguf_files import ARCHITECTURES, llama, write_gguf, write_random, write_settings
 from support.real_models import model_file
 from support.slow_cases import drawn, every, only
 from torch import Tensor, nn
@@ -112,6 +112,68 @@ def test_smollm3_is_read_though_transformers_does_not_convert_it(tmp_path: Path)
 
     assert found.config.no_rope_layers == [1, 1, 1, 0, 1]
     assert torch.allclose(logits(found), logits(model), atol=1e-5)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_biases_of_a_file_are_those_of_its_layers(quantized: bool, tmp_path: Path) -> None:
+    model, path = llama(attention_bias=True, mlp_bias=True), tmp_path / "m.gguf"
+    write_gguf(model, path, quantized)
+
+    with Solver(path, dtype="float32", controller="chain", max_expansions=1) as solver:
+        found = load_model(solver.checkpoint.source, torch.float32, CPU)
+        solver.solve("4 5 6 10")  # its logits are compared with the model's own
+
+    assert torch.allclose(logits(found), logits(model), atol=1e-2 if quantized else 1e-5)
+    assert {name for name, _ in model.named_parameters() if name.endswith(".bias")} == {
+        f"{name}.bias"
+        for name, each in found.named_modules()
+        if getattr(each, "bias", None) is not None
+    }
+    assert torch.equal(
+        numbers(found, "model.layers.1.self_attn.k_proj.bias", torch.float32),
+        model.model.layers[1].self_attn.k_proj.bias,
+    )
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_gemma_scales_its_queries_by_the_width_of_a_head(architecture: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, architecture)
+
+    model = load_model(locate_model(path), torch.float32, CPU)
+
+    assert {layer.self_attn.scaling for layer in model.model.layers} == {32**-0.5}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "width", "scalar"),
+    [("gemma2", 42, 3584, 256), ("gemma2", 46, 4608, 144), ("gemma3", 62, 5376, 168)],
+)
+def test_the_largest_gemma_scales_its_queries_by_the_width_of_its_input(
+    architecture: str, layers: int, width: int, scalar: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    heads = {"attention.head_count": 32, "attention.key_length": 128 if scalar < 256 else 256}
+    sizes = {"embedding_length": width, "block_count": layers, "final_logit_softcapping": 20.0}
+    write_settings(path, architecture, {**sizes, **heads})
+
+    config = load_config(locate_model(path))
+
+    assert (config.query_pre_attn_scalar, config.final_logit_softcapping) == (scalar, 20.0)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "starcoder2"])
+def test_a_tensor_that_the_model_does_not_take_is_refused_by_name(
+    architecture: str, tmp_path: Path
+) -> None:
+    path, more = tmp_path / "m.gguf", "blk.1.attn_q_norm.weight"
+    write_random(path, architecture, others={more: [1.0] * 64})
+
+    with pytest.raises(ModelError) as refused:
+        load_model(locate_model(path), torch.float32, CPU)
+
+    assert refused.value.code == "model-gguf"
+    assert f"'{more}'" in refused.value.message and architecture in refused.value.message
 
 
 def test_settings_of_layers_that_no_memory_holds_are_refused(tmp_path: Path) -> None:

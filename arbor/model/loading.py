@@ -18,6 +18,7 @@ from arbor.errors import ArborError, ModelError, UnknownName, UsageError
 from arbor.model.adapters import check_adapter, merged
 from arbor.model.bfloat16 import auto_dtype
 from arbor.model.chat_template import named_templates
+from arbor.model.gguf.config import complete_config
 from arbor.model.gguf.header import instead_of_weights, is_gguf, read_gguf_header
 from arbor.model.gguf.rope import divide_frequencies, scale_rotary
 from arbor.model.gguf.tokenizer import ending_ids, restore_tags, set_ends, split_as_named
@@ -275,7 +276,9 @@ def load_config(source: ModelLocation) -> Any:
         with read_once(source) as (path, packed):
             config: Any = AutoConfig.from_pretrained(path, **packed, **source.loading)
         if source.gguf is not None:
-            scale_rotary(config, read_gguf_header(gguf_path(source)))
+            header = read_gguf_header(gguf_path(source))
+            complete_config(config, header)
+            scale_rotary(config, header)
     except ArborError:
         raise
     except Exception as error:  # transformers checks little of what a file holds

@@ -14,8 +14,14 @@ HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 64, 2
 NAMED = 260  # id of the first token that a test names
 
 
-def llama(kind: str = "Llama", layers: int = LAYERS) -> Any:
-    """A small random model of a class that has the weights of Llama."""
+def llama(kind: str = "Llama", layers: int = LAYERS, **settings: Any) -> Any:
+    """A small random model of a class that has the weights of Llama.
+
+    Args:
+        kind: of the class.
+        layers: how many.
+        settings: others of its config.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -31,10 +37,16 @@ def llama(kind: str = "Llama", layers: int = LAYERS) -> Any:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        **settings,
     )
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter)
+    return model
 
 
+Setting = int | float | bool | str
 EMPTY = struct.pack("<4sIQQ", b"GGUF", 3, 0, 0)  # a header without settings and tensors
 
 
@@ -44,11 +56,11 @@ def write_gguf(
     quantized: bool = False,
     *,
     without: str = "",
-    settings: Mapping[str, int | float | bool | str] | None = None,
+    settings: Mapping[str, Setting] | None = None,
     template: str = "",
     pre: str = "gpt-2",
     named: Mapping[str, int] | None = None,
-    factors: Mapping[str, Sequence[float]] | None = None,
+    others: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """The model as llama.cpp writes it: heads of q and k are interleaved.
 
@@ -61,7 +73,7 @@ def write_gguf(
         template: of chats.
         pre: how texts are split; empty: the file does not say.
         named: further tokens, each with its type; the first of them has the id `NAMED`.
-        factors: one-dimensional tensors besides the weights.
+        others: one-dimensional tensors besides the weights.
     """
     import gguf
     import numpy as np
@@ -95,11 +107,7 @@ def write_gguf(
         writer.add_chat_template(template)
     ids = {"bos": 1, "eos": 2, "padding": 0}
     given = {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items()}
-    add = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}
-    for key, value in (given | dict(settings or {})).items():
-        add.get(type(value), writer.add_uint32)(key, value)
-    for name, numbers in (factors or {}).items():
-        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
+    _add(writer, given | dict(settings or {}), others or {})
     names = {
         "model.embed_tokens": "token_embd",
         "model.norm": "output_norm",
@@ -115,22 +123,67 @@ def write_gguf(
         "post_attention_layernorm": "ffn_norm",
     }
     for name, weight in model.state_dict().items():
-        short = name.removesuffix(".weight")
+        short, _, kind = name.rpartition(".")
         for own, theirs in names.items():
             short = short.replace(own, theirs) if short.endswith(own) else short
         short = short.replace("model.layers", "blk")
         data = weight.float().numpy()
         for part, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
             if short.endswith(part):
-                split = data.reshape(heads, 2, data.shape[0] // heads // 2, data.shape[1])
+                split = data.reshape(heads, 2, -1, *data.shape[1:])
                 data = np.ascontiguousarray(split.swapaxes(1, 2).reshape(data.shape))
-        if f"{short}.weight" == without:
+        if f"{short}.{kind}" == without:
             continue
         if quantized and data.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(f"{short}.weight", gguf.quants.quantize(data, kind), raw_dtype=kind)
+            blocks = gguf.GGMLQuantizationType.Q8_0
+            packed = gguf.quants.quantize(data, blocks)
+            writer.add_tensor(f"{short}.{kind}", packed, raw_dtype=blocks)
         else:
-            writer.add_tensor(f"{short}.weight", data)
+            writer.add_tensor(f"{short}.{kind}", data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(
+    writer: Any,
+    settings: Mapping[str, Setting],
+    others: Mapping[str, Sequence[float]],
+) -> None:
+    """Adds settings, in place of any of the same name, and one-dimensional tensors."""
+    import numpy as np
+
+    add = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}
+    for key, value in settings.items():
+        writer.kv_data[0].pop(key, None)
+        add.get(type(value), writer.add_uint32)(key, value)
+    for name, numbers in others.items():
+        writer.add_tensor(name, np.array(numbers, dtype=np.float32))
+
+
+def write_settings(path: Path, architecture: str, settings: Mapping[str, Setting]) -> None:
+    """A file of a small model's settings alone, without tensors.
+
+    Args:
+        path: of the file.
+        architecture: as llama.cpp calls it.
+        settings: of the architecture, more of them or others.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(131072)
+    writer.add_embedding_length(64)
+    writer.add_block_count(12)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_sliding_window(512)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<pad>", "<eos>", "<bos>"])
+    writer.add_token_scores([0.0, 0.0, 0.0])
+    _add(writer, {f"{architecture}.{name}": value for name, value in settings.items()}, {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -152,7 +205,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_random(
-    path: Path, architecture: str, kinds: Sequence[str] = ("Q8_0",), tied: bool = False
+    path: Path,
+    architecture: str,
+    kinds: Sequence[str] = ("Q8_0",),
+    tied: bool = False,
+    *,
+    settings: Mapping[str, Setting] | None = None,
+    others: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """A small model of an architecture whose weights are random blocks.
 
@@ -161,6 +220,7 @@ def write_random(
         architecture: a key of `ARCHITECTURES`.
         kinds: types of the matrices, in turn; Q8_0 where the inputs are not whole blocks.
         tied: whether the head reads the embedding.
+        settings, others: as in `write_gguf`.
     """
     import gguf
     import numpy as np
@@ -207,6 +267,7 @@ def write_random(
     writer.add_token_merges(["4 Ġ"])
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
+    _add(writer, settings or {}, others or {})
     names = gguf.get_tensor_name_map(_number_of(architecture), LAYERS)
     random = np.random.default_rng(0)
     turn = 0

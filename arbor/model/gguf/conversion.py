@@ -19,12 +19,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from arbor.model.gguf.header import ARRAY, NUMBERS, TENSOR_TYPES, TEXT, GGUFHeader
+from arbor.model.gguf.unread import check_all_read
 
 CONVERSION = "transformers.modeling_gguf_pytorch_utils"
 READER = "transformers.integrations.gguf"
 # modules of transformers that took the function of `READER` when they were imported
 TAKERS = (READER, f"{READER}.reader", f"{READER}.utils", "transformers.quantizers.quantizer_gguf")
 LINK = "model.gguf"
+EXPERTS = "_exps"  # names of these tensors are given without their ends
 # architectures that transformers converts as another, once it is told so
 ALIKE = {"smollm3": "llama"}
 # transformers' config takes of the vocabulary its length alone; its tokenizer reads the arrays
@@ -46,6 +48,9 @@ def header_given(
 
     Yields:
         A folder with the file alone, and the file's name there.
+
+    Raises:
+        ModelError: what transformers converts leaves a tensor of the file out.
     """
     import gguf
 
@@ -59,7 +64,16 @@ def header_given(
             return read_metadata(path, string_arrays)
         return _metadata(header, string_arrays), tuple(each.name for each in header.tensors)
 
+    taken: set[str] = set()
+
+    def named(*arguments: Any, **more: Any) -> Any:
+        found = places(*arguments, **more)
+        taken.update(found)
+        taken.update(f"{each}.weight" for each in found if each.endswith(EXPERTS))
+        return found
+
     def counted(tensors: Any, **_: Any) -> Iterator[Any]:
+        check_all_read(header, taken)
         return _counted(tensors, on_tensor)
 
     with _giving, ExitStack() as restored:
@@ -68,6 +82,8 @@ def header_given(
         # transformers asks for the same names once a module, 10 ms each
         _replace(restored, gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
         conversion = importlib.import_module(CONVERSION)
+        places = conversion.get_gguf_hf_weights_map
+        _replace(restored, conversion, "get_gguf_hf_weights_map", named)
         _replace(restored, conversion, "tqdm", counted)
         _name_alike(restored, conversion)
         tokenizers = _module(f"{READER}.gguf_tokenizer_mapping")

@@ -32,6 +32,7 @@ from arbor.kernels.linear.blocks import (
 from arbor.kernels.linear.experts import BlockExperts
 from arbor.kernels.native import native_library
 from arbor.model.gguf.header import OTHER_CONVERSION, GGUFHeader, TensorPlace
+from arbor.model.gguf.unread import check_all_read
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def read_model(
         on_tensor: called with the number of tensors read, and of all.
 
     Raises:
-        ModelError: a tensor is missing, or has another shape than the settings say.
+        ModelError: a tensor is missing, has another shape than the settings say, or has no place.
     """
     if header.get("general.architecture") not in ARCHITECTURES:
         return None
@@ -140,7 +141,7 @@ def _check(header: GGUFHeader, model: Any, places: Mapping[str, tuple[TensorPlac
     """Refuse a file whose tensors are not those of the model.
 
     Raises:
-        ModelError: one is missing, or has another shape.
+        ModelError: one is missing, has another shape, or has no place.
     """
     head = "lm_head.weight"
     missing = []
@@ -162,6 +163,7 @@ def _check(header: GGUFHeader, model: Any, places: Mapping[str, tuple[TensorPlac
     if missing:
         lost = "1 tensor" if len(missing) == 1 else f"{len(missing)} tensors, among them"
         raise _refused(header, f"the weights lack {lost} {min(missing)}")
+    check_all_read(header, {each.name for own in places.values() for each in own})
 
 
 def _shape(places: tuple[TensorPlace, ...]) -> tuple[int, ...] | None:
