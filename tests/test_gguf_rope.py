@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gguf_files import llama, write_gguf, write_settings
+from support.gguf_files import ARCHITECTURES, llama, write_gguf, write_random, write_settings
 
 from arbor import ModelError, Solver
 from arbor.model.loading import load_config, load_model, locate_model
@@ -120,6 +120,59 @@ def test_factors_of_two_lengths_keep_paths_within_the_first(tmp_path: Path) -> N
         assert solver.describe().context == 64
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_base_of_the_frequencies_is_the_files(architecture: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    bases = {"freq_base": 500000.0, "freq_base_swa": 20000.0}
+    settings = {f"{architecture}.rope.{name}": base for name, base in bases.items()}
+    write_random(path, architecture, settings=settings)
+
+    rotary = load_model(locate_model(path), torch.float32, CPU).model.rotary_emb
+
+    local = architecture == "gemma3"  # both of its layers have a window
+    frequencies = rotary.sliding_attention_inv_freq if local else rotary.inv_freq
+    exponents = torch.arange(len(frequencies)) / len(frequencies)
+    wanted = bases["freq_base_swa" if local else "freq_base"] ** -exponents
+    assert torch.allclose(frequencies, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_part_of_each_head_is_rotated_where_the_file_says_so(
+    scaled: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    factors = {"short": [1.0 + each / 24 for each in range(24)], "long": [9.0] * 24}
+    own = {f"rope_factors_{kind}.weight": each for kind, each in factors.items()}
+    settings = {"phi3.rope.dimension_count": 48}
+    write_random(path, "phi3", settings=settings, others=own if scaled else {})
+    whole = tmp_path / "whole.gguf"
+    write_random(whole, "phi3")
+
+    with Solver(path, dtype="float32", controller="chain", max_expansions=1) as solver:
+        solver.solve("4 5 6 10")  # its logits are compared with the model's own
+    model = load_model(locate_model(path), torch.float32, CPU)
+
+    wanted = 10000.0 ** -(torch.arange(24) / 24)
+    wanted /= torch.tensor(factors["short"]) if scaled else 1.0
+    assert torch.allclose(model.model.rotary_emb.inv_freq, wanted, rtol=1e-5)
+    other = load_model(locate_model(whole), torch.float32, CPU)
+    assert not torch.allclose(logits(model), logits(other), atol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3", "starcoder2"])
+def test_a_part_of_a_head_is_refused_where_transformers_rotates_the_whole(
+    architecture: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, architecture, settings={f"{architecture}.rope.dimension_count": 16})
+
+    with pytest.raises(ModelError) as refused:
+        load_config(locate_model(path))
+
+    assert refused.value.code == "model-gguf"
+    assert "rope.dimension_count 16 of " in refused.value.message
+
+
 @pytest.mark.parametrize(
     ("settings", "factors", "words"),
     [
@@ -129,6 +182,11 @@ def test_factors_of_two_lengths_keep_paths_within_the_first(tmp_path: Path) -> N
         (YARN, {"rope_freqs.weight": SHORT}, "rope_freqs.weight together"),
         ({}, {"rope_freqs.weight": SHORT[:4]}, "rope_freqs.weight of 4 numbers"),
         ({}, {"rope_factors_short.weight": SHORT}, "rope_factors_short.weight"),
+        (
+            {},
+            {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG[:4]},
+            "rope_factors_short.weight of 8 numbers and rope_factors_long.weight of 4",
+        ),
     ],
 )
 def test_other_scaling_is_refused_by_name(

@@ -20,7 +20,7 @@ from arbor.model.bfloat16 import auto_dtype
 from arbor.model.chat_template import named_templates
 from arbor.model.gguf.config import complete_config
 from arbor.model.gguf.header import instead_of_weights, is_gguf, read_gguf_header
-from arbor.model.gguf.rope import divide_frequencies, scale_rotary
+from arbor.model.gguf.rope import divide_frequencies, set_rotary
 from arbor.model.gguf.tokenizer import ending_ids, restore_tags, set_ends, split_as_named
 from arbor.model.hub import cache_if_unreachable, is_reachable
 from arbor.model.quantized import check_quantized, quantization_of
@@ -278,7 +278,7 @@ def load_config(source: ModelLocation) -> Any:
         if source.gguf is not None:
             header = read_gguf_header(gguf_path(source))
             complete_config(config, header)
-            scale_rotary(config, header)
+            set_rotary(config, header)
     except ArborError:
         raise
     except Exception as error:  # transformers checks little of what a file holds

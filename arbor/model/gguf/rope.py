@@ -1,9 +1,9 @@
-"""Scaling of the rotary embedding of a GGUF file's model, which transformers leaves out.
+"""The rotary embedding of a GGUF file's model, of which transformers reads a part.
 
-llama.cpp reads it from settings, ``ARCHITECTURE.rope.scaling.*``, and from tensors of factors:
-``rope_freqs`` divide the frequencies at any length, ``rope_factors_short`` and ``_long`` up to a
-length and beyond it. The model's text is another without them. What cannot be said in terms of
-transformers is refused.
+llama.cpp reads it from settings, ``ARCHITECTURE.rope.*``: the base of its frequencies, how many
+numbers of a head it rotates, and how it is scaled. Tensors scale it too: ``rope_freqs`` divide the
+frequencies at any length, ``rope_factors_short`` and ``_long`` up to a length and beyond it. The
+model's text is another without them. What cannot be said in terms of transformers is refused.
 """
 
 from __future__ import annotations
@@ -17,46 +17,80 @@ from arbor.model.gguf.header import GGUFHeader
 
 FACTORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 GLOBAL = "full_attention"  # layers without a window; the scaling of files with both is theirs
+BASES = {GLOBAL: "freq_base", "sliding_attention": "freq_base_swa"}
+PART = "partial_rotary_factor"  # in the parameters of architectures that rotate a part of a head
 PROPORTIONAL = "gemma4"  # transformers' config of it has what its factors say
 
 
-def scale_rotary(config: Any, header: GGUFHeader) -> None:
-    """Gives a config the scaling of its file, but for `FACTORS`.
+def set_rotary(config: Any, header: GGUFHeader) -> None:
+    """Gives a config the rotary embedding of its file, but for `FACTORS`.
 
     Args:
         config: that transformers made of the file.
         header: of the file.
 
     Raises:
-        ModelError: the scaling has no counterpart in transformers.
+        ModelError: the rotary embedding has no counterpart in transformers.
     """
-    scaling = _scaling(header)
+    parameters = getattr(config, "rope_parameters", None)
+    width, rotated = _widths(header)
+    scaling = _scaling(header, rotated // 2)
     tensors = {each.name for each in header.tensors}
     if FACTORS in tensors and scaling:
         raise _refused(header, f"{FACTORS} together with rope.scaling")
-    if not scaling:
-        return
-    parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, Mapping):
-        raise _refused(header, "rope.scaling of an architecture without rotary embedding")
-    if not any(isinstance(part, Mapping) for part in parameters.values()):
-        config.rope_parameters = {**parameters, **scaling}
-    elif GLOBAL in parameters and scaling["rope_type"] == "linear":
-        own = {**parameters[GLOBAL], **scaling}
-        config.rope_parameters = {**parameters, GLOBAL: own}
+        if scaling:
+            raise _refused(header, "rope.scaling of an architecture without rotary embedding")
+        return
+    own: dict[str, Any]
+    if any(isinstance(part, Mapping) for part in parameters.values()):
+        own = {
+            kind: {**part, **_base(header, BASES.get(kind, ""))}
+            for kind, part in parameters.items()
+        }
+        if scaling and (GLOBAL not in own or scaling["rope_type"] != "linear"):
+            raise _refused(header, f"'{scaling['rope_type']}' for layers of several kinds")
+        if scaling:
+            own[GLOBAL] |= scaling
     else:
-        raise _refused(header, f"'{scaling['rope_type']}' for layers of several kinds")
+        own = {**parameters, **_base(header, BASES[GLOBAL]), **scaling}
+        if PART in parameters and width:
+            own[PART] = rotated / width
+    if width and rotated != int(width * own.get(PART, 1.0)):
+        raise _refused(header, f"rope.dimension_count {rotated} of {width} numbers of a head")
+    config.rope_parameters = own
 
 
-def _scaling(header: GGUFHeader) -> dict[str, Any]:
-    """The settings of the file in transformers' terms; empty: none."""
-    architecture = header.get("general.architecture")
+def _base(header: GGUFHeader, name: str) -> dict[str, float]:
+    """The base of the frequencies in transformers' terms; empty where the file does not say it."""
+    found = _given(header, name, None)
+    return {} if found is None else {"rope_theta": float(found)}
 
-    def given(name: str, otherwise: float) -> Any:
-        found = header.get(f"{architecture}.rope.{name}")
-        return otherwise if found is None else found
 
-    kind = header.get(f"{architecture}.rope.scaling.type") or "linear"
+def _given(header: GGUFHeader, name: str, otherwise: Any) -> Any:
+    """A setting of the rotary embedding."""
+    found = header.get(f"{header.get('general.architecture')}.rope.{name}")
+    return otherwise if found is None else found
+
+
+def _widths(header: GGUFHeader) -> tuple[int, int]:
+    """Numbers of a head, and how many of them are rotated; 0 where the file does not say it."""
+    kind = header.get("general.architecture")
+    heads = header.get(f"{kind}.attention.head_count")
+    width = header.get(f"{kind}.attention.key_length")
+    if width is None and isinstance(heads, int):
+        width = header.get(f"{kind}.embedding_length") // heads
+    width = width if isinstance(width, int) else 0
+    return width, int(_given(header, "dimension_count", width))
+
+
+def _scaling(header: GGUFHeader, frequencies: int) -> dict[str, Any]:
+    """The scaling of the file in transformers' terms; empty: none."""
+
+    def given(name: str, otherwise: Any) -> Any:
+        return _given(header, name, otherwise)
+
+    kind = given("scaling.type", "") or "linear"
     factor = given("scaling.factor", given("scale_linear", 0)) or 1.0
     attention = given("scaling.attn_factor", 1.0)
     trained = int(given("scaling.original_context_length", 0) or _context(header))
@@ -64,6 +98,9 @@ def _scaling(header: GGUFHeader) -> dict[str, Any]:
     if short or long:
         if not (short and long) or factor != 1.0:
             raise _refused(header, f"{SHORT if short else LONG} with factor {factor:g}")
+        if {len(short), len(long)} != {frequencies}:
+            numbers = f"{SHORT} of {len(short)} numbers and {LONG} of {len(long)}"
+            raise _refused(header, f"{numbers} for {frequencies} frequencies")
         return {
             "rope_type": "longrope",
             "short_factor": short,
@@ -117,7 +154,7 @@ def divide_frequencies(model: Any, header: GGUFHeader) -> None:
 def _refused(header: GGUFHeader, what: str) -> ModelError:
     return ModelError(
         "model-gguf",
-        f"{header.path}: its rotary embedding is scaled in a way that is not known here: {what}.",
+        f"{header.path}: its rotary embedding is of a kind that is not known here: {what}.",
         "Take the model's safetensors.",
         model=str(header.path),
     )
