@@ -25,6 +25,7 @@ from arbor.controllers.tot import ToT
 from arbor.engine import scheduler
 from arbor.events import Event, Shared
 from arbor.forest import LEAST_COMMON
+from arbor.kernels.native import native_library
 from arbor.memory.prompt_files import BLOCK, HEADER, PromptFiles
 from arbor.metrics import MetricsFold
 from arbor.model import model_identity
@@ -355,6 +356,19 @@ def solved(
         replay(event)
     assert replay.problems == []
     return solution, tree, heard
+
+
+@pytest.mark.skipif(native_library() is None, reason="the library is not built")
+def test_kv_of_other_instructions_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved(tmp_path, deterministic=True)
+    same, _, _ = solved(tmp_path, deterministic=True)
+    monkeypatch.setattr(native_library(), "name", "of another processor")
+    other, _, _ = solved(tmp_path, deterministic=True)
+
+    assert same.metrics.tokens_loaded > 0
+    assert "tokens_loaded" not in other.metrics.to_dict()
 
 
 @pytest.mark.parametrize("dtype", every(2, ["float32", "bfloat16"]))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from arbor.kernels.native import native_state
 from arbor.memory.prompt_files import FORMAT
 from arbor.model.loading import ModelLocation
 from arbor.model.measurement_file import identity_of
@@ -29,9 +30,10 @@ def kv_identity(
     """A digest that is equal only where equal tokens have the same K and V.
 
     It names the weights (a directory's files, or the commit of a model of the Hub, and those given
-    since), the dtype, what each layer stores, the backend, the kind of device, the versions of
-    torch and arbor, arbor's own code, and the format of the files. Another number of threads or
-    another machine changes the last bits only, so they are named if `deterministic`.
+    since), the dtype, what each layer stores, the backend, the kind of device, the instructions
+    that torch and the native kernels use, the versions of torch and arbor, arbor's own code, and
+    the format of the files. Another number of threads or another machine changes the last bits
+    only, so they are named if `deterministic`.
 
     Args:
         runner: the model.
@@ -52,7 +54,7 @@ def kv_identity(
     facts |= {
         "format": FORMAT,
         "deterministic": deterministic,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": [torch.backends.cpu.get_cpu_capability(), native_state()],
         "code": computing_code(),
     }
     return digest_of_facts(facts)
