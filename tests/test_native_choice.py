@@ -74,6 +74,17 @@ def assert_drawn(logits: Tensor, uniforms: list[float], sampling: Sampling, draw
         assert any(fits), (sampling, i, token)
 
 
+@pytest.mark.parametrize("top_k", [2**31, 2**32 + 1, sys.maxsize])
+def test_a_top_k_beyond_the_vocabulary_keeps_all_of_it(top_k: int) -> None:
+    logits = torch.tensor([[0.0, 0.1, 0.2, 0.3]]).expand(5, -1)
+    uniforms = [0.05, 0.3, 0.5, 0.7, 0.95]
+
+    found = sample(logits, uniforms, Sampling(temperature=1.0, top_k=top_k))
+
+    assert found == sample(logits, uniforms, Sampling(temperature=1.0, top_k=4))
+    assert found.tokens == [3, 2, 2, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("sampling", "vocabulary", "rows"),
     drawn(SAMPLINGS.values(), [2, 50, 1024, 1025, 6000], ROWS, count=77),

@@ -51,7 +51,7 @@ class NativeChoice:
         out = torch.empty(5, rows, dtype=torch.float64)
         job = ChoiceJob(
             *(logits.data_ptr(), numbers.data_ptr(), out.data_ptr(), logits.stride(0)),
-            *(temperature, top_p, min_p, top_k, rows, vocabulary, number),
+            *(temperature, top_p, min_p, min(top_k, vocabulary), rows, vocabulary, number),
         )
         self._choose(ctypes.addressof(job), torch.get_num_threads())
         return out
