@@ -107,6 +107,16 @@ def test_tokens_taken_back_leave_no_trace(seed: int, back: int) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("stop", ["\n", "é", "\u2028", "😀"])
+def test_a_thought_may_end_with_any_stop_text(stop: str, tokenizer: Any) -> None:
+    grammar, row = Grammar(StepFormat("regex", "[0-9]"), (stop,), tokenizer, (2,)), Row()
+
+    for token in tokenizer.encode(f"7{stop}", add_special_tokens=False):
+        allowed = grammar.mask([row], torch.zeros(1, 640))  # type: ignore[list-item]
+        assert allowed[0, token] == 0.0, row.tokens
+        row.tokens.append(token)
+
+
 # What is refused
 
 

@@ -139,7 +139,7 @@ def _compiled(
 ) -> Any:
     import xgrammar
 
-    literals = " | ".join(json.dumps(stop) for stop in (*stops, ""))
+    literals = " | ".join(json.dumps(stop, ensure_ascii=False) for stop in (*stops, ""))
     tail = xgrammar.Grammar.from_ebnf(f"root ::= {literals}")
     whole = xgrammar.Grammar.concat(_grammar_of(form, xgrammar), tail)
     return _compiler(tokenizer, vocabulary, ends).compile_grammar(whole)
