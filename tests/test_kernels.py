@@ -329,6 +329,18 @@ def test_rows_without_keys_give_nothing(cascade: Backend) -> None:
 
 
 @pytest.mark.parametrize("cascade", CASCADES)
+def test_no_rows_give_nothing(cascade: Backend) -> None:
+    case, backend = make_case([make_level([], True)], make_shape()), cascade()
+    plan = backend.plan(case.layout, case.shape)
+
+    out, lse = backend.run(plan, case.q, case.k_pool, case.v_pool)
+    mass = backend.mass(plan, case.q, case.k_pool, lse)
+
+    assert (len(out), len(lse)) == (0, 0)
+    assert torch.equal(mass, torch.zeros_like(mass))
+
+
+@pytest.mark.parametrize("cascade", CASCADES)
 def test_a_row_that_overflowed_is_not_hidden(cascade: Backend) -> None:
     levels = [make_level([(2, [1, 2, 3])], False), make_level([(1, [5]), (1, [6])], True)]
     case = make_case(levels, make_shape())

@@ -28,7 +28,8 @@ class NativePlan:
     Attributes:
         shape: of the layers.
         layout: as given.
-        job: all fields but the tensors of a layer; None where the kernels do not compute the shape.
+        job: all fields but the tensors of a layer; None where the kernels do not compute the shape,
+            or there are no rows to divide into blocks.
         slots: int64, key lists of all levels, one after the other; made for `mass`.
         fallback: the plan of the torch backend, where that has to do.
         kept: what `job` points to.
@@ -87,7 +88,8 @@ class NativeCascade:
         if shape not in self._jobs:
             self._jobs[shape] = _job_of(shape)
         known = self._jobs[shape]
-        if known is None or (shape.window is not None and len(layout.levels) > 1):
+        in_one = shape.window is None or len(layout.levels) == 1
+        if known is None or not in_one or not layout.rows:
             return NativePlan(shape, layout, None)
         levels = (LevelStruct * len(layout.levels))()
         kept: list[Any] = [levels]
