@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
-from support.gguf_files import NAMED, llama, write_gguf
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.gguf_files import NAMED, llama, write_gguf, write_settings
 from support.real_models import model_file
 
 from arbor.model.gguf.conversion import header_given
@@ -87,6 +92,78 @@ def test_texts_are_split_as_the_file_says(name: str, pieces: str, tmp_path: Path
 
     found = "|".join(TEXT[begin:end] for _, (begin, end) in split)
     assert found == pieces
+
+
+# Spaces
+
+BYTES = {f"<0x{byte:02X}>": (0.0, 6) for byte in range(256)}
+PIECES = """
+    ▁▁ ▁t he ▁the ▁a an ▁an in th ▁▁▁▁ er 12 ▁1 or ▁w ▁wor ld ▁world ll llo ell ▁hello
+"""
+SINGLE = list("▁abdehilnortw0123.,é")
+TAGS = {"<|tag|>": (0.0, USER_DEFINED), "<|end|>": (0.0, CONTROL)}
+WORDS = {
+    **{"<unk>": (0.0, 2), "<s>": (0.0, CONTROL), "</s>": (0.0, CONTROL)},
+    **BYTES,
+    **{each: (-float(at), NORMAL) for at, each in enumerate([*PIECES.split(), *SINGLE])},
+    **TAGS,
+}
+NUMBER = {word: number for number, word in enumerate(WORDS)}
+
+
+def of_llama_cpp(text: str, adds_space: bool) -> list[int]:
+    """Tokens of a text as llama.cpp finds them: of two neighbours, those that make the token with
+    the highest score are joined first, and the first ones of equals."""
+    found = []
+    for part in re.split(f"({'|'.join(map(re.escape, TAGS))})", text):
+        if part in TAGS:
+            found.append(NUMBER[part])
+            continue
+        pieces = list((f" {part}" if adds_space and part else part).replace(" ", "▁"))
+        while True:
+            joined = [f"{one}{other}" for one, other in itertools.pairwise(pieces)]
+            known = [(-WORDS[each][0], at) for at, each in enumerate(joined) if each in WORDS]
+            if not known:
+                break
+            _, at = min(known)
+            pieces[at : at + 2] = [joined[at]]
+        for each in pieces:
+            spelled = [f"<0x{byte:02X}>" for byte in each.encode()]
+            found += [NUMBER[each]] if each in WORDS else [NUMBER[one] for one in spelled]
+    return found
+
+
+PARTS = (
+    *("a the", "the ", "hello", "world", " world", " ", "  ", "12", "é", "X", "😀", "▁", "，"),
+    *("\t", "\n", "\0", "<|", "</s", *TAGS),
+)
+SPOKEN = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma3"])
+@pytest.mark.parametrize("said", [None, True, False])
+def test_spaces_are_those_of_llama_cpp(
+    architecture: str, said: bool | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    ids = {"unknown": 0, "bos": 1, "eos": 2}
+    settings: dict[str, Any] = {f"tokenizer.ggml.{k}_token_id": v for k, v in ids.items()}
+    if said is not None:
+        settings["tokenizer.ggml.add_space_prefix"] = said
+    write_settings(path, architecture, settings, WORDS)
+    tokenizer = tokenizer_of(path)
+
+    @given(SPOKEN)
+    @example(" the world")
+    @example("a<|end|>the <|tag|> 12")
+    @hypothesis.settings(max_examples=200, deadline=None)
+    def check(text: str) -> None:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        assert tokens == of_llama_cpp(text, said is not False)
+        if "▁" not in text and not any(tag in text for tag in TAGS):
+            assert tokenizer.decode(tokens) == text
+
+    check()
 
 
 # Ends

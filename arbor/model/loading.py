@@ -21,7 +21,7 @@ from arbor.model.chat_template import named_templates
 from arbor.model.gguf.config import complete_config
 from arbor.model.gguf.header import instead_of_weights, is_gguf, read_gguf_header
 from arbor.model.gguf.rope import divide_frequencies, set_rotary
-from arbor.model.gguf.tokenizer import ending_ids, restore_tags, set_ends, split_as_named
+from arbor.model.gguf.tokenizer import ending_ids, restore_tags, set_ends, split_as_told
 from arbor.model.hub import cache_if_unreachable, is_reachable
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
@@ -373,7 +373,7 @@ def load_tokenizer(source: ModelLocation) -> Any:
             tokenizer: Any = AutoTokenizer.from_pretrained(path, **packed, **source.loading)
         if source.gguf is not None:
             header = read_gguf_header(gguf_path(source))
-            split_as_named(tokenizer, header)
+            split_as_told(tokenizer, header)
             restore_tags(tokenizer, header, ending_ids(header))
             tokenizer.chat_template = tokenizer.chat_template or named_templates(header)
     except ArborError:

@@ -162,15 +162,23 @@ def _add(
         writer.add_tensor(name, np.array(numbers, dtype=np.float32))
 
 
-def write_settings(path: Path, architecture: str, settings: Mapping[str, Setting]) -> None:
+def write_settings(
+    path: Path,
+    architecture: str,
+    settings: Mapping[str, Setting],
+    vocabulary: Mapping[str, tuple[float, int]] | None = None,
+) -> None:
     """A file of a small model's settings alone, without tensors.
 
     Args:
         path: of the file.
         architecture: as llama.cpp calls it.
-        settings: of the architecture, more of them or others.
+        settings: of the architecture or the tokenizer, more of them or others.
+        vocabulary: of SentencePiece; score and type of each token.
     """
     import gguf
+
+    words = vocabulary or dict.fromkeys(("<pad>", "<eos>", "<bos>"), (0.0, 3))
 
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(131072)
@@ -181,9 +189,14 @@ def write_settings(path: Path, architecture: str, settings: Mapping[str, Setting
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_sliding_window(512)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<pad>", "<eos>", "<bos>"])
-    writer.add_token_scores([0.0, 0.0, 0.0])
-    _add(writer, {f"{architecture}.{name}": value for name, value in settings.items()}, {})
+    writer.add_token_list(list(words))
+    writer.add_token_scores([score for score, _ in words.values()])
+    writer.add_token_types([kind for _, kind in words.values()])
+    own = {
+        name if name.startswith("tokenizer.") else f"{architecture}.{name}": value
+        for name, value in settings.items()
+    }
+    _add(writer, own, {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -5,6 +5,10 @@ own tokens on the same pieces alone. The file names its pattern in ``tokenizer.g
 transformers knows some of the names and splits as GPT-2 does for all others: ``smollm`` has each
 digit alone.
 
+*Spaces* are characters of a SentencePiece vocabulary. llama.cpp puts one before a text, and behind
+each tag within it, unless the file says no. transformers goes by the architecture instead, and to
+a text that begins with a space most of its tokenizers add none.
+
 *Tags*, as in ``<|im_end|>``. transformers reads a control token of a byte-level vocabulary as text
 where its name has characters that spell no bytes, as in DeepSeek's: a chat template then writes no
 turn that the model knows. And a token that ends texts by its name is a control token, whatever the
@@ -31,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 MODEL, NAME = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 ADDS_FIRST, FIRST = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.bos_token_id"
-BYTE_LEVEL = "gpt2"  # of `MODEL`
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # of `MODEL`
+ADDS_SPACE, SPACE = "tokenizer.ggml.add_space_prefix", "▁"
 UNNAMED = "default"
 
 # Parts of patterns.
@@ -107,18 +112,36 @@ BEGINS = frozenset([*LLAMA3, "lfm2", "jina-v5-nano", "tekken"])
 WHOLE = BEGINS | {"minicpm5"}
 
 
-def split_as_named(tokenizer: Any, header: GGUFHeader) -> None:
-    """Lets the tokenizer of a file split texts by the pattern that the file names.
+def split_as_told(tokenizer: Any, header: GGUFHeader) -> None:
+    """Lets the tokenizer of a file split texts as the file says: by a pattern, or at its spaces.
 
     Args:
         tokenizer: that transformers made of the file.
         header: of the file.
 
     Raises:
-        ModelError: the name is not known.
+        ModelError: the name of the pattern is not known.
     """
-    if header.get(MODEL) != BYTE_LEVEL:
-        return
+    if header.get(MODEL) == BYTE_LEVEL:
+        _split_by_pattern(tokenizer, header)
+    elif header.get(MODEL) == SENTENCEPIECE:
+        _keep_spaces(tokenizer.backend_tokenizer, header.get(ADDS_SPACE) is not False)
+
+
+def _keep_spaces(backend: Any, added: bool) -> None:
+    """Spaces are characters of the vocabulary; added: one before each part between tags."""
+    from tokenizers import decoders, normalizers
+
+    first = [normalizers.Prepend(SPACE)] if added else []
+    backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
+    backend.pre_tokenizer = None
+    last = [decoders.Strip(" ", 1, 0)] if added else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    )
+
+
+def _split_by_pattern(tokenizer: Any, header: GGUFHeader) -> None:
     from tokenizers import Regex, pre_tokenizers
 
     name = header.get(NAME) or UNNAMED
