@@ -53,6 +53,15 @@ def test_a_model_that_does_not_run_without_weights_is_unsupported() -> None:
     assert "model_type 'jetmoe': it does not run without weights (" in info.reason
 
 
+def test_a_rotary_embedding_that_changes_as_paths_grow_is_refused_by_name() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+    info = describe_config(config_of("llama", rope_parameters=rope), HERE)
+
+    assert not info.supported
+    assert "rotary embedding of type 'dynamic'" in info.reason
+
+
 def test_a_config_that_takes_no_other_padding_is_refused_with_a_reason() -> None:
     names = ("pad", "bos", "eos", "cls", "sep")
     settings = {"num_attention_heads": 4, **{f"{name}_token_id": 0 for name in names}}

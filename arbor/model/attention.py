@@ -318,18 +318,21 @@ def context_limit(config: Any) -> int:
         rescale.
     """
     limit = int(getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
-    for rope in _rotary(config):
-        if rope.get("rope_type", rope.get("type")) == "longrope":
+    for kind, rope in rotary(config):
+        if kind == "longrope":
             outside = getattr(config, "original_max_position_embeddings", None)
             first = rope.get("original_max_position_embeddings") or outside or limit
             limit = min(limit, int(first))
     return limit
 
 
-def _rotary(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The rotary parameters of every kind of layer: one mapping, or one per layer type."""
+def rotary(config: Any) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """Type and parameters of each rotary embedding: one, or one per type of layers.
+
+    Args:
+        config: a text config.
+    """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if any(isinstance(part, Mapping) for part in rope.values()):
-        yield from (part for part in rope.values() if isinstance(part, Mapping))
-    else:
-        yield rope
+    parts = [part for part in rope.values() if isinstance(part, Mapping)]
+    for part in parts or [rope]:
+        yield part.get("rope_type", part.get("type")), part

@@ -17,6 +17,7 @@ from arbor.model.attention import (
     context_limit,
     probe,
     register_implementation,
+    rotary,
 )
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.gguf.weights import kept_bytes
@@ -35,6 +36,7 @@ from arbor.model.model_info import ModelInfo
 from arbor.model.names import check_dtype
 from arbor.model.runner import check_layer_types, check_specs
 
+GROWING = "dynamic"  # type of a rotary embedding
 EXPERTS = "batched_mm"  # the one way to run experts that computes shapes in every dtype
 
 
@@ -129,6 +131,7 @@ def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[La
 
     register_implementation()
     check_layer_types(config.get_text_config())
+    _check_rotary(config)
     config = copy.deepcopy(config)  # transformers writes to it
     try:
         with torch.device("meta"):
@@ -153,6 +156,17 @@ def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[La
     except Exception as error:  # remote code may fail in any way without weights
         raise _unbuilt(config, "it does not run without weights", error) from error
     return check_specs(specs, text), parameters
+
+
+def _check_rotary(config: Any) -> None:
+    """Refuse a rotary embedding that rotates all keys anew as a path grows."""
+    if any(kind == GROWING for kind, _ in rotary(config.get_text_config())):
+        raise ModelError(
+            "arch-unsupported",
+            f"model_type '{config.model_type}': its rotary embedding of type '{GROWING}' rotates"
+            " the keys of a path anew as it grows.",
+            model_type=config.model_type,
+        )
 
 
 def _unbuilt(config: Any, what: str, error: Exception) -> ModelError:
