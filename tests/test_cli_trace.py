@@ -218,6 +218,41 @@ def test_a_search_overwrites_a_trace_only_by_force(
     assert Path("off").read_text() == "a file"
 
 
+def test_of_two_searches_with_one_trace_the_second_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    run = list(fake_run(seed=1))
+    with TraceWriter(path, clock=tick(), overwrite=False) as first:
+        with pytest.raises(UsageError) as refused:
+            TraceWriter(path, overwrite=False)  # nothing is in it yet: the first loads a model
+        for event in run:
+            first(event)
+
+    assert refused.value.code == "output-exists"
+    assert len(path.read_bytes().splitlines()) == len(run)
+    with pytest.raises(UsageError, match="output-exists"):
+        TraceWriter(path, overwrite=False)
+    assert len(path.read_bytes().splitlines()) == len(run)
+    TraceWriter(path).close()
+    assert path.read_bytes() == b"", "overwritten"
+
+
+def test_a_search_refuses_the_trace_that_another_began_while_it_read_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "arbor.solver", None)
+    fake_solver.install()
+    monkeypatch.setattr(
+        "arbor.cli.solve.budget_line", lambda *_: str(write("run.arbor.jsonl", list(fake_run(1))))
+    )
+
+    refused = in_process(capsys)("solve", "4 5 6 10", "--trace", "run.arbor.jsonl")
+
+    assert refused.code == 2
+    assert "[output-exists] run.arbor.jsonl exists." in refused.err
+    assert len(Path("run.arbor.jsonl").read_bytes().splitlines()) == len(list(fake_run(1)))
+
+
 def test_a_typo_does_not_put_words_into_a_trace(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"trace-text.*'nune'"):
         TraceWriter(tmp_path / "run.jsonl", text="nune")  # type: ignore[arg-type]

@@ -42,23 +42,6 @@ def refuse_closed_stdout() -> None:
         sys.stdout.write("")
 
 
-def refuse_existing(flag: str, path: Path | None) -> None:
-    """Refuses an output that holds something already, for commands with ``--force``.
-
-    Empty files, devices and pipes are written to.
-
-    Raises:
-        UsageError: names the flag that needs another file.
-    """
-    if path is not None and path.is_file() and path.stat().st_size:
-        raise UsageError(
-            "output-exists",
-            f"{path} exists.",
-            f"Name another file with {flag}, or overwrite it with --force.",
-            path=str(path),
-        )
-
-
 def refuse_unwritable(flag: str, path: Path | None) -> None:
     """Refuses an output that cannot be written.
 

@@ -19,7 +19,6 @@ from arbor.cli.options import config_option, output_options, preset_option
 from arbor.cli.output import Output
 from arbor.cli.output_paths import (
     refuse_closed_stdout,
-    refuse_existing,
     refuse_overwriting,
     refuse_unwritable,
 )
@@ -35,7 +34,7 @@ from arbor.run.request import TraceDetail
 from arbor.support.setting import setting
 from arbor.support.texts import clipped, duration_text, human_bytes, one_line
 from arbor.tasks.base import BlockLimits
-from arbor.trace.write import TraceWriter
+from arbor.trace.write import TraceWriter, refuse_existing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,7 +142,9 @@ def solve(output: Output, /, **values: Any) -> int:
             output.say(expected)
         writer = None
         if options.trace is not None and str(options.trace) != "off":
-            writer = TraceWriter(options.trace, text=options.trace_detail.trace_text)
+            writer = TraceWriter(
+                options.trace, text=options.trace_detail.trace_text, overwrite=options.force
+            )
         sizes, solver_settings = weights_text(solver.describe()), options.solver.settings
         output.say(
             f"loading {solver_settings.model} · weights {sizes} · seed {solver_settings.seed}"
@@ -206,8 +207,8 @@ def check_outputs(options: SolveOptions) -> None:
     outputs = {"--trace": options.trace, "--html": options.html}
     config_path = click.get_current_context().meta.get(CONFIG_PATH)
     refuse_overwriting(outputs, [options.source.file, config_path])
-    if not options.force and str(options.trace) != "off":
-        refuse_existing("--trace", options.trace)
+    if options.trace is not None and str(options.trace) != "off" and not options.force:
+        refuse_existing(options.trace)
 
 
 def print_config(

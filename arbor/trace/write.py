@@ -13,14 +13,17 @@ import json
 import logging
 import math
 import os
+import stat
 import time
 import zlib
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from arbor.errors import UsageError
 from arbor.events import EVENTS, KV, Event
+from arbor.support.file_lock import locked
 
 SCHEMA = "arbor.trace/1"
 # fields that hold words of the problem, of thoughts or of the answer; token ids are words too
@@ -105,6 +108,46 @@ _OPTIONAL = {
 }
 
 
+def refuse_existing(path: Path) -> None:
+    """Refuses a file that holds something; empty files, devices and pipes are written to.
+
+    Raises:
+        UsageError: it does.
+    """
+    if path.is_file() and path.stat().st_size:
+        raise _exists(path)
+
+
+def _exists(path: Path) -> UsageError:
+    return UsageError(
+        "output-exists",
+        f"{path} exists.",
+        "Name another file with --trace, or overwrite it with --force.",
+        path=str(path),
+    )
+
+
+def _opened(path: Path, overwrite: bool) -> FileIO:
+    """A file, empty and locked, so that no other writer who does not overwrite opens it too.
+
+    Raises:
+        OSError: it cannot be opened.
+        UsageError: it is not to be overwritten, and is open in a writer or holds something.
+    """
+    # truncated only once nothing forbids it
+    file = FileIO(path, "wb", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666))
+    try:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            alone = locked(file)
+            if not overwrite and not (alone and file.seek(0, os.SEEK_END) == 0):
+                raise _exists(path)
+            file.truncate(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 class TraceWriter:
     """A listener that appends each event to a file as it happens.
 
@@ -113,12 +156,13 @@ class TraceWriter:
     whole line, never the search.
 
     Args:
-        path: overwritten; compressed if its name ends in ``.gz``.
+        path: compressed if its name ends in ``.gz``.
         clock: seconds; only differences count.
         text: ``none`` leaves out the fields in `PRIVATE`.
+        overwrite: False refuses a file that another writer has open, or that holds something.
 
     Raises:
-        UsageError: the file cannot be created.
+        UsageError: the file cannot be created, or is not to be overwritten.
     """
 
     def __init__(
@@ -126,6 +170,8 @@ class TraceWriter:
         path: str | os.PathLike[str],
         clock: Callable[[], float] = time.perf_counter,
         text: Literal["full", "none"] = "full",
+        *,
+        overwrite: bool = True,
     ) -> None:
         if text not in ("full", "none"):
             raise UsageError("trace-text", f"unknown text setting '{text}'.", "Known: full, none.")
@@ -140,7 +186,7 @@ class TraceWriter:
         self._waiting: list[tuple[Event, float]] = []  # with their seconds, not yet written
         self._written = 0  # bytes
         try:
-            self._file = self.path.open("wb", buffering=0)
+            self._file = _opened(self.path, overwrite)
         except OSError as error:
             raise UsageError(
                 "trace-unwritable",

@@ -26,6 +26,7 @@ from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.results import SampleRow
 from arbor.run.config import config_text, read_config
 from arbor.support.atomic_write import DISK_FULL, FREE_SPACE, write_atomically
+from arbor.support.file_lock import locked
 from arbor.trace.write import to_line
 
 CONFIG, SAMPLES, RESULTS, PAGE, TRACES = (
@@ -230,21 +231,13 @@ class RunFolder:
 
     def _lock(self) -> None:
         """Locks the folder for this process, where the system supports it."""
-        try:
-            import fcntl
-        except ImportError:
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not locked(self._file):
             raise UsageError(
                 "run-busy",
                 f"another process is writing to {self.path}.",
                 "Wait for it, or name another folder: --output DIR.",
                 path=str(self.path),
-            ) from error
-        except OSError:  # a file system without locks
-            return
+            )
 
     def _clear(self) -> None:
         self._file.truncate(0)
