@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.fake_run import fake_run, header, tick
+from support.run_cli import in_process
 
 from arbor.events import Ended, Opened
 from arbor.trace import TraceWriter
@@ -51,6 +52,23 @@ def test_a_page_holds_every_event_of_its_trace(trace: Path) -> None:
     for record, line in zip(data["records"], lines, strict=True):
         ids = line.pop("ids", None)
         assert record == (line if ids is None else line | {"tokens": len(ids)})
+
+
+def test_the_page_of_a_command_has_the_seconds_of_its_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, page = tmp_path / "run.arbor.jsonl", tmp_path / "run.html"
+
+    in_process(capsys)("solve", "4 5 6 10", "--trace", str(trace), "--html", str(page))
+
+    written = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+    (data,) = unpacked(page.read_text(encoding="utf-8"))
+    assert [each["e"] for each in data["records"]] == [each["e"] for each in written]
+    assert data["records"][0]["t"] == 0, "the model was read before"
+    assert all(
+        abs(shown["t"] - each["t"]) < 0.1
+        for shown, each in zip(data["records"], written, strict=True)
+    )
 
 
 def test_plain_and_gzip_traces_give_the_same_data(tmp_path: Path) -> None:

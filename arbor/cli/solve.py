@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import sys
 import timeit
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from arbor.metrics import Metrics
 from arbor.model.model_info import ModelInfo
 from arbor.run.config import config_text
 from arbor.run.limits import RunLimits
+from arbor.run.listeners import RecordedEvents
 from arbor.run.request import TraceDetail
 from arbor.support.setting import setting
 from arbor.support.texts import clipped, duration_text, human_bytes, one_line
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from arbor.aggregate.base import AnswerVotes
-    from arbor.events import Event
     from arbor.run.setup import Setup
     from arbor.run.solution import Solution
     from arbor.run.stream import SearchStream
@@ -149,6 +149,9 @@ def solve(output: Output, /, **values: Any) -> int:
         output.say(
             f"loading {solver_settings.model} · weights {sizes} · seed {solver_settings.seed}"
         )
+        recording = RecordedEvents(sys.maxsize)
+        if options.html is not None:
+            solver.listeners = (recording,)
         stream = solver.stream(
             problem,
             expected=options.expected,
@@ -156,7 +159,7 @@ def solve(output: Output, /, **values: Any) -> int:
             trace=writer,
             trace_level=options.trace_detail.trace_level,
         )
-        solution, events = watch(output, stream, signals, options.html is not None, plan.blocks)
+        solution = watch(output, stream, signals, plan.blocks)
         rounding = solver.rounding
         if writer is not None and solution.trace_path is None:  # stopped before it began
             writer.close()
@@ -187,7 +190,7 @@ def solve(output: Output, /, **values: Any) -> int:
     if options.html is not None:
         from arbor.view import page_trace_of, write_page
 
-        write_page(options.html, page_trace_of(options.html.stem, events))
+        write_page(options.html, page_trace_of(options.html.stem, recording))
         output.say(f"page {options.html}")
         if options.open:
             output.open(options.html)
@@ -227,14 +230,8 @@ def print_config(
         output.print(config_text(config).rstrip())
 
 
-def watch(
-    output: Output, stream: SearchStream, signals: StopSignals, keep: bool, most_blocks: int
-) -> tuple[Solution, list[tuple[float, Event]]]:
-    """Shows a search until it ends, or until a signal ends it.
-
-    Returns:
-        The solution, and with `keep` every event with its second.
-    """
+def watch(output: Output, stream: SearchStream, signals: StopSignals, most_blocks: int) -> Solution:
+    """Shows a search until it ends, or until a signal ends it; the solution."""
     from arbor.view.live import LiveView, LogView  # rich: not before there is something to show
 
     view: LiveView | LogView | None = None
@@ -242,15 +239,11 @@ def watch(
         view = LiveView(output.console(), most_blocks=most_blocks)
     elif output.progress == "plain":
         view = LogView(output.console(), most_blocks=most_blocks)
-    kept: list[tuple[float, Event]] = []
-    began = time.perf_counter()
     with signals.stopping(stream), view or contextlib.nullcontext():
         for event in stream:
-            if keep:
-                kept.append((time.perf_counter() - began, event))
             if view is not None:
                 view(event)
-    return stream.solution, kept
+    return stream.solution
 
 
 # Lines

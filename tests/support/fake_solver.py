@@ -102,7 +102,7 @@ class FakeStream:
                 continue
             if isinstance(event, Answered) and event.text is None:
                 answer = None
-            for listener in (fold, *([writer] if writer else [])):
+            for listener in (fold, *([writer] if writer else []), *self._solver.listeners):
                 listener(event)
             yield event
         if writer:
@@ -168,6 +168,7 @@ class FakeSolver:
     setup = types.SimpleNamespace(tp=1)
     checkpoint = types.SimpleNamespace(read=lambda: types.SimpleNamespace(tokenizer=()))
     boundary = BlockLimits(("\n",), STEP_TOKENS, DEPTH)
+    listeners: tuple[Callable[[Event], None], ...] = ()
 
     def __init__(self, model: Any = "builtin:sapling", **settings: Any) -> None:
         self.config = {"model": str(model), **{k: repr(v) for k, v in settings.items()}}
