@@ -60,8 +60,7 @@ def to_otlp(trace: Trace) -> dict[str, Any]:
     Ids follow from the run's name, so that a trace is converted to the same spans every time.
     """
     header = trace.header
-    run = str(trace.path) if header is None else header.run
-    fold = _SpanFold(run, 0 if header is None else _nanoseconds(header.created))
+    fold = _SpanFold(header, str(trace.path) if header is None else header.run)
     for event, seconds in zip(trace.events, trace.times, strict=True):
         fold.feed(event, seconds)
     fold.close()
@@ -77,19 +76,20 @@ class _SpanFold:
     """The spans of one search, folded from its events.
 
     Args:
+        header: its settings; None where they are lost, as is the time at which it began.
         run: its name.
-        origin_ns: its beginning.
 
     Attributes:
         spans: by key, in the order of their beginnings.
     """
 
-    def __init__(self, run: str, origin_ns: int) -> None:
+    def __init__(self, header: Header | None, run: str) -> None:
         self.spans: dict[str, dict[str, Any]] = {}
-        self._run, self._origin_ns = run, origin_ns
+        self._run = run
+        self._origin_ns = 0 if header is None else _nanoseconds(header.created)
         self._trace_id = _digest(run, 16)
         self._now = 0.0
-        self._model = ""
+        self._model = "" if header is None else str(header.model.get("id", ""))
         self._open: dict[str, None] = {}  # keys of spans that have not ended, in their order
         self._parent: dict[int, int] = {}
         self._children: dict[int, list[int]] = {}
@@ -97,6 +97,8 @@ class _SpanFold:
         self._answers: dict[int, str | None] = {}
         self._prompt = 0  # tokens
         self._answer: dict[str, Any] = {}
+        name = "search" if header is None else f"search {header.task}"
+        self._begin(SEARCH, None, name, {KIND: CHAIN} if header is None else _about(header))
 
     def feed(self, event: Event, seconds: float) -> None:
         """What an event begins, marks and ends.
@@ -108,9 +110,6 @@ class _SpanFold:
         self._now = max(self._now, seconds) if math.isfinite(seconds) else self._now
         about: dict[str, Any]
         match event:
-            case Header():
-                self._model = str(event.model.get("id", ""))
-                self._begin(SEARCH, None, f"search {event.task}", _about(event))
             case Opened(parent=None):
                 self._prompt = event.tokens
             case Opened():

@@ -13,7 +13,7 @@ from support.fake_run import fake_run
 
 from arbor import Solver, read_trace
 from arbor.cli import main
-from arbor.events import Ended
+from arbor.events import Ended, Header
 from arbor.integrations.telemetry.otlp import _SpanFold, to_otlp
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -22,12 +22,21 @@ SMALL: dict[str, Any] = {"controller": "beam,beam_size=2,width=3", "budget": "30
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 500), step=st.sampled_from([1e-6, 1e-3, 0.2]), cut=st.integers(1, 400))
-def test_every_span_ends_once_within_the_one_it_lies_in(seed: int, step: float, cut: int) -> None:
+@given(
+    seed=st.integers(0, 500),
+    step=st.sampled_from([1e-6, 1e-3, 0.2]),
+    lost=st.sampled_from([0, 1, 40]),  # events at the beginning, with the header
+    cut=st.integers(1, 400),
+)
+def test_every_span_ends_once_within_the_one_it_lies_in(
+    seed: int, step: float, lost: int, cut: int
+) -> None:
     every = list(fake_run(seed))
-    fold = _SpanFold("run", 0)
+    header = None if lost else every[0]
+    assert header is None or isinstance(header, Header)
+    fold = _SpanFold(header, "run")
 
-    for number, event in enumerate(every[:cut]):
+    for number, event in enumerate(every[lost:cut]):
         fold.feed(event, number * step)
     fold.close()
 
@@ -44,6 +53,17 @@ def test_every_span_ends_once_within_the_one_it_lies_in(seed: int, step: float, 
         assert int(span["endTimeUnixNano"]) <= int(above["endTimeUnixNano"])
         assert span["status"] == {"code": 1}
     assert ("message" in spans[0]["status"]) == (cut < len(every))
+
+
+def test_a_trace_without_its_header_is_converted(trace: Path, tmp_path: Path) -> None:
+    beheaded, out = tmp_path / "beheaded.arbor.jsonl", tmp_path / "run.otlp.json"
+    beheaded.write_bytes(b"".join(trace.read_bytes().splitlines(keepends=True)[1:]))
+
+    code = main(["trace", "convert", str(beheaded), "--format", "otlp", "-o", str(out)])
+
+    spans = spans_of(json.loads(out.read_text(encoding="utf-8")))
+    assert code == 0 and len(spans) == len(spans_of(to_otlp(read_trace(trace))))
+    assert (spans[0]["name"], attributes(spans[0])["arbor.status"]) == ("search", "solved")
 
 
 def spans_of(document: dict[str, Any]) -> list[dict[str, Any]]:
