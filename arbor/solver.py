@@ -445,7 +445,7 @@ class Solver:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every setting, resolved; enough to build this solver again."""
+        """Every setting but `unrecorded`, resolved; enough to build this solver again."""
         return self.setup.config
 
     @property

@@ -75,6 +75,44 @@ def test_a_printed_configuration_is_a_configuration(command: Arbor) -> None:
     assert first["sampling"]["temperature"] == 0.5
 
 
+def test_a_printed_configuration_has_what_was_given_for_this_machine(
+    command: Arbor, tmp_path: Path
+) -> None:
+    given = {
+        "threads": 2,
+        "keep_kv": str(tmp_path / "kv"),
+        "keep_kv_size": "1GiB",
+        "disk": "2GiB",
+        "disk_dir": str(tmp_path),
+        "trace_level": "steps",
+    }
+    flags = [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+    first = saved(command, *flags, "--device", "cpu", "--trace-text", "none", "--trust-remote-code")
+
+    again = command("solve", "--config", "run.toml", "--print-config")
+
+    assert {"device": "cpu", "trace_text": "none", **given}.items() <= first.items()
+    assert "trust_remote_code" not in first, "no file trusts"
+    assert tomllib.loads(again.out) == first
+    with Solver.from_config("run.toml") as solver:
+        assert (solver.setup.device, solver.setup.threads) == ("cpu", 2)
+    assert not {*first} & {"tp", "debug", "record_bytes"}
+
+
+def test_a_trace_s_configuration_has_its_level_and_nothing_of_the_machine(command: Arbor) -> None:
+    command("solve", "4 5 6 10", "--set", "threads=2", "--trace", "one.arbor.jsonl")
+    level = ("--set", "trace_level=steps")
+    command("solve", "4 5 6 10", *level, "--trace", "steps.arbor.jsonl")
+
+    plain, steps = (
+        tomllib.loads(command("trace", "config", f"{name}.arbor.jsonl").out)
+        for name in ("one", "steps")
+    )
+
+    assert steps == plain | {"trace_level": "steps"}
+    assert not {*plain} & {"threads", "trace_level"}
+
+
 def test_flags_win_over_the_environment_and_that_over_the_file(
     command: Arbor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

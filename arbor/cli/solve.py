@@ -32,7 +32,8 @@ from arbor.run.config import config_text
 from arbor.run.limits import RunLimits
 from arbor.run.listeners import RecordedEvents
 from arbor.run.request import TraceDetail
-from arbor.support.setting import setting
+from arbor.run.settings import recorded_of_machine
+from arbor.support.setting import changed_settings, setting
 from arbor.support.texts import clipped, duration_text, human_bytes, one_line
 from arbor.tasks.base import BlockLimits
 from arbor.trace.write import TraceWriter, refuse_existing
@@ -217,12 +218,14 @@ def check_outputs(options: SolveOptions) -> None:
 def print_config(
     output: Output, solver: Solver, problem: str | None, options: SolveOptions
 ) -> None:
-    """The resolved configuration of the run, which repeats it."""
+    """The resolved configuration of the run, which repeats it on this machine."""
     config = {
         "problem": problem,
         "expected": options.expected,
         **options.run.limits,
+        **changed_settings(options.trace_detail),
         **solver.config,
+        **recorded_of_machine(solver.setup),
     }
     if output.json:
         output.document({"schema": CONFIG_SCHEMA, **config})

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from arbor.support.setting import checked_number, checked_values, setting, settings_of
+from arbor.support.setting import changed_settings, checked_number, checked_values, setting
 from arbor.tasks.base import BlockLimits
 from arbor.tasks.step_format import StepFormat
 
@@ -55,8 +55,7 @@ class RunLimits:
     @property
     def limits(self) -> dict[str, Any]:
         """The limits given, by name; needed to repeat a run, though not solver settings."""
-        found = {name: getattr(self, name) for name in settings_of(RunLimits)}
-        return {name: limit for name, limit in found.items() if limit is not None}
+        return changed_settings(self, RunLimits)
 
 
 @dataclass(frozen=True)

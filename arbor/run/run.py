@@ -33,10 +33,11 @@ from arbor.run.planning import (
 )
 from arbor.run.plugin_answers import checked_task, most_blocks, path_answer, unchecked
 from arbor.run.questions import PlannedQuestions, question_turn
-from arbor.run.request import Request
+from arbor.run.request import Request, TraceDetail
 from arbor.run.searches import Steps, completed
 from arbor.run.setup import Setup
 from arbor.run.solution import Candidate, Solution, Step
+from arbor.support.setting import changed_settings
 from arbor.tasks.base import GivesTokens, Problem, PutsInWords, Task
 from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
@@ -208,8 +209,9 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Every setting of the solver, with the budget and the limits of this run."""
-        return self.setup.config | {"budget": str(self.budget), **self.request.limits}
+        """The solver's configuration, with the budget, the limits and the detail of this run."""
+        own = {**self.request.limits, **changed_settings(self.request, TraceDetail)}
+        return self.setup.config | {"budget": str(self.budget), **own}
 
     def _reads(self) -> FutureReads | None:
         """When each block is read, if a recorded run was given."""

@@ -366,12 +366,29 @@ def recorded(settings: Settings) -> dict[str, Any]:
         usual = each.about.recorded == "if_set" and value == each.checked(each.default)
         if each.about.recorded == "never" or usual:
             continue
-        if each.about.names in registry.KINDS:
-            found[name] = components.spec_of(value)
-        else:
-            plain = value is None or isinstance(value, str | int | float)
-            found[name] = value if plain else str(value)
+        of_component = each.about.names in registry.KINDS
+        found[name] = components.spec_of(value) if of_component else _plain(value)
     return found
+
+
+def recorded_of_machine(settings: Settings) -> dict[str, Any]:
+    """Settings of this machine that differ from their default, as JSON has them, for a user who
+    saves what he gave.
+
+    Trust is never among them, so that no file gives it.
+    """
+    known = settings_of(Settings)
+    return {
+        name: _plain(value)
+        for name, value in settings.unrecorded.items()
+        for each in [known[name]]
+        if each.about.shown != "code" and name != "trust_remote_code"
+        if value != each.checked(each.default)
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 # by name of a controller: what ends in minutes on two cores with 1.5 billion parameters

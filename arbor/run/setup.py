@@ -93,7 +93,7 @@ class Setup(Settings):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every setting, resolved; enough to build the solver again."""
+        """Every setting but the machine's, resolved; enough to build the solver again."""
         source, boundary = self.checkpoint.source, self.boundary
         found = {"model": source.name, "revision": source.revision} | recorded(self)
         found |= {

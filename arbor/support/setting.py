@@ -185,6 +185,18 @@ def settings_of(cls: type[Any]) -> dict[str, Setting]:
     return _KNOWN[cls]
 
 
+def changed_settings(record: Any, cls: type[Any] | None = None) -> dict[str, Any]:
+    """The settings of a record that differ from their defaults, by name.
+
+    Args:
+        record: an instance of a dataclass.
+        cls: a base of its class, whose settings alone are meant.
+    """
+    known = settings_of(cls or type(record))
+    values = {name: getattr(record, name) for name in known}
+    return {name: value for name, value in values.items() if value != known[name].default}
+
+
 def _about(cls: type[Any], field: dataclasses.Field[Any]) -> About:
     """What is known of a field, with the heading of the class that declares it."""
     about: About = field.metadata[KEY]
