@@ -427,10 +427,9 @@ def _module(name: str) -> Any:
     """A module by its dotted name or its file; the working directory is looked through last."""
     if not name.endswith(FILE):
         top = name.partition(".")[0]
-        here = Path.cwd()
-        own = (here / top).is_dir() or (here / f"{top}{FILE}").is_file()
+        own = Path(top).is_dir() or Path(f"{top}{FILE}").is_file()
         if own and top not in sys.modules:
-            _look_in(here)
+            _look_in(Path.cwd())
         return importlib.import_module(name)
     file = Path(name).expanduser().resolve(strict=True)
     path = str(file)
@@ -449,8 +448,7 @@ def _module(name: str) -> Any:
 
 def _look_in(folder: Path) -> None:
     """Let modules of a folder be found, after all that is installed."""
-    known = {Path.cwd() if not each else Path(each) for each in sys.path}
-    if folder not in known:
+    if folder not in map(Path, sys.path):
         sys.path.append(str(folder))
 
 

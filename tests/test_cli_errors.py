@@ -4,6 +4,7 @@ stdout is empty."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -105,6 +106,14 @@ def newer_trace(folder: Path) -> list[str]:
 def broken_config(folder: Path) -> list[str]:
     (folder / "run.toml").write_text("budgte = 0.5\n", encoding="utf-8")
     return ["solve", PUZZLE, "--config", "run.toml"]
+
+
+def no_folder(folder: Path) -> list[str]:
+    gone = folder / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    return ["solve", PUZZLE]
 
 
 ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
@@ -225,6 +234,7 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         ("existing, writable folder",),
     ),
     (["solve", PUZZLE, "--device", "tpu"], 2, "device", ("auto, cpu or cuda",)),
+    (no_folder, 2, "no-folder", ("working directory", "cd DIR")),
 ]
 
 
@@ -247,6 +257,23 @@ def test_an_error_holds_the_value_that_works(
     as_json = command(*given, "--json")
     assert as_json.code == exit_code
     assert as_json.document["error"]["code"] == code
+
+
+def test_a_bug_where_the_working_directory_is_gone_is_reported(
+    command: Arbor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        no_folder(tmp_path)
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("arbor.cli.solve.check_outputs", fail)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    ran = command("solve", PUZZLE)
+
+    assert ran.code == 1 and "[bug] ZeroDivisionError: a bug" in ran.err
+    (report,) = tmp_path.glob("arbor-crash-*.txt")
+    assert str(report) in ran.err and "check_outputs" in report.read_text(encoding="utf-8")
 
 
 def test_a_killed_process_leaves_a_trace_that_can_be_repaired(tmp_path: Path) -> None:

@@ -82,12 +82,26 @@ def cli(output: Output) -> None:
       arbor solve "4 5 6 10" --budget 0.25  the same answer, a quarter of the KV
       arbor info                            its size, and memory at each budget
     """
+    _check_folder()
     configure_log(output)
     for warning in unknown_variables(cli):
         output.warn(f"warning: {warning}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _check_folder() -> None:
+    """Refuses a working directory that is gone: libraries of torch end a process there.
+
+    Raises:
+        UsageError: it is.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        message = "the working directory does not exist any more."
+        raise UsageError("no-folder", message, "Change to one that does: cd DIR.") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -206,15 +220,15 @@ def _crash(output: Output, words: list[str], error: Exception) -> int:
         traceback.format_exception(error)
     )
     saved = "it could not be saved"
-    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
-        path = folder / f"arbor-crash-{stamp}.txt"
+    for folder in (os.curdir, tempfile.gettempdir()):
+        path = Path(folder, f"arbor-crash-{stamp}.txt")
         try:
             path.write_text(report, encoding="utf-8", errors="backslashreplace")
-        except OSError:
+        except OSError:  # also a working directory that is gone
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             continue
-        saved = f"the traceback is in {path}"
+        saved = f"the traceback is in {path.absolute()}"
         break
     hint = "Please attach it and the output of 'arbor doctor --json' to a report."
     _fail(output, ArborError("bug", f"{type(error).__name__}: {error}; {saved}.", hint))
