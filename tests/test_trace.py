@@ -26,7 +26,9 @@ from arbor.events import (
 )
 from arbor.metrics import Metrics, MetricsFold
 from arbor.trace import Replay, TraceWriter, canonical, read_trace
+from arbor.trace.diff import diff_traces
 from arbor.trace.records import NO_TOKEN
+from arbor.trace.repair import repair_trace
 
 
 def write(path: Path, events: list[Event]) -> Path:
@@ -82,6 +84,42 @@ def test_a_trace_without_words_holds_none_and_still_replays(
     for event in trace.events:
         if isinstance(event, Boundary):
             assert set(event.ids) == {NO_TOKEN} and event.text == ""
+
+
+def test_a_trace_without_words_has_no_prompt_or_stop_of_its_user(tmp_path: Path) -> None:
+    reward = {"name": "prm", "model": "/my models/prm", "good": "+", "threshold": 0.5}
+    config = {
+        "task": {"name": "reasoning", "system": "SECRET", "stop": ["SECRET"], "chat": "auto"},
+        "controller": {"name": "tot", "strategy": "bfs", "beam": 5},
+        "verifier": {"name": "sum", "parts": [reward], "of_a_plugin": "a SECRET text"},
+        "step_format": "regex:SECRET",
+        "model": "/my models/m",
+        "sampling": {"temperature": 0.7},
+    }
+    run = [header(config=config), *list(fake_run(1))[1:]]
+    full, quiet = tmp_path / "full.arbor.jsonl", tmp_path / "quiet.arbor.jsonl"
+    for path, text in ((full, "full"), (quiet, "none")):
+        with TraceWriter(path, clock=tick(), text=text) as writer:  # type: ignore[arg-type]
+            for event in run:
+                writer(event)
+
+    repaired = repair_trace(full, text="none").path
+
+    assert b"SECRET" in full.read_bytes()
+    for path in (quiet, repaired):
+        assert b"SECRET" not in path.read_bytes()
+        trace = read_trace(path)
+        assert trace.header is not None and trace.header.config == {
+            "task": {"name": "reasoning", "chat": "auto"},
+            "controller": {"name": "tot", "strategy": "bfs", "beam": 5},
+            "verifier": {
+                "name": "sum",
+                "parts": [{"name": "prm", "model": "/my models/prm", "threshold": 0.5}],
+            },
+            "model": "/my models/m",
+            "sampling": {"temperature": 0.7},
+        }
+        assert diff_traces(read_trace(full), trace).settings == ()
 
 
 def test_a_full_disk_stops_the_trace_with_one_warning_and_never_the_search(

@@ -65,7 +65,7 @@ class TraceOptions(TraceDetail):
     HEADING = "Output"
 
     trace_text: Literal["full", "none"] = setting(
-        "full", "none omits the text of problem, thoughts and answer."
+        "full", "none omits all words: of problem, thoughts, answer and settings."
     )
 
 

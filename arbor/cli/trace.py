@@ -77,7 +77,7 @@ class RepairOptions:
         also=("-o",),
     )
     trace_text: Literal["full", "none"] = setting(
-        "full", "none omits the text of problem, thoughts and answer.", shown="short"
+        "full", "none omits all words: of problem, thoughts, answer and settings.", shown="short"
     )
 
 
@@ -417,7 +417,10 @@ def config(output: Output, file: Path) -> int:
         output.document({"schema": "arbor.config/1", **settings})
         return 0
     if not read.words:
-        output.warn("warning: the trace was written without its problem; name one to solve.")
+        output.warn(
+            "warning: the trace was written without its problem and the texts among its settings; "
+            "name them to repeat the run."
+        )
     output.print(config_text(settings).rstrip())
     return 0
 

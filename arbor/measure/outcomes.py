@@ -30,7 +30,7 @@ class Job:
         problem: as a user types it, or parsed.
         options: keyword arguments of `Solver.solve`, without ``trace``.
         trace: where its trace is written; None for none.
-        trace_text: whether the words of problem, thoughts and answer are in it.
+        trace_text: whether the words of problem, thoughts, answer and settings are in it.
     """
 
     place: int

@@ -11,7 +11,7 @@ from arbor.events import Boundary, Opened
 from arbor.metrics import Metrics
 from arbor.trace.fold import Replay, canonical
 from arbor.trace.read import Trace
-from arbor.trace.write import PRIVATE
+from arbor.trace.write import PRIVATE, config_without_words
 
 Key = tuple[int, ...]  # child indices from the root
 
@@ -94,13 +94,14 @@ def _thoughts(trace: Trace, words: bool) -> dict[Key, tuple[int, ...]]:
 
 
 def _settings(trace: Trace, words: bool) -> dict[str, Any]:
-    """The settings in a header, machine excluded, flat; without `words`, no problem and key."""
+    """The settings in a header, machine excluded, flat; without `words`, none that holds any."""
     header = trace.header
     if header is None:
         return {}
     names = ("task", "problem", "seed", "expected")
     fields = {name: getattr(header, name) for name in names if words or name not in PRIVATE}
-    tables = {"model": header.model, **header.config, "kv": header.kv}
+    config = header.config if words else config_without_words(header.config)
+    tables = {"model": header.model, **config, "kv": header.kv}
     return dict(_flat(fields | tables))
 
 

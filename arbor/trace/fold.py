@@ -384,7 +384,7 @@ def canonical(trace: Trace, words: bool = True) -> list[str]:
     """A trace as lines of JSON, without times, run id, version and machine.
 
     Fields whose names end in ``_s`` are times; floats keep five significant digits. Without
-    `words`, the fields in `PRIVATE` are left out, as ``--trace-text none`` does.
+    `words`, what holds any is left out, as ``--trace-text none`` does.
     """
     records = map(to_record, trace.events)
     if not words:

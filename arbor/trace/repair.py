@@ -48,7 +48,7 @@ def repair_trace(
     Args:
         path: the damaged file.
         output: the clean file, compressed if its name ends in ``.gz``; by default in its folder.
-        text: ``none`` leaves out the words of problem, thoughts and answer.
+        text: ``none`` leaves out the words of problem, thoughts, answer and settings.
 
     Raises:
         TraceError: unreadable, or without events.

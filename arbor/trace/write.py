@@ -2,7 +2,8 @@
 
 Each line has ``e`` (type), ``i`` (sequence, from 0), ``t`` (seconds since the first event,
 monotonic, 6 decimals) and then the event's own fields. The first line is the header, the last the
-end. NaN and infinity become null. Fields named in `PRIVATE` can be left out.
+end. NaN and infinity become null. Words can be left out: fields named in `PRIVATE`, and texts among
+the settings.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import stat
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -28,6 +29,11 @@ from arbor.support.file_lock import locked
 SCHEMA = "arbor.trace/1"
 # fields that hold words of the problem, of thoughts or of the answer; token ids are words too
 PRIVATE = ("problem", "expected", "text", "ids", "alternatives", "answer")
+# settings of components that hold words of a prompt or of an answer, whatever they are
+TEXTS = frozenset(
+    ("system", "prompt", "stop", "yes", "no", "first", "between", "separator", "end", "good", "bad")
+)
+PLACES = ("name", "model")  # that are no words, even with a space
 
 GZIP = 31  # zlib's window bits for a gzip stream
 LEVEL = 5  # of compression; 9 takes nearly three times as long for 3 % less
@@ -62,11 +68,41 @@ def to_record(event: Event) -> dict[str, Any]:
 
 
 def without_words(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without the fields in `PRIVATE`; the number of token ids stays, as ``tokens``."""
+    """A record without the fields in `PRIVATE`, and without the texts among the settings; the
+    number of token ids stays, as ``tokens``."""
     public = {name: value for name, value in record.items() if name not in PRIVATE}
     if "ids" in record:
         public.setdefault("tokens", len(record["ids"]))
+    if isinstance(config := record.get("config"), Mapping):
+        public["config"] = config_without_words(config)
     return public
+
+
+def config_without_words(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without what its user wrote for a model: the format of thoughts, and the
+    settings of components that are in `TEXTS` or have a space."""
+    return {
+        name: _without_texts(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if name != "step_format"
+    }
+
+
+def _without_texts(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: _without_texts(each)
+            for name, each in value.items()
+            if name in PLACES or not _is_text(name, each)
+        }
+    return [*map(_without_texts, value)] if isinstance(value, list | tuple) else value
+
+
+def _is_text(name: str, value: Any) -> bool:
+    """Whether a setting of a component holds words, alone or in a list."""
+    if isinstance(value, list | tuple):
+        return any(_is_text(name, each) for each in value)
+    return isinstance(value, str) and (name in TEXTS or any(map(str.isspace, value)))
 
 
 def to_line(record: dict[str, Any]) -> bytes:
@@ -158,7 +194,7 @@ class TraceWriter:
     Args:
         path: compressed if its name ends in ``.gz``.
         clock: seconds; only differences count.
-        text: ``none`` leaves out the fields in `PRIVATE`.
+        text: ``none`` leaves out what holds words, see `without_words`.
         overwrite: False refuses a file that another writer has open, or that holds something.
 
     Raises:
