@@ -240,6 +240,35 @@ def test_keys_move_the_cursor(page: Page, trace: Path) -> None:
 # Two runs
 
 
+def test_two_equal_runs_are_said_to_be_equal_and_shown_at_one_moment(
+    page: Page, trace: Path, tmp_path: Path
+) -> None:
+    run = list(read_trace(trace).events)
+    again = written(tmp_path / "again.arbor.jsonl", run)
+    page.open(shown(trace, again))
+    page.settle()
+
+    said = text(page, "#panels > :last-child p")
+    assert "The trees are equal" in said and "So are all events, times aside." in said
+    for event in range(0, len(run), 7):
+        page.evaluate(f"arbor.seek({event}, {event % 2})")
+        assert page.evaluate("arbor.panes.map((pane) => pane.event)") == [event, event]
+
+
+def test_runs_whose_kv_was_elsewhere_are_said_to_part_there(
+    page: Page, trace: Path, tmp_path: Path
+) -> None:
+    run = list(read_trace(trace).events)
+    at = types(trace).index("evict")
+    other = written(tmp_path / "other.arbor.jsonl", [*run[:at], *run[at + 1 :]])
+    page.open(shown(trace, other))
+    page.settle()
+
+    said = text(page, "#panels > :last-child p")
+    assert "The trees are equal" in said and "Their events differ, as where KV was." in said
+    assert said.endswith(f"A event {at} B event {at}")
+
+
 # What it says at the size of a laptop
 
 # The page of an evaluation

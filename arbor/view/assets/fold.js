@@ -467,6 +467,14 @@ class Run {
     return Math.max(0, before(this.axes[axis], place + 1e-9) - 1);
   }
 
+  /** The event at the place of another run's, as many events after that place was reached. */
+  eventLike(axis, run, event) {
+    const place = run.axes[axis][event];
+    const last = this.eventAt(axis, place);
+    const since = event - before(run.axes[axis], place);
+    return Math.min(last, before(this.axes[axis], this.axes[axis][last]) + since);
+  }
+
   // What is worked out when it is first asked for
 
   /** For every block the events that name it, as offsets into one list. */

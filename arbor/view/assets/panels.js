@@ -741,10 +741,30 @@ function parting(a, b) {
   }
   if (a.count !== b.count)
     return { text: `The first ${plural(both, "block")} are equal; then one tree goes on.`, seek: [] };
+  const trees = `The trees are equal: ${plural(both, "block")}, ${texts}`;
+  const event = firstDifference(a, b, words);
+  if (event < 0) return { text: `${trees}. So are all events, times aside.`, seek: [] };
   return {
-    text: `The trees are equal: ${plural(both, "block")}, ${texts}. Only where their KV was differs.`,
-    seek: [],
+    text: `${trees}. Their events differ, as where KV was.`,
+    seek: [a, b].map((run) => (event < run.events ? event : -1)),
   };
+}
+
+// what a trace without words leaves out
+const WORDS = new Set(["problem", "expected", "text", "alternatives", "answer"]);
+
+/** The first event that differs, headers and times aside; -1 where none does. */
+function firstDifference(a, b, words) {
+  const steady = (record) =>
+    record &&
+    record.e !== "header" &&
+    JSON.stringify({ ...record, i: undefined, t: undefined }, (key, value) => {
+      if (key.endsWith("_s") || (!words && WORDS.has(key))) return undefined;
+      return typeof value === "number" ? Number(value.toPrecision(5)) : value;
+    });
+  for (let event = 0; event < Math.max(a.events, b.events); event++)
+    if (steady(a.records[event]) !== steady(b.records[event])) return event;
+  return -1;
 }
 
 /** Settings that differ, as [dotted key, of A, of B]. */

@@ -150,11 +150,12 @@ class View {
     const pane = this.panes[place];
     pane.event = Math.max(0, Math.min(pane.run.events - 1, event));
     pane.run.seek(pane.state, pane.event);
-    const at = pane.run.axes[this.axis][pane.event];
     for (const other of this.panes) {
       if (other === pane) continue;
       other.event =
-        pane.event === pane.run.events - 1 ? other.run.events - 1 : other.run.eventAt(this.axis, at);
+        pane.event === pane.run.events - 1
+          ? other.run.events - 1
+          : other.run.eventLike(this.axis, pane.run, pane.event);
       other.run.seek(other.state, other.event);
     }
     this._findAgain(/[:v<>=]|running|open|closed|terminal|pruned/.test(this.filter));
