@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from arbor.errors import UsageError
 from arbor.run.config import config_text, read_config
+from arbor.tasks.prompt_template import read_template
+from arbor.tasks.step_format import StepFormat
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 PLAIN = st.one_of(
@@ -34,6 +36,18 @@ def without_none(value: Any) -> Any:
 @given(TABLES)
 def test_what_is_written_is_read_back(config: dict[str, Any]) -> None:
     assert tomllib.loads(config_text(config)) == without_none(config)
+
+
+def test_files_may_begin_with_the_mark_of_utf8(tmp_path: Path) -> None:
+    config, template, schema = (tmp_path / name for name in ("run.toml", "t.toml", "s.json"))
+    config.write_text("seed = 3\n", encoding="utf-8-sig")
+    own = 'schema = "arbor.template/1"\nprompt = "Q: {problem}\\n"\n'
+    template.write_text(own, encoding="utf-8-sig")
+    schema.write_text('{"type": "integer"}', encoding="utf-8-sig")
+
+    assert read_config(config) == {"seed": 3}
+    assert read_template(str(template)).text("1 + 1", 0) == "Q: 1 + 1\n"
+    assert StepFormat.parse(f"json:{schema}").kind == "json"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
             than 64 bits, or tables nested too deeply.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
             "not-utf8",

@@ -169,7 +169,7 @@ def template_file(path: str) -> Path:
 
 def _read(file: Path, path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_bytes().decode())
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.toml")))
         raise InputError(

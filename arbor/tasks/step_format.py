@@ -59,7 +59,7 @@ def _schema(text: str) -> str:
     source = text
     if not text.lstrip().startswith("{"):
         try:
-            source = Path(text).read_text(encoding="utf-8")
+            source = Path(text).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
             raise InputError(

@@ -88,7 +88,7 @@ def read_keys(path: Path | None, given: str | None) -> tuple[str, ...]:
     keys: list[str] = [] if given is None else given.split(",")
     if path is not None:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "not UTF-8"
             raise InputError("api-keys", f"{path}: {reason}.", "One key a line.") from error

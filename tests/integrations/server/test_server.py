@@ -1256,7 +1256,7 @@ def test_without_a_key_nothing_is_served(solver: Solver) -> None:
 
 def test_keys_are_read_from_a_file_and_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "keys.txt"
-    path.write_text(f"# of agents\n{KEYS[0]}\n\n{KEYS[0]}\n", encoding="utf-8")
+    path.write_text(f"# of agents\n{KEYS[0]}\n\n{KEYS[0]}\n", encoding="utf-8-sig")
 
     assert read_keys(path, KEYS[1]) == (KEYS[1], KEYS[0])
     assert read_keys(None, None) == ()
