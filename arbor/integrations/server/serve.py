@@ -67,7 +67,7 @@ class ServeOptions:
 @click.command(cls=Command)
 @click.argument("model", default="builtin:sapling")
 @preset_option
-@options_of(ServeOptions, without=("model", "budget"))
+@options_of(ServeOptions, without=("model", "budget"), task=None)
 @option(
     "--budget",
     default=AUTO,
@@ -90,7 +90,7 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
       arbor serve --bind 0.0.0.0 --api-keys keys.txt
     """
     output = ctx.ensure_object(Output)
-    if ctx.get_parameter_source("task") is click.core.ParameterSource.DEFAULT:
+    if values["task"] is None:
         values["task"] = "game24" if values["model"].startswith("builtin:") else WORDS
     budget = None if values["budget"] == AUTO else Budget.parse(values["budget"])
     is_part = budget is not None and budget.unit == "ratio"

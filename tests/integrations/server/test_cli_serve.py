@@ -46,6 +46,16 @@ def test_every_example_of_its_help_page_runs(
     assert ran.out
 
 
+def test_its_help_names_no_default_task_but_says_which_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = in_process(capsys)("serve", "--help-all").out
+
+    option = said[said.index("--task NAME") :].partition("\n  -")[0]
+    assert "list tasks" in option and "game24" not in option
+    assert "those of the built-in model of 'game24'" in " ".join(said.split())
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
