@@ -111,10 +111,10 @@ def test_masks_of_another_kind_are_refused(
     model = phimoe()
     monkeypatch.setattr(modeling_phimoe, "create_sliding_window_causal_mask", mask)
 
-    with pytest.raises(ModelError, match="layers 0-2 mask their attention in a way of") as caught:
+    with pytest.raises(ModelError, match="in layers 0-2 attention has a mask of its own") as caught:
         ModelRunner(model, TorchCascade())
 
     assert caught.value.code == "arch-unsupported"
     assert model.config._attn_implementation == IMPLEMENTATION
     info = describe_config(model.config, HERE)
-    assert not info.supported and "mask their attention" in info.reason
+    assert not info.supported and "attention has a mask of its own" in info.reason

@@ -146,21 +146,25 @@ def test_other_models_of_the_same_config_stay_as_they_were(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mamba": ("mamba", {"state_size": 4}, "layers 0-2 are linear_attention"),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers 0, 2 are conv"),
+    "mamba": ("mamba", {"state_size": 4}, "layers 0-2 layer_types is linear_attention"),
+    "lfm2": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"]},
+        "layers 0, 2 layer_types is conv",
+    ),
     "llama4_text": (
         "llama4_text",
         {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32},
         "chunked_attention",
     ),
-    "qwen3_next": ("qwen3_next", {"num_experts": 2}, "layers 0-2 are linear_attention"),
+    "qwen3_next": ("qwen3_next", {"num_experts": 2}, "layers 0-2 layer_types is linear_attention"),
     "minimax": (
         "minimax",
         {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"] * 2}
         | {"num_hidden_layers": 4},
-        "layers 0, 2 are linear_attention",
+        "layers 0, 2 layer_types is linear_attention",
     ),
-    "bidirectional": ("llama", {"is_causal": False}, "layers 0-2 are not causal"),
+    "bidirectional": ("llama", {"is_causal": False}, "layers 0-2 attention is not causal"),
 }
 
 
@@ -193,7 +197,9 @@ def test_a_layer_that_runs_twice_is_refused_by_its_number() -> None:
     model = build("llama")
     model.model.layers[1] = Twice(model.model.layers[1])
 
-    with pytest.raises(ModelError, match="layers 1 attend several times") as caught:
+    with pytest.raises(
+        ModelError, match="in layer 1 attention is computed several times"
+    ) as caught:
         ModelRunner(model, TorchCascade())
 
     assert (caught.value.code, caught.value.data["layers"]) == ("arch-unsupported", [1])

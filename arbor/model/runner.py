@@ -155,7 +155,7 @@ class ModelRunner:
         except (AttributeError, ImportError, KeyError, NotImplementedError, ValueError) as error:
             everywhere = range(self.layer_count)
             raise _unsupported(
-                self.config, "take no attention but their own", everywhere
+                self.config, "no attention but the model's own can be used", everywhere
             ) from error
         self._layers = install(model, self.layer_count)
         noted = note_form(self._layers)
@@ -682,7 +682,9 @@ def check_layer_types(config: Any) -> None:
     if wrong:
         places = [i for i, kind in enumerate(kinds) if kind in wrong]
         runs = " and ".join(SUPPORTED_LAYERS)
-        raise _unsupported(config, f"are {', '.join(wrong)}; arbor runs {runs} exactly", places)
+        raise _unsupported(
+            config, f"layer_types is {', '.join(wrong)}; arbor runs {runs} exactly", places
+        )
     every = range(config.num_hidden_layers)
     if config.num_hidden_layers > MOST_LAYERS:
         raise ModelError(
@@ -691,7 +693,7 @@ def check_layer_types(config: Any) -> None:
             "Mend config.json.",
         )
     if getattr(config, "is_causal", True) is False:
-        raise _unsupported(config, "are not causal", every)
+        raise _unsupported(config, "attention is not causal", every)
     # Llama 4: by a row's place in the batch, as if that were its place in the text; the same up to
     # `floor_scale` tokens
     unscaled = int(getattr(config, "floor_scale", 0) or 0)
@@ -699,7 +701,7 @@ def check_layer_types(config: Any) -> None:
     if getattr(config, "attn_temperature_tuning", False) and longest > unscaled:
         without_rope = getattr(config, "no_rope_layers", None) or []
         layers = [i for i, rope in enumerate(without_rope) if not rope] or every
-        raise _unsupported(config, "scale their queries by position", layers)
+        raise _unsupported(config, "queries are scaled by position", layers)
 
 
 def give_own_config(model: nn.Module) -> None:
@@ -721,12 +723,15 @@ def check_specs(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSp
     """
     for reason, places in (
         (
-            "have no attention KV that arbor could own",
+            "there is no attention KV that arbor could own",
             [i for i, spec in enumerate(specs) if spec is None],
         ),
-        ("attend several times", [i for i, spec in enumerate(specs) if spec and spec.calls > 1]),
         (
-            "mask their attention in a way of their own",
+            "attention is computed several times",
+            [i for i, spec in enumerate(specs) if spec and spec.calls > 1],
+        ),
+        (
+            "attention has a mask of its own",
             [i for i, spec in enumerate(specs) if spec and not spec.causal],
         ),
     ):
@@ -736,9 +741,10 @@ def check_specs(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSp
 
 
 def _unsupported(config: Any, reason: str, layers: Sequence[int]) -> ModelError:
+    places = f"{'layers' if len(layers) > 1 else 'layer'} {_ranges(layers)}"
     return ModelError(
         "arch-unsupported",
-        f"model_type '{config.model_type}': layers {_ranges(layers)} {reason}.",
+        f"model_type '{config.model_type}': in {places} {reason}.",
         "See 'arbor info MODEL'.",
         model_type=config.model_type,
         layers=list(layers),
