@@ -667,6 +667,7 @@ class Solver:
         refuse_rollouts(self.setup)
         one_by_one = several(problems)
         options["trace_level"] = "tokens"
+        Request.of(options)  # refuses what it cannot be before anything is searched
         first = self.seed if (seed := options.get("seed")) is None else seed
         folds: dict[int, RolloutFold] = defaultdict(RolloutFold)
         given: dict[int, str | Problem] = {}

@@ -17,7 +17,7 @@ from support.trees import PROMPT, Lab
 
 from arbor import Solver, UsageError
 from arbor.engine.beam_search import BeamGroup, BeamSettings, EarlyStopping, Hypothesis
-from arbor.errors import BudgetInfeasible
+from arbor.errors import BudgetInfeasible, ModelError
 from arbor.tree import ThoughtTree
 
 EARLY: dict[EarlyStopping, Any] = {"first": True, "heuristic": False, "never": "never"}
@@ -227,8 +227,9 @@ def solver() -> Any:
         ({"max_tokens": None}, "at least 1"),
         ({"beams": 4, "groups": 3}, "a number of beams that groups divides"),
         ({"diversity": 1.0}, "Set groups as well"),
-        ({"groups": 2, "diversity": -1.0}, "0 or more"),
-        ({"length_penalty": float("nan")}, "a finite number"),
+        ({"groups": 2, "diversity": -1.0}, "from 0 to 1,000,000"),
+        ({"length_penalty": float("nan")}, "from -10 to 10"),
+        ({"length_penalty": 1e308}, "from -10 to 10"),
         ({"early_stopping": "always"}, "first, heuristic, never"),
     ],
 )
@@ -259,3 +260,14 @@ def test_there_are_no_more_continuations_than_the_vocabulary_has() -> None:
     assert len(found) <= every
     assert min(each.score for each in found) > -1000
     assert len({each.tokens for each in found}) == len(found)
+
+
+def test_logits_that_are_not_finite_end_what_is_no_search_too() -> None:
+    with Solver() as solver:
+        weights = dict(solver.checkpoint.load().runner.model.named_parameters())
+        name = [each for each in weights if "norm" in each][-1]
+        solver.update_weights({name: torch.full_like(weights[name], 3e38)})
+        with pytest.raises(ModelError, match="logits-not-finite"):
+            solver.generate("4", max_tokens=3)
+        with pytest.raises(ModelError, match="logits-not-finite"):
+            solver.logprobs([([5, 6], [7])])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import build
 
+from arbor import Solver
 from arbor.engine.likelihood import GivenTokens, TokenScores, score_tokens
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.model.runner import ModelRunner
@@ -82,3 +83,13 @@ def test_choices_after_one_question_share_it(name: str, monkeypatch: pytest.Monk
     check(PAIRS[name], texts)
 
     assert rows == [40 + 2]  # the question, 10 once, and 12
+
+
+def test_scores_are_computed_with_the_kv_of_the_solver() -> None:
+    pair = ([5, 6, 7, 8], [9, 10])
+    with Solver() as exact, Solver(kv_dtype="int8") as rounded:
+        (one,), (other,) = exact.logprobs([pair]), rounded.logprobs([pair])
+
+    assert one is not None and other is not None
+    assert one.logprobs != other.logprobs
+    assert one.logprobs == pytest.approx(other.logprobs, abs=0.2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
-from arbor.errors import BudgetInfeasible
+from arbor.errors import BudgetInfeasible, logits_not_finite
 from arbor.memory import KVMemory
 from arbor.model.plan import Segment
 from arbor.model.sharing import Context, Piece
@@ -242,11 +242,12 @@ class BeamSearch:
 
         Raises:
             BudgetInfeasible: the hypotheses hold more tokens than the budget.
+            ModelError: logits are not finite.
         """
         try:
-            every = torch.log_softmax(logits.float(), dim=-1).expand(self._settings.beams, -1)
+            every = _log_probs(logits.float()).expand(self._settings.beams, -1)
             while not self._choose(every) and not interrupted():
-                every = torch.log_softmax(self._forward(), dim=-1)
+                every = _log_probs(self._forward())
             found = [each for group in self._groups for each in group.hypotheses()]
             return sorted(found, key=lambda each: (not each.finished, -each.score))
         finally:
@@ -365,3 +366,15 @@ class BeamSearch:
     def _give_back(self, slots: NDArray[np.int32]) -> None:
         if len(slots):
             self._memory.free_borrowed(slots)
+
+
+def _log_probs(logits: Tensor) -> Tensor:
+    """Log probabilities of logits, float32 [..., V].
+
+    Raises:
+        ModelError: some are not finite, which makes all of a row NaN.
+    """
+    found = torch.log_softmax(logits, dim=-1)
+    if found[..., 0].isnan().any():
+        raise logits_not_finite()
+    return found

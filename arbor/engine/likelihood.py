@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from arbor.engine.sampling import likelihoods
 from arbor.engine.scheduler import MOST_NEW
+from arbor.errors import logits_not_finite
 from arbor.memory.pool import KVPool
 from arbor.model.plan import Segment, plan_forward, usual_levels
 from arbor.model.runner import ModelRunner
@@ -161,7 +163,7 @@ def _score_batch(
                 edge.wanted = min(edge.wanted, offset)
                 asking.setdefault((edge, offset), []).append((number, position - first))
     found = [[(0.0, False)] * len(text.tokens) for _, text in batch]
-    pool = KVPool(runner.layer_kv, tree.size, runner.dtype, runner.device)
+    pool = KVPool(runner.layer_kv, tree.size, runner.kv_dtype, runner.device)
     most_logits = max(1, MOST_LOGITS // int(runner.config.vocab_size))
     for parts in _forwards(edges, most_logits):
         plan = plan_forward(
@@ -178,6 +180,8 @@ def _score_batch(
                 places.append((number, at))
         if rows:
             values, best = likelihoods(logits, rows, targets)
+            if any(map(math.isnan, values)):
+                raise logits_not_finite()
             for (number, at), value, is_best in zip(places, values, best, strict=True):
                 found[number][at] = (value, is_best)
     return [

@@ -121,6 +121,7 @@ class Request(RunLimits, TraceDetail):
         if self.trace is None:
             return None
         if not isinstance(self.trace, TraceWriter):
+            _check_path("trace", self.trace)
             return TraceWriter(self.trace)
         if self.trace.closed:
             raise UsageError(
@@ -143,9 +144,7 @@ class Request(RunLimits, TraceDetail):
         """
         if self.recorded is None or isinstance(self.recorded, FutureReads):
             return self.recorded
-        if not isinstance(self.recorded, str | os.PathLike):
-            what = f"recorded = {self.recorded!r:.60}: it must be the path of a trace."
-            raise UsageError("setting-type", what, setting="recorded")
+        _check_path("recorded", self.recorded)
         trace = read_trace(self.recorded)
         header = trace.header
         other = "does not say what it is a run of"
@@ -160,3 +159,9 @@ class Request(RunLimits, TraceDetail):
             "Record this search first: solve(problem, trace=…) with the same settings.",
             path=str(self.recorded),
         )
+
+
+def _check_path(name: str, given: object) -> None:
+    if not isinstance(given, str | os.PathLike):
+        what = f"{name} = {given!r:.60}: it must be the path of a trace."
+        raise UsageError("setting-type", what, setting=name)

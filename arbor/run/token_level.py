@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from arbor.run.tiers import TierSettings
 
 EARLY_STOPPING = ("first", "heuristic", "never")
+RANGES = {"length_penalty": (-10, 10), "diversity": (0, 1_000_000)}
 SLOTS = 8192  # tokens of KV of texts to score at a time, where one does not need more
 
 
@@ -154,11 +155,10 @@ def checked_beams(settings: dict[str, Any]) -> BeamSettings:
         )
     for name in ("beams", "max_tokens", "groups"):
         checked_number(name, settings[name], whole=True, least=1)
-    for name in ("length_penalty", "diversity"):
-        if isinstance(settings[name], bool) or not is_finite(settings[name]):
-            raise UsageError("beams", f"{name} is {settings[name]!r}.", "It is a finite number.")
-    if settings["diversity"] < 0:
-        raise UsageError("beams", f"diversity is {settings['diversity']}.", "It is 0 or more.")
+    for name, (low, high) in RANGES.items():
+        given = settings[name]
+        if isinstance(given, bool) or not is_finite(given) or not low <= given <= high:
+            raise UsageError("beams", f"{name} is {given!r}.", f"It is from {low:,} to {high:,}.")
     if settings["beams"] % settings["groups"]:
         raise UsageError(
             "beams",
