@@ -70,6 +70,23 @@ PAIRS: list[tuple[str, str, bool, str]] = [
     (r"\frac{\pi}{4}", r"0.25\pi", True, ""),
     ("x=5", "5", True, ""),
     ("x+y", "x-y", False, ""),
+    # thousands, powers of ten and factors, which are no lists
+    ("10^6", "1,000,000", True, ""),
+    ("-10^{7}", "-10,000,000", True, ""),
+    ("10^{-3}", "0.001", True, ""),
+    ("10^6", "10,000,000", False, ""),
+    ("10^6", r"1\text{ million}", True, "a factor in words"),
+    (r"10^6\pi", r"1,000,000\pi", True, "thousands in a product"),
+    (r"\frac{1000}{3}", r"\frac{1,000}{3}", True, "thousands in a fraction"),
+    ("1,001,001", r"1001\cdot 1000+1", True, ""),
+    (r"2^3\cdot 5^6", "125 thousand", True, "a factor in words"),
+    ("10^6", "1, 000, 000", False, ""),
+    ("1, 000", "0, 1", True, ""),
+    ("5,000", "5,000, 5,000", False, "twice"),
+    ("2,1,1", "1,2,2", False, "twice"),
+    (r"\{1,200\}", r"\{200,1\}", True, ""),
+    ("(1,200)", "(1, 200)", True, ""),
+    ("(1,200)", "1200+x-x", False, ""),
 ]
 
 
@@ -83,6 +100,16 @@ def test_mathematics_decides_the_pairs_that_other_graders_get_wrong(
 
     assert grade.correct is equal, grade
     assert grade.method in ("number", "text", "math-verify")
+
+
+@pytest.mark.parametrize(("key", "answer", "equal", "differs"), PAIRS)
+def test_a_vote_joins_what_the_grader_calls_equal(
+    key: str, answer: str, equal: bool, differs: str
+) -> None:
+    pytest.importorskip("math_verify")
+    share = (key, answer) == (r"50\%", "0.5")  # in a vote a percentage is its number
+
+    assert MATH.equal(answer, key, 60) is (equal and not share)
 
 
 @pytest.mark.parametrize(("key", "answer", "equal", "differs"), PAIRS)

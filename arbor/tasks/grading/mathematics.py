@@ -41,7 +41,14 @@ from arbor.tasks.grading.base import Grader, graded
 from arbor.tasks.grading.exact import canonical
 from arbor.tasks.grading.extraction import marked
 from arbor.tasks.grading.intervals import as_interval, is_interval
-from arbor.tasks.grading.notation import has_factor, is_percentage, normalise, number, same
+from arbor.tasks.grading.notation import (
+    has_factor,
+    in_digits_alone,
+    is_percentage,
+    normalise,
+    number,
+    same,
+)
 from arbor.tasks.grading.worker import ProcessLimits, Reply, ScriptProcess
 
 logger = logging.getLogger(__name__)
@@ -68,7 +75,7 @@ class Mathematics(Grader):
 
     @property
     def version(self) -> str:
-        return f"math/3 {PACKAGE}/{_library_version()}"
+        return f"math/4 {PACKAGE}/{_library_version()}"
 
     def check(self) -> None:
         """Refuse to begin without the library.
@@ -125,10 +132,9 @@ class Mathematics(Grader):
         one, two = (canonical(each) for each in (first, second))
         if isinstance(one, Grade) or isinstance(two, Grade):
             return False
-        one, two = sorted((one, two))
+        one, two = in_one_notation(*sorted((one, two)))
         if same(one, two):
             return True
-        one, two = in_one_notation(one, two)
         plain = number(one) is not None and number(two) is not None
         if plain or never_equal(one, two) or seconds <= 0:
             return False
@@ -141,7 +147,8 @@ class Mathematics(Grader):
 
 
 def in_one_notation(one: str, two: str) -> tuple[str, str]:
-    """Two answers, with inequalities as intervals where the other answer is an interval."""
+    """Two answers with numbers in digits, and inequalities as intervals where the other is one."""
+    one, two = in_digits_alone(one), in_digits_alone(two)
     if is_interval(two):
         return as_interval(one) or one, two
     return (one, as_interval(two) or two) if is_interval(one) else (one, two)

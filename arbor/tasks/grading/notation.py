@@ -96,8 +96,9 @@ _BRACED = re.compile(r"([_^])\{(\w)\}")  # x^{2} is x^2
 # Numbers
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(rf"([+-]?)\s*({_DIGITS})")
+_SCIENTIFIC = re.compile(rf"([+-]?)({_DIGITS})e([+-]?\d{{1,3}})")
 _POWER = re.compile(
-    rf"([+-]?)({_DIGITS})(?:e([+-]?\d{{1,3}})|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{{?([+-]?\d{{1,3}})\}}?)"
+    rf"([+-]?)(?:({_DIGITS})\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*\{{?([+-]?\d{{1,3}})\}}?"
 )
 _SLASH = re.compile(rf"([+-]?)\s*({_DIGITS})\s*/\s*({_DIGITS})")
 _TWO = r"(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))"
@@ -107,6 +108,9 @@ _RECURRING = re.compile(r"([+-]?)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?|\()
 _GOING_ON = re.compile(r"([+-]?)(\d*)\.(\d*?)(\d{1,3}?)\4{2,}\s*\\(?:ldots|dots|cdots)")
 _TIMES = re.compile(rf"(.*?)\s*\b({'|'.join(FACTORS)})s?", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(\d)[kK]")
+_THREES = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")  # 1,234 in an expression
+_OPENING = re.compile(r"[(\[]|\\\{")
+_CLOSING = re.compile(r"[)\]]|\\\}")
 _PERCENT = re.compile(r"\s*(?:\\?%|(?i:per ?cent)\b)")
 
 
@@ -202,7 +206,7 @@ def _in_base(text: str) -> str:
 def number(text: str) -> Fraction | None:
     r"""The exact value of a normalised answer that is a plain number; None for anything else.
 
-    Such as 1,234.50, 50%, 3/4, \frac{3}{4}, 11 5/6, 0.1\overline{6}, 2.5\times10^3, 5 million.
+    Such as 1,234.50, 50%, \frac{3}{4}, 11 5/6, 0.1\overline{6}, 10^6, 2.5\times10^3, 5 million.
     Commas must group by threes. A percent sign is a unit and changes no value.
     """
     text = _PERCENT.sub("", text.strip()) if len(text) <= LONGEST else ""
@@ -220,10 +224,8 @@ def number(text: str) -> Fraction | None:
 def _plain_number(text: str) -> Fraction | None:
     if match := _NUMBER.fullmatch(text):
         return _signed(match[1], Fraction(_plain(match[2])))
-    if match := _POWER.fullmatch(text):
-        return _signed(
-            match[1], Fraction(_plain(match[2])) * Fraction(10) ** int(match[3] or match[4])
-        )
+    if match := _SCIENTIFIC.fullmatch(text) or _POWER.fullmatch(text):
+        return _signed(match[1], Fraction(_plain(match[2] or "1")) * Fraction(10) ** int(match[3]))
     if match := _RECURRING.fullmatch(text) or _GOING_ON.fullmatch(text):
         start, repeated = match[3], match[4]
         whole = Fraction(int((match[2] or "0") + start), 10 ** len(start))
@@ -248,6 +250,25 @@ def _plain(digits: str) -> str:
 
 def _signed(sign: str, value: Fraction) -> Fraction:
     return -value if sign == "-" else value
+
+
+def in_digits_alone(text: str) -> str:
+    r"""An answer whose numbers have no commas of thousands and no factor in words.
+
+    Commas in brackets stay: ``(1,200)`` may be a point. ``1, 000`` is a list.
+    """
+    exact = None if text.startswith(("(", "[")) or is_percentage(text) else number(text)
+    if exact is not None:
+        return str(exact)
+    return _THREES.sub(
+        lambda match: match[0] if _is_open(text[: match.start()]) else match[0].replace(",", ""),
+        text,
+    )
+
+
+def _is_open(text: str) -> bool:
+    r"""Whether a bracket is still open at the end of a text; braces count as ``\{``."""
+    return len(_OPENING.findall(text)) > len(_CLOSING.findall(text))
 
 
 def is_percentage(text: str) -> bool:
