@@ -1,7 +1,8 @@
 """The process that compares mathematics by math-verify; `ScriptProcess` runs this file as a script.
 
-A verdict of the library is kept unless the two differ as numbers: it takes 1/2006! for 1/2004!, and
-0.3333333 for 1/3. Numbers are therefore compared again, at 60 digits.
+A verdict of the library is kept unless the two differ as numbers: it takes 1/2006! for 1/2004!.
+Numbers are therefore compared again, at 60 digits. Decimals are the fractions that they write.
+Those that the library has evaluated already, as in e^0.5, have 15 digits, of which 12 count.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from typing import Any
 
 DIGITS = 60  # of precision
 AGREE = 40  # leading digits by which equal numbers agree
+AGREE_ROUNDED = 12  # the same where one of them was evaluated to 15 digits
 LONGEST_NUMBER = 10**6  # digits; an answer that needs a longer one is not evaluated
+
+_DECIMAL = re.compile(r"\d*\.\d+|\d+\.")
 
 
 class TooLarge(Exception):
@@ -70,6 +75,7 @@ def comparison() -> Any:
             return True, True
         if any(map(too_large, (*gold, *given))):
             raise TooLarge
+        gold, given = exact(gold, expected), exact(given, answer)
         if not verify(gold, given, timeout_seconds=None):
             return False, False
         return True, not all(differ(one, two) for one, two in itertools.product(gold, given))
@@ -104,6 +110,18 @@ def _magnitude(expression: Any) -> float:
     return sum(inner, 1.0)
 
 
+def exact(expressions: list[Any], text: str) -> list[Any]:
+    """Expressions with the decimals of their text as fractions."""
+    import sympy
+
+    written = {sympy.Float(each): sympy.Rational(each) for each in _DECIMAL.findall(text)}
+    signed = written | {-number: -fraction for number, fraction in written.items()}
+    return [
+        each.xreplace(signed) if isinstance(each, sympy.Basic | sympy.MatrixBase) else each
+        for each in expressions
+    ]
+
+
 def differ(one: Any, two: Any) -> bool:
     """Whether two expressions certainly differ: as numbers, or in a number they consist of."""
     import sympy
@@ -121,11 +139,14 @@ def differ(one: Any, two: Any) -> bool:
     if isinstance(one, sympy.Eq) or isinstance(two, sympy.Eq):
         one, two = (each.rhs if isinstance(each, sympy.Eq) else each for each in (one, two))
     values = list(itertools.product(numbers(one), numbers(two)))
-    return bool(values) and not any(_agree(a, b) for a, b in values)
+    return bool(values) and not any(_agree(*a, *b) for a, b in values)
 
 
-def numbers(expression: Any) -> list[Any]:
-    """The numbers an expression may stand for: 9 % is 9/100, and by custom 9; none for others."""
+def numbers(expression: Any) -> list[tuple[Any, int]]:
+    """The numbers an expression may stand for, each with how many of its digits count.
+
+    9 % is 9/100, and by custom 9. An expression that is no number has none.
+    """
     import sympy
 
     if not isinstance(expression, sympy.Expr) or not expression.is_number:
@@ -135,17 +156,20 @@ def numbers(expression: Any) -> list[Any]:
     if isinstance(expression, sympy.Mul) and percent in expression.args:
         found.append(sympy.Mul(*[each for each in expression.args if each != percent]))
     with contextlib.suppress(Exception):
-        exact = [sympy.nsimplify(each.doit(), rational=True) for each in found]
-        return [each.evalf(DIGITS) for each in exact]
+        values = [each.doit() for each in found]
+        return [
+            (each.evalf(DIGITS), AGREE_ROUNDED if each.has(sympy.Float) else AGREE)
+            for each in values
+        ]
     return []
 
 
-def _agree(one: Any, two: Any) -> bool:
-    """Whether two numbers have the same leading digits; also if they cannot be compared."""
+def _agree(one: Any, of_one: int, two: Any, of_two: int) -> bool:
+    """Whether two numbers have the same digits that count; also if they cannot be compared."""
     if one == two:
         return True
     try:
-        return bool(abs(one - two) <= max(abs(one), abs(two)) * 10**-AGREE)
+        return bool(abs(one - two) <= max(abs(one), abs(two)) * 10 ** -min(of_one, of_two))
     except TypeError:  # infinity, or a number that sympy cannot evaluate
         return True
 
