@@ -18,7 +18,9 @@ from arbor.aggregate.majority import Majority
 from arbor.aggregate.weighted import Weighted
 from arbor.errors import UsageError
 from arbor.run.answers import AnswerGroups, compares_answers, ranked
+from arbor.run.plugin_answers import checked_task
 from arbor.tasks.base import Problem
+from arbor.tasks.game24 import Game24
 from arbor.tasks.grading import mathematics
 from arbor.tasks.grading.worker import Reply
 from arbor.tasks.reasoning import Math, Reasoning
@@ -161,3 +163,53 @@ def test_a_plug_in_chooses_the_answer_and_is_checked() -> None:
     with pytest.raises(UsageError) as caught:
         ranked(Last(), [])
     assert caught.value.code == "aggregate-raised"
+
+
+@dataclass(frozen=True)
+class OwnEquality(Game24):
+    """A task of a plug-in whose comparison fails for some problems, or answers something else."""
+
+    refuses: str = "4"
+    answers: Any = True
+
+    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
+        return "".join(thoughts)[-3:]
+
+    def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        if "".join(thoughts) == "fails":
+            raise LookupError
+        return False
+
+    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+        if problem.text.startswith(self.refuses):
+            raise ValueError("no such comparison")
+        same: bool = self.answers
+        return same
+
+
+@pytest.mark.parametrize(
+    ("task", "texts", "code", "member"),
+    [
+        (OwnEquality(), ["a", "b"], "task-raised", "same_answer"),
+        (OwnEquality(refuses="none", answers=None), ["a", "b"], "task-answer", "same_answer"),
+        (OwnEquality(), ["fails"], "task-raised", "is_guess"),
+    ],
+)
+def test_a_comparison_of_a_plug_in_is_checked(
+    task: OwnEquality, texts: list[str], code: str, member: str
+) -> None:
+    groups = AnswerGroups(checked_task(task), Problem("id", "own", "4 5 6 10"))
+
+    with pytest.raises(UsageError) as caught:
+        groups.paths(leaves(texts))
+
+    assert (caught.value.code, caught.value.data["member"]) == (code, member)
+
+
+def test_a_comparison_that_raises_ends_its_own_problem_only() -> None:
+    with Solver(
+        task=OwnEquality(), controller="best-of-n,samples=8", aggregate="majority", max_depth=1
+    ) as solver:
+        found = solver.solve_batch(["1 2 3 4", "4 5 6 10", "2 3 4 6"], on_error="return")
+
+    assert [each.error and each.error["code"] for each in found] == [None, "task-raised", None]

@@ -93,7 +93,7 @@ class AnswerGroups:
             left = max(0.0, ends - began) if self._compares else 0.0
             given = (self._problem, texts[one], texts[two])
             if isinstance(self._task, CheckedTask):
-                equal = bool(left > 0 and same(*given))
+                equal = left > 0 and same(*given)
             else:
                 equal = same(*given, left)
             now = time.monotonic()

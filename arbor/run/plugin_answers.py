@@ -149,8 +149,10 @@ def path_answer(task: Task, problem: Problem, leaf: Node) -> tuple[str | None, b
 
     A path that a limit has cut has no answer but one that its text states.
     """
-    answer, own = task.answer(problem, leaf.thoughts), unchecked(task)
-    if answer is None or not isinstance(own, Guesses) or not own.is_guess(problem, leaf.thoughts):
+    answer = task.answer(problem, leaf.thoughts)
+    if answer is None or not isinstance(unchecked(task), Guesses):
+        return answer, False
+    if not cast(Guesses, task).is_guess(problem, leaf.thoughts):
         return answer, False
     return (None, False) if leaf.cut else (answer, True)
 
@@ -197,6 +199,8 @@ _OF_TASK: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "is_terminal": (lambda found: isinstance(found, bool), "True or False"),
     "answer": (lambda found: found is None or isinstance(found, str), "a text or None"),
     "grade": (_is_grade, "a Grade with True or False, texts, and numbers as scores"),
+    "is_guess": (lambda found: isinstance(found, bool), "True or False"),
+    "same_answer": (lambda found: isinstance(found, bool), "True or False"),
     "value": (is_finite, "a finite number"),
     "question": (_is_question, "a Question with a text and a number for each verdict"),
     "proposal": (_is_proposal, "a Proposal with texts and a number of at least 1"),
