@@ -38,10 +38,10 @@ from arbor.events import (
 )
 from arbor.model.loading import BUILTIN
 from arbor.retention.policy import Policy
-from arbor.tasks.base import Problem
+from arbor.tasks.base import Problem, Task
 from arbor.tasks.game24 import Game24
 from arbor.trace import Replay, read_trace
-from arbor.verifiers.base import Verdict
+from arbor.verifiers.base import Inquiry, Verdict
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -377,6 +377,61 @@ def test_what_a_verifier_returns_is_checked(verdict: Any, code: str, words: str)
     ):
         solver.solve(PUZZLE)
     assert error.value.code == code and "Saying" in error.value.message
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A verifier that asks one thing after each candidate, at once or through `inquire`, and not
+    in problems that begin with 1."""
+
+    questions: Any
+    ready: bool = False
+    needs_model: ClassVar[bool] = True
+
+    def inquire(self, task: Task, problem: Problem, candidates: Any, encoder: Any) -> Any:
+        if not self.ready or problem.text.startswith("1"):
+            return None
+        return Inquiry(candidates, self.questions, lambda logits: Verdict((0.5,), 1))
+
+    def verify(self, task: Task, problem: Problem, candidates: Any, engine: Any) -> Verdict:
+        if not problem.text.startswith("1"):
+            engine.ask(candidates, self.questions)
+        return Verdict((0.5,) * len(candidates), len(candidates))
+
+
+@pytest.mark.parametrize(
+    ("questions", "words"),
+    [
+        ([[5], [5]], "questions: 2, blocks: 1; engine.ask takes one question for each"),
+        ([[]], "a question has no token: engine.ask takes at least one"),
+        ([[999_999]], r"999999 is no token id: engine.ask takes 0 to \d+ "),
+        ([[-1]], "-1 is no token id"),
+        ([[0.5]], "0.5 is no token id"),
+        (
+            ["Reachable?"],
+            r"a question is a text: engine.ask takes token ids, engine.encode\(text\)",
+        ),
+        (None, "TypeError"),
+    ],
+)
+def test_what_a_verifier_asks_is_checked_and_ends_its_own_problem_only(
+    questions: Any, words: str
+) -> None:
+    chain = {"name": "tot", "beam": 1, "width": 1}
+    with Solver(controller=chain, verifier=Asking(questions)) as solver:
+        with pytest.raises(UsageError, match=words) as error:
+            solver.solve(PUZZLE)
+        solved, failed = solver.solve_batch(["1 2 3 4", PUZZLE], on_error="return")
+    with (
+        Solver(controller=chain, verifier=Asking(questions, ready=True)) as solver,
+        pytest.raises(UsageError, match="verifier-answer") as answered,
+    ):
+        solver.solve(PUZZLE)
+
+    assert error.value.code == "verifier-raised" and error.value.exit_code == 2
+    assert "Asking" in error.value.message and "(test_solver.py:" in error.value.message
+    assert failed.error and failed.error["code"] == "verifier-raised" and solved.error is None
+    assert "token ids of the model" in answered.value.message
 
 
 def letters() -> PreTrainedTokenizerFast:

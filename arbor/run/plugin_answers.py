@@ -11,6 +11,7 @@ import numbers
 import reprlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from arbor.controllers.base import (
@@ -24,6 +25,7 @@ from arbor.controllers.base import (
 )
 from arbor.errors import ArborError, UsageError
 from arbor.registry import name_of
+from arbor.run.questions import wrong_in
 from arbor.support.texts import clipped, one_line
 from arbor.tasks.base import (
     BlockLimits,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # A frame in these marks an exception that the plug-in only passes on: of a listener, or a bug.
-NOT_ITS_OWN = ("arbor.engine.", "arbor.run.listeners", "arbor.run.questions")
+NOT_ITS_OWN = ("arbor.engine.", "arbor.run.listeners")
 LONGEST_SHOWN = 80  # characters of an answer or a message
 
 
@@ -66,10 +68,10 @@ class PluginCalls:
             raise
         except Exception as error:
             frames = list(traceback.walk_tb(error.__traceback__))
-            modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
-            if any(module.startswith(NOT_ITS_OWN) for module in modules):
+            if any(_module(frame).startswith(NOT_ITS_OWN) for frame, _ in frames):
                 raise
-            frame, line = frames[-1]
+            outside = [each for each in frames if not _module(each[0]).startswith("arbor.")]
+            frame, line = (outside or frames)[-1]
             kind, place = self._kind, f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"
             raise UsageError(
                 f"{kind}-raised",
@@ -109,6 +111,11 @@ class PluginCalls:
             name=self._name,
             member=member,
         )
+
+
+def _module(frame: FrameType) -> str:
+    """The name of the module whose code runs in a frame."""
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def is_count(value: object) -> bool:
@@ -434,8 +441,8 @@ def inquiry_of(
     found: Inquiry | None = answers.right(
         "inquire",
         lambda: verifier.inquire(given, problem, candidates, encoder),
-        lambda inquiry: inquiry is None or _are_questions(inquiry),
-        "an Inquiry with token ids after blocks",
+        lambda inquiry: inquiry is None or _are_questions(inquiry, encoder),
+        "an Inquiry with token ids of the model after each block",
     )
     if found is None:
         return None
@@ -447,18 +454,17 @@ def inquiry_of(
     return dataclasses.replace(found, verdict=checked)
 
 
-def _are_questions(inquiry: Any) -> bool:
-    if not isinstance(inquiry, Inquiry):
-        return False
-    if not all(isinstance(each, list | tuple) for each in (inquiry.nodes, inquiry.questions)):
-        return False
-    return len(inquiry.nodes) == len(inquiry.questions) and all(
-        isinstance(node, Node)
-        and isinstance(tokens, list | tuple)
-        and tokens
-        and all(isinstance(token, numbers.Integral) for token in tokens)
-        for node, tokens in zip(inquiry.nodes, inquiry.questions, strict=True)
+def _are_questions(inquiry: Any, encoder: Encoder) -> bool:
+    return (
+        isinstance(inquiry, Inquiry)
+        and _are_lists((inquiry.nodes, inquiry.questions))
+        and _are_lists(inquiry.questions)
+        and wrong_in(inquiry.nodes, inquiry.questions, getattr(encoder, "vocabulary", 0)) is None
     )
+
+
+def _are_lists(values: Sequence[object]) -> bool:
+    return all(isinstance(each, list | tuple) for each in values)
 
 
 def verdict_of(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,6 +134,39 @@ def _derived(tokenizer: Any) -> QuestionTurn:
     return QuestionTurn(tokenizer, so_far + reasoned, before, after)
 
 
+def wrong_in(
+    nodes: Sequence[Node], questions: Sequence[Sequence[int]], vocabulary: int
+) -> str | None:
+    """What the engine cannot be asked, with what it can; None where there is nothing.
+
+    Args:
+        nodes, questions: of a plug-in, so that they may be anything.
+        vocabulary: token ids of the model; 0: not known.
+    """
+    if len(nodes) != len(questions):
+        counts = f"questions: {len(questions)}, blocks: {len(nodes)}"
+        return f"{counts}; engine.ask takes one question for each"
+    for node in nodes:
+        if not isinstance(node, Node):
+            return f"{node!r:.20} is no block: engine.ask takes candidates"
+    for question in questions:
+        if isinstance(question, str):
+            return "a question is a text: engine.ask takes token ids, engine.encode(text)"
+        if not len(question):
+            return "a question has no token: engine.ask takes at least one"
+        for token in question:
+            if not _is_token(token, vocabulary or math.inf):
+                return f"{token!r:.20} is no token id: engine.ask takes 0 to {vocabulary - 1}"
+    return None
+
+
+def _is_token(value: Any, vocabulary: float) -> bool:
+    try:
+        return 0 <= operator.index(value) < vocabulary
+    except TypeError:
+        return False
+
+
 class Words:
     """Token ids of questions, as a verifier asks for them.
 
@@ -175,17 +210,25 @@ class PlannedQuestions(Words):
         task: the task's name.
         plan: of the search.
         context: positions of the model.
+        vocabulary: its token ids; 0: not known.
         turn: as for `Words`.
     """
 
     def __init__(
-        self, engine: Asker, task: str, plan: Plan, context: int, turn: QuestionTurn | None = None
+        self,
+        engine: Asker,
+        task: str,
+        plan: Plan,
+        context: int,
+        vocabulary: int,
+        turn: QuestionTurn | None = None,
     ) -> None:
         super().__init__(engine.encode, turn)
         self._engine = engine
         self._task = task
         self._plan = plan
         self._context = context
+        self.vocabulary = vocabulary
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         """The model's next-token logits, see `Asker.ask`.
@@ -193,7 +236,10 @@ class PlannedQuestions(Words):
         Raises:
             BudgetInfeasible: a question does not fit; says so if it is longer than planned.
             InputError: a question longer than planned exceeds the model's context.
+            ValueError: not token ids for each block, see `wrong_in`.
         """
+        if wrong := wrong_in(nodes, questions, self.vocabulary):
+            raise ValueError(wrong)
         with self.explaining(nodes, questions):
             return self._engine.ask(nodes, questions)
 

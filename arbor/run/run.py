@@ -285,6 +285,7 @@ class Run:
                     setup.task.name,
                     self.plan,
                     setup.checkpoint.read().info.context,
+                    setup.checkpoint.read().info.vocabulary,
                     question_turn(engine.tokenizer, setup.task, self.problem),
                 ),
                 pool=self.pool,
