@@ -363,6 +363,8 @@ class Saying:
         ([1.0], "verifier-answer", r"\[1.0\], not a Verdict"),
         (None, "verifier-answer", "None, not a Verdict"),
         (Verdict(0.5, 0), "verifier-answer", "not a Verdict with a tuple of values"),  # type: ignore[arg-type]
+        (Verdict((0.5,), -1), "verifier-answer", "{'asked': -1}, not a number of questions"),
+        (Verdict((0.5,), 0.5), "verifier-answer", "{'asked': 0.5}, not a number"),  # type: ignore[arg-type]
         (Verdict((0.5, 0.5), 0), "verdict-count", "gave 2 values for 1 candidates"),
         (Verdict(("high",), 0), "verdict-range", "at 'high'"),  # type: ignore[arg-type]
         (Verdict((True,), 0), "verdict-range", "at True"),

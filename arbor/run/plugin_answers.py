@@ -483,17 +483,14 @@ def verdict_of(
 
 
 def _checked_verdict(answers: PluginCalls, member: str, call: Callable[[], Any]) -> Verdict:
-    found = answers.right(member, call, _is_verdict, "a Verdict with a tuple of values")
+    found = answers.right(member, call, _has_values, "a Verdict with a tuple of values")
+    if not isinstance(found.asked, numbers.Integral) or int(found.asked) < 0:
+        raise answers.wrong(member, {"asked": found.asked}, "a number of questions, at least 0")
     if found.gate is not None and not isinstance(found.gate, Gate):
         raise answers.wrong(member, found, "a Verdict with a Gate or none")
     scores = tuple(found.scores)
     return Verdict(tuple(found.values), int(found.asked), gate=found.gate, scores=scores)
 
 
-def _is_verdict(found: Any) -> bool:
-    return (
-        isinstance(found, Verdict)
-        and all(isinstance(each, tuple | list) for each in (found.values, found.scores))
-        and isinstance(found.asked, numbers.Integral)
-        and int(found.asked) >= 0
-    )
+def _has_values(found: Any) -> bool:
+    return isinstance(found, Verdict) and _are_lists((found.values, found.scores))
