@@ -197,6 +197,17 @@ KINDS: list[tuple[str, str, str, bool]] = [
     (WORDED, "3", "#### Three steps\nThat makes 18.", False),
     (WORDED, "18", "#### Three steps\nThat makes 18.", True),
     ("math", "5", r"\boxed{five sixths}", False),
+    # numbers directly behind words of scripts without spaces
+    (WORDED, "18", "答案是18。", True),
+    (WORDED, "18", "所以一共是18个苹果。", True),
+    (WORDED, "18", "答えは18です。", True),
+    (WORDED, "18", "그래서 합계는18개입니다.", True),
+    ("gsm8k reasoning math", "-18", "答案是-18。", True),
+    (WORDED, "8", "答案是18。", False),
+    (WORDED, "18", "The total is18.", False),
+    (WORDED, "18", "Итого18", False),
+    (WORDED, "18", "So it is α18.", False),
+    (WORDED, "18", "So we get eggs_18.", False),
     # a stated number, and what it was counted from
     ("gsm8k reasoning math", "64", "The answer is $64 for 16 glasses.", True),
     ("gsm8k", "16", "The answer is $64 for 16 glasses.", False),

@@ -95,12 +95,15 @@ _LEADS_WITH_NUMBER = re.compile(r"[-+(]?\s*(?:[£€$¥₹]|\\[$(]|Rs\.?|USD)?\s
 _WORDS = re.compile(r"[A-Za-z]{2,}")
 
 # Numbers of a text
+_CJK = "\u3005\u3006\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff\U00020000-\U0003ffff"
+_IN_WORD = rf"[^\W{_CJK}]"  # a letter, a digit or _; scripts without spaces put numbers anywhere
 _ENDS_WITH = re.compile(
     r"(?:\\\[((?:(?!\\\[).)+?)\\\]|\\\(((?:(?!\\\().)+?)\\\)|\$\$([^$]+)\$\$|(?<!\$)\$([^$\n]+)\$)[\s.,;:!*_]*\Z",
     re.DOTALL,
 )
 _NUMBERS = re.compile(
-    r"((?:(?<![\w)\]}.])[-−])?(?:(?<![\w.])|(?<=__))\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?)"
+    rf"((?:(?<![)\]}}.])(?<!{_IN_WORD})[-−])?(?:(?<!\.)(?<!{_IN_WORD})|(?<=__))"
+    r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?)"
     rf"(\s+(?:{'|'.join(FACTORS)})s?\b)?",
     re.IGNORECASE,
 )
