@@ -35,7 +35,7 @@ _STANDALONE = re.compile(r"(?<![\w'’])\(?([A-Z])\)?(?![\w'’])")
 class LetterGrader(Grader):
     """LetterGrader compared as letters; ``(b)``, ``B.`` and ``B. gravity`` are B."""
 
-    version = "choice/3"
+    version = "choice/4"
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""

@@ -91,7 +91,8 @@ _GOES_ON = re.compile(
     r"|\s+(?:for|from|than|each|after|before|during|with|when|while|(?:of|to)(?=\s+[A-Za-z]{2})|(?<=[a-z]{3}\s)(?:in|on|over|at|within))\s+(?=.*\d)"
 )
 _COUNTED = re.compile(r"([£€$]?-?\d[\d,.]*\s+[A-Za-z]{2,}[^,]*),\s")
-_LEADS_WITH_NUMBER = re.compile(r"[-+(]?\s*(?:[£€$¥₹]|\\[$(]|Rs\.?|USD)?\s*[-+]?\.?\d")
+_BEFORE_NUMBER = r"[-+(]?\s*(?:[£€$¥₹]|\\[$(]|Rs\.?|USD)?\s*[-+]?"
+_LEADS_WITH_NUMBER = re.compile(rf"{_BEFORE_NUMBER}\.?\d")
 _WORDS = re.compile(r"[A-Za-z]{2,}")
 
 # Numbers of a text
@@ -105,6 +106,11 @@ _NUMBERS = re.compile(
     rf"((?:(?<![)\]}}.])(?<!{_IN_WORD})[-−])?(?:(?<!\.)(?<!{_IN_WORD})|(?<=__))"
     r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?)"
     rf"(\s+(?:{'|'.join(FACTORS)})s?\b)?",
+    re.IGNORECASE,
+)
+_FIRST_NUMBER = re.compile(  # with all digits, points and commas that belong to it
+    rf"(?!\()({_BEFORE_NUMBER})(\.?\d[\d.,/]*(?<![.,/]))(?!{_IN_WORD}|[\\^!({{]|[.,/]\d)"
+    rf"((?:\s+(?:{'|'.join(FACTORS)})s?\b)?)",
     re.IGNORECASE,
 )
 _LIST_MARKER = re.compile(
@@ -177,6 +183,9 @@ def marked(text: str) -> str | None:
 def hashed(text: str) -> str | None:
     """The first number after ``####``, with what belongs to it: ``#### 18 thousand dollars``.
 
+    It stands alone where more follows: 18 of "#### 18 eggs and 3 hens". An equation is its last
+    side, 9 * 2 = 18; an expression such as 2x + 3, or a point, has none.
+
     Headings of Markdown do not count: "#### 1. Add the parts", "#### Step 2", "#### Two cases".
     A number with a full stop is one where it is the next of a list: "#### 1.", not "#### 18."
     """
@@ -196,10 +205,12 @@ def hashed(text: str) -> str | None:
         found = phrase(line[label.end() :] if label else line)
         if not any(map(str.isdigit, line)) and _COUNTED_HEADING.match(in_digits(found)):
             continue
-        if _LEADS_WITH_NUMBER.match(normalise(found)) or "=" in found:
-            value = single_number(found)
-            if value is not None:
-                return value if "=" in found else found
+        value = single_number(found)
+        if value is not None:
+            return value if "=" in found else found
+        first = _FIRST_NUMBER.match(grouped(found))
+        if first and "=" not in found and first[2] in grouped(line):  # not one in words
+            return "".join(first.groups())
     return None
 
 
