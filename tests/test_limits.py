@@ -118,6 +118,25 @@ def test_half_is_kept_at_most_until_a_path_has_an_answer(depth: int, most: int, 
     assert [each.width for each in left.of(asked)] == [most // 100 - 4]
 
 
+@pytest.mark.parametrize(("since_s", "half_s"), [(None, 45.0), (70.0, 30.0)])
+def test_half_of_the_time_that_the_search_has_is_kept(
+    since_s: float | None, half_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins at 100 s; what had passed of its 90 s before is spent."""
+    clock = [100.0]
+    monkeypatch.setattr(allowance, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    asked = [Expansion(ThoughtTree([0]).root, 1)]
+    left = allowance.Allowance(SessionLimits(max_depth=3, timeout=90), since_s)
+
+    left.start()
+
+    assert left.seconds_left == 2 * half_s
+    clock[0] = 99.0 + half_s
+    assert left.of(asked) == asked
+    clock[0] = 101.0 + half_s
+    assert left.of(asked) == [] and left.narrowed == "timeout"
+
+
 def test_the_most_promising_leaf_has_the_greatest_value_then_the_greatest_depth() -> None:
     tree = ThoughtTree([0])
     likely, inner, given_up = (tree.fork(tree.root) for _ in range(3))

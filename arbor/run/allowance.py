@@ -22,6 +22,8 @@ class Allowance:
 
     Args:
         limits: of the run.
+        since_s: when its time began, in `time.monotonic`; None: with the search. What had passed
+            before the search began is spent, and half of the rest is kept.
 
     Attributes:
         answered: a path ended with an answer, so that nothing is kept.
@@ -30,9 +32,11 @@ class Allowance:
             children than it asked for.
     """
 
-    def __init__(self, limits: SessionLimits) -> None:
+    def __init__(self, limits: SessionLimits, since_s: float | None = None) -> None:
         self._limits = limits
+        self._since_s = since_s
         self._deadline: float | None = None
+        self._kept_s = 0.0  # until a path has an answer
         self._expanded = 0
         self._blocks = self._tokens = 0  # closed blocks, and their tokens
         self._asked_at = 0.0  # wall seconds, when the last round began
@@ -42,9 +46,12 @@ class Allowance:
         self.left_out: set[Node] = set()
 
     def start(self) -> None:
-        """The time begins."""
+        """The search begins."""
         if self._limits.timeout is not None:
-            self._deadline = time.monotonic() + self._limits.timeout
+            now = time.monotonic()
+            since_s = now if self._since_s is None else self._since_s
+            self._deadline = since_s + self._limits.timeout
+            self._kept_s = MOST_KEPT * (self._deadline - now)
 
     @property
     def tokens_are_spent(self) -> bool:
@@ -115,10 +122,9 @@ class Allowance:
     def _is_late(self, asked: Sequence[Expansion]) -> bool:
         """Whether this round would take of the time that is kept, if each block takes as long as
         in the last round."""
-        whole = self._limits.timeout
-        if whole is None or self.answered:
+        if self._deadline is None or self.answered:
             return False
-        return self.seconds_left - self._block_s * sampled_by(asked) < whole * MOST_KEPT
+        return self.seconds_left - self._block_s * sampled_by(asked) < self._kept_s
 
     def _within_tokens(
         self, asked: list[Expansion], growing: Sequence[Expansion], most: int

@@ -68,6 +68,7 @@ class Run:
         self.seed = setup.seed if request.seed is None else request.seed
         self.budget = setup.budget if request.budget is None else Budget.parse(request.budget)
         self.session: Session | None = None  # while the engine searches
+        self.since_s: float | None = None  # when its time began, see `Allowance`
         self._stopped: Status | None = None
         self._reached: ReachedLimit | None = None  # which limit stopped it
         self.pool: int | None = None  # the budget of all runs in the engine
@@ -142,13 +143,14 @@ class Run:
         bytes_per_token = self.setup.checkpoint.read().info.kv_bytes_per_token
         return self.budget.tokens(sys.maxsize, bytes_per_token)
 
-    def unsearched(self, status: Status) -> Solution:
+    def unsearched(self, status: Status, limit: ReachedLimit | None = None) -> Solution:
         """The solution of a search that was stopped before it began."""
         return Solution(
             id=self.problem.id,
             task=self.task.name,
             problem=self.problem.text,
             finish_reason=status,
+            limit=limit,
             seed=self.seed,
             config=self.config,
         )
@@ -291,6 +293,7 @@ class Run:
                 pool=self.pool,
                 aggregate=setup.aggregate,
                 by_policy=by_policy,
+                since_s=self.since_s,
                 opened=self._open_verifiers(emit, verifiers),
                 most=self.plan.most_held,
                 part=self._part,

@@ -100,6 +100,7 @@ class Session:
             any.
         opened: this search in the models of verifiers that have their own.
         compares: the prompt is compared with earlier ones where the engine shares similar ones.
+        since_s: when the time of `limits` began, see `Allowance`.
         opening: how the tree is opened, see `Engine.open`.
     """
 
@@ -121,6 +122,7 @@ class Session:
         questions: PlannedQuestions | None = None,
         opened: Mapping[Verifier, VerifierSearch] | None = None,
         compares: bool = True,
+        since_s: float | None = None,
         **opening: Any,
     ) -> None:
         self.engine = engine
@@ -142,7 +144,7 @@ class Session:
         self.proposals = None if able is None else Proposals(engine, able, problem, growth)
         self.substituted: OtherPrompt | None = None  # that was read instead
         self._opening = {"slots": slots, **opening}
-        self._allowance = Allowance(limits)
+        self._allowance = Allowance(limits, since_s)
         self._alone: list[Node] = []  # leaves that ended with what was kept for that
         self._went_on: dict[int, Node] = {}  # of each leaf that went on alone, the child
         self._running: tuple[Node, ...] = ()

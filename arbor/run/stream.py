@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Self
 
-from arbor.events import Event
+from arbor.events import Event, ReachedLimit
 from arbor.run.run import Run
 from arbor.run.solution import Solution
 
@@ -48,6 +48,7 @@ class SearchJob:
         self._solution: Solution | None = None
         self._error: BaseException | None = None
         self._given_up: Status | None = None  # before the search began
+        self._reached: ReachedLimit | None = None  # which limit it was given up for
 
     # For the worker
 
@@ -85,13 +86,13 @@ class SearchJob:
 
     # For its readers
 
-    def stop(self, status: Status) -> None:
+    def stop(self, status: Status, limit: ReachedLimit | None = None) -> None:
         """End the search after its current forward; at once if it has not begun."""
         if self.take():
-            self._given_up = status
+            self._given_up, self._reached = status, limit
             self.end(None)
         else:
-            self.run.stop(status)
+            self.run.stop(status, limit)
 
     def abandon(self) -> None:
         """Give the search up between two steps of the engine, and its KV with it; at once if it has
@@ -133,7 +134,7 @@ class SearchJob:
         """
         self.wait()
         if self._given_up is not None:
-            return self.run.unsearched(self._given_up)
+            return self.run.unsearched(self._given_up, self._reached)
         assert self._solution is not None, "a search ends with a solution or an error"
         return self._solution
 

@@ -231,6 +231,8 @@ class _Planning:
         self._with_logprobs = with_logprobs
         self._choices = body.n or 1
         self._seed = secrets.randbits(32) if body.seed is None else body.seed % 2**64
+        asked = None if body.arbor is None else body.arbor.timeout
+        self._timeout_s = settings.timeout if asked is None else min(asked, settings.timeout)
         self._check_stops()
 
     def plain(
@@ -284,19 +286,17 @@ class _Planning:
         with _of_the_messages():
             changes["task"] = with_system(changes["task"], system)
         changes["sampling"] = self._sampling()
-        options = search_options(search, max_tokens, self._seed, self._settings)
+        options = search_options(search, max_tokens, self._seed, self._timeout_s, self._settings)
         options["trace_level"] = self._detail
         runs = [self._engine.prepare(problem, options, **changes) for problem in problems]
         return self._planned(runs, searched=True)
 
     def _planned(self, runs: Sequence[Run], *, searched: bool, copies: int = 1) -> Planned:
-        asked = None if self._body.arbor is None else self._body.arbor.timeout
-        most = self._settings.timeout
         return Planned(
             tuple(runs),
             self._choices,
             self._seed,
-            most if asked is None else min(asked, most),
+            self._timeout_s,
             self._body.stops,
             searched,
             self._with_logprobs,
@@ -325,7 +325,7 @@ class _Planning:
         if self._engine.tokens is not None:  # of KV; else a part of what there is
             left = min(left, max(1, self._engine.tokens - len(tokens)))
         most = min(self._settings.max_tokens, left, max_tokens or left)
-        options: Options = {"seed": self._seed}
+        options: Options = {"seed": self._seed, "timeout": self._timeout_s}
         if self._body.stream or self._with_logprobs:
             options["trace_level"] = "tokens"
         return self._engine.prepare(

@@ -72,7 +72,11 @@ def search_changes(search: SearchFields, setup: Setup, settings: ServerSettings)
 
 
 def search_options(
-    search: SearchFields, max_tokens: int | None, seed: int, settings: ServerSettings
+    search: SearchFields,
+    max_tokens: int | None,
+    seed: int,
+    timeout_s: float,
+    settings: ServerSettings,
 ) -> Options:
     """The options of a run that a search asks for.
 
@@ -80,14 +84,15 @@ def search_options(
         search: as asked for.
         max_tokens: to generate, as far as they are allowed; None: that many.
         seed: of the run.
+        timeout_s: of the request.
         settings: the server's limits.
     """
     most = settings.max_search_tokens
     options: Any = search.given(Request) | {
         "seed": seed,
         "max_tokens": min(most, max_tokens or most),
+        "timeout": timeout_s,
     }
-    options.pop("timeout", None)  # of the request as a whole
     return cast(Options, options)
 
 

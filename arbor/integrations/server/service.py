@@ -227,10 +227,15 @@ class Admitted:
         self.planned = planned
         self._service = service
         self._arrived_s = arrived_s
+        for run in planned.runs:
+            run.since_s = arrived_s
         self._jobs = [service.engine.begin(run) for run in planned.runs]
         loop = asyncio.get_running_loop()
         left_s = max(0.0, arrived_s + planned.timeout_s - time.monotonic())
-        self._timers = [loop.call_later(left_s, job.stop, "timeout") for job in self._jobs]
+        # for those that never have their turn; the others know their deadline
+        self._timers = [
+            loop.call_later(left_s, job.stop, "timeout", "timeout") for job in self._jobs
+        ]
 
     def close(self) -> None:
         """Give up what is in progress, and its KV with it."""

@@ -18,6 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -31,6 +32,7 @@ from pydantic import ValidationError
 
 from arbor import Solver
 from arbor.errors import InputError, UsageError
+from arbor.events import Boundary, Event
 from arbor.integrations.server.refusals import refusal_of, without_paths
 from arbor.integrations.server.responses import PublicRecords
 from arbor.integrations.server.schema import (
@@ -43,6 +45,7 @@ from arbor.integrations.server.search_changes import _free_settings
 from arbor.integrations.server.settings import read_keys, served_name
 from arbor.model.loading import BUILTIN
 from arbor.model.runner import ModelRunner
+from arbor.run import allowance
 from arbor.run.conversation import conversation_tokens
 from arbor.run.limits import RunLimits
 from arbor.run.settings import Settings
@@ -607,6 +610,47 @@ def test_a_deadline_in_the_middle_gives_what_there_is(
     text = "".join(chunk.choices[0].text for chunk in [first, *rest] if chunk.choices)
     assert rest[-1].choices[0].finish_reason == "length"
     assert 0 < len(text) < 400
+
+
+@pytest.mark.parametrize("of_the_server", [False, True])
+def test_a_deadline_leaves_the_time_to_end_a_path(
+    of_the_server: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thought takes a second here: a first level up to twenty, the next one up to fifty."""
+    thoughts = [0]
+
+    def listen(event: Event) -> None:
+        thoughts[0] += isinstance(event, Boundary)
+
+    def now() -> float:
+        return time.monotonic() + thoughts[0]
+
+    monkeypatch.setattr(allowance, "time", SimpleNamespace(monotonic=now))
+    limit, given = {"timeout": 44.0}, {"problem": HANDS[0], "seed": 0, "stream": False}
+    of_server, of_request = (limit, {}) if of_the_server else ({}, limit)
+    with (
+        Solver(verifier="self", listeners=[listen]) as judging,
+        serving(judging, **of_server) as running,
+    ):
+        found = running.send(SOLVE, given | of_request)[2]
+
+    assert (found["finish_reason"], found["limit"]) == ("timeout", "timeout")
+    assert found["config"]["timeout"] == 44
+    assert len(found["path"]) == 1 + 3, "a whole path, right or wrong"
+
+
+def test_plain_decoding_names_the_deadline_that_ended_it(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with serving(solver) as running:
+        gate.close()
+        threading.Timer(0.2, gate.open).start()
+        fields = LONG | {"stream": False, "n": 3, "arbor": {"timeout": 0.1}}
+        found = running.send(COMPLETIONS, fields)[2]
+
+    assert found["arbor"]["runs"] == [{"status": "timeout", "limit": "timeout"}]
+    assert [choice["finish_reason"] for choice in found["choices"]] == ["length"] * 3
 
 
 def test_a_deadline_before_its_turn_is_an_error(
