@@ -271,6 +271,7 @@ class Node:
         confidence: 1 - H / ln|V| at the boundary (MSVE's u), in [0, 1].
         top1: mean top-1 probability of its tokens (CGEE's p), in [0, 1].
         given: how many of its first tokens were given rather than sampled; `top1` leaves them out.
+        shortened: whether a limit of tokens ended it, rather than a stop or the end of the text.
         cut: whether a limit ended its path before the path came to an end.
         row: its place among the blocks of a forest; the id where the tree is in none.
         tree: its tree.
@@ -294,6 +295,7 @@ class Node:
     confidence: float = 0.0
     top1: float = 0.0
     given: int = 0
+    shortened: bool = False
     cut: bool = False
     row: int = 0
     tree: ThoughtTree = field(default=cast("ThoughtTree", None), repr=False)

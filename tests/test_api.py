@@ -13,6 +13,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,41 @@ def test_a_path_that_a_limit_cuts_has_no_guess_for_an_answer(limit: str, tmp_pat
     assert [(each.answer, each.cut) for each in solution.candidates] == [(None, True)]
     (end,) = (e for e in read_trace(str(solution.trace_path)).events if isinstance(e, Terminal))
     assert end.cut and end.answer is None and not end.guessed
+
+
+@dataclass(frozen=True)
+class Final(Counting):
+    """The same problems, where a path that ends gives this."""
+
+    gives: str | None = None
+
+    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
+        return self.gives
+
+    def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        return self.gives == "guess"
+
+
+@pytest.mark.parametrize(("gives", "status"), [(None, "cut"), ("guess", "solved"), ("7", "solved")])
+def test_a_step_that_a_limit_shortened_ends_a_path_only_with_an_answer(
+    gives: str | None, status: str
+) -> None:
+    with Solver(task=Final(gives=gives), step_tokens=4, controller="chain") as solver:
+        solution = solver.solve("3+4?")
+
+    assert (solution.answer, solution.finish_reason) == (gives, status)
+    assert [each.cut for each in solution.candidates] == [status == "cut"]
+    assert solution.guessed == (gives == "guess")
+
+
+@pytest.mark.parametrize("limit", [{"path_tokens": 5}, {"path_tokens": 24}, {"step_tokens": 3}])
+def test_a_line_that_a_limit_shortened_is_a_cut_path(limit: dict[str, int]) -> None:
+    """Half a line is no legal step, which also ends a path."""
+    with Solver(seed=1, **limit) as solver:
+        solution = solver.solve("4 5 6 10")
+
+    assert (solution.answer, solution.finish_reason) == (None, "cut")
+    assert any(each.cut for each in solution.candidates)
 
 
 # Plans and configurations

@@ -64,6 +64,18 @@ def test_the_words_of_a_list_are_thoughts_the_surest_first() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "ends"),
+    [(line, False) for line in ("", " ", "v", "v2", "v2 ", "v2.", "v2. ", "v2. teno", "v2. tenor")]
+    + [
+        (line, True) for line in ("v6", "v2 t", "v2. tenors", "v2. t1", "v2. teno\n", "the", "v2\n")
+    ],
+)
+def test_a_line_that_may_still_fill_a_word_ends_no_path(line: str, ends: bool) -> None:
+    assert TASK.is_terminal(PROBLEM, [ROWS[0], line]) is ends
+    assert TASK.is_terminal(PROBLEM, [*ROWS, line]), "the board is full"
+
+
 def test_words_that_do_not_fit_are_no_thoughts_and_without_another_the_path_ends() -> None:
     text = "h1. trend (certain)\nh1. stung (certain)\nv1. trend (certain)\nv2. tenor (low)\n"
 

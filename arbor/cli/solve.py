@@ -377,8 +377,8 @@ def cut_line(solution: Solution) -> str:
     if not cut or solution.answer is None:
         return ""
     return (
-        f"{cut:,} of {len(solution.candidates):,} paths cut at a limit; a larger --path-tokens or "
-        "--max-depth lets them end"
+        f"{cut:,} of {len(solution.candidates):,} paths cut at a limit; a larger --path-tokens, "
+        "--step-tokens or --max-depth lets them end"
     )
 
 
@@ -410,7 +410,10 @@ def no_answer(solution: Solution) -> str:
             "search exhausted",
             "another --seed, or a wider search ('arbor list controllers')",
         ),
-        "cut": ("paths cut at a limit of paths", "a larger --path-tokens, or --max-depth"),
+        "cut": (
+            "paths cut at a limit of paths",
+            "a larger --path-tokens, --step-tokens or --max-depth",
+        ),
         "max_expansions": ("limit of expansions reached", "a larger max_expansions"),
         "max_tokens": ("limit of tokens reached", "a larger --max-tokens"),
         "timeout": ("time up", "a larger --timeout"),

@@ -226,6 +226,7 @@ class Decoding:
         self._state.logits.remember([node.row for node in nodes], logits)
         for row, sure in zip(done, _answers(confidence, done, logits), strict=True):
             row.node.state = NodeState.CLOSED
+            row.node.shortened = row.stop == "length"
             row.node.confidence = sure or 0.0  # of an operation that ends
             self._source.finish(row.node)
             if row.node.given < len(row.node.tokens):

@@ -552,6 +552,8 @@ class Session:
                 answer, guessed = path_answer(self.task, self.problem, child)
                 if answer is not None:
                     self._answered.add(child.id)
+                elif child.shortened:  # perhaps no step for that reason alone
+                    child.cut = True
                 self.emit(Terminal(child.id, answer, guessed, child.cut))
         return children
 

@@ -35,6 +35,10 @@ NAMES = tuple(f"{side}{place}" for side in "hv" for place in range(1, SIZE + 1))
 
 _CLUE = re.compile(r"\s*([hv][1-5])\s*[.:]\s*(\S.*)")
 _WORD = re.compile(r"\s*([hv][1-5])\s*[.:]\s*([A-Za-z]{5})\s*")
+# the beginning of such a line, where a text ends
+_BEGUN = re.compile(
+    r"^[^\S\n]*[hv](?:[1-5][^\S\n]*(?:[.:][^\S\n]*[A-Za-z]{0,4})?)?\Z", re.MULTILINE
+)
 CONFIDENCES = ("certain", "high", "medium", "low")
 # after the mark of a list, and before a remark such as (certain)
 _PROPOSED = re.compile(
@@ -152,8 +156,8 @@ class Crosswords(Worded):
         return problem, "\n".join(board)
 
     def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
-        """Whether the board is full, or the last line fills no word."""
-        board, legal = filled(thoughts)
+        """Whether the board is full, or the last line fills no word, however it goes on."""
+        board, legal = filled([_BEGUN.sub("", spoken("".join(thoughts)))])
         return not legal or EMPTY not in "".join(board)
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
