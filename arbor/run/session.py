@@ -14,7 +14,7 @@ from arbor.controllers.base import Continuous, Controller, Expansion, Foresight,
 from arbor.engine.engine import Engine
 from arbor.engine.hooks import OtherPrompt
 from arbor.engine.operation import GivenBlock, Growing, Growth
-from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
+from arbor.errors import ArborError, BudgetInfeasible, InputError, OutOfMemory, UsageError
 from arbor.events import (
     Answered,
     Event,
@@ -230,6 +230,9 @@ class Session:
             self.engine.give_up(tree, error)
             self._prune(tree)
             error.data["answer"] = self._finish(tree, self._best(search)).answer
+            raise
+        except GeneratorExit:  # what its unfinished blocks have generated counts
+            self.engine.give_up(tree, ArborError("interrupted", "the search was given up."))
             raise
         return self._finish(tree, self._best(search))
 

@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from arbor._version import __version__
 from arbor.errors import UsageError
+from arbor.integrations.server.metrics import CLIENT_GONE, CountedRequests
 from arbor.integrations.server.planned import Planned, plan_chat, plan_completion, plan_solve
 from arbor.integrations.server.refusals import Refusal, refusal_of, refusal_of_body
 from arbor.integrations.server.responses import PublicRecords, Responses
@@ -39,7 +40,6 @@ from arbor.integrations.server.service import Service
 from arbor.integrations.server.settings import ServerSettings
 from arbor.run.worker import SharedEngine
 
-CLIENT_GONE = 499  # nginx's status for it; nobody reads it
 SSE_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
 HEADERS_BYTES = 65_536
@@ -76,6 +76,7 @@ def make_app(service: Service) -> FastAPI:
     )
     if settings.hosts:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
+    app.add_middleware(CountedRequests, metrics=metrics)
 
     def allowed(request: Request) -> None:
         check_key(request, settings)
@@ -84,7 +85,6 @@ def make_app(service: Service) -> FastAPI:
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> Response:
-        _count(request, refusal.status)
         return refusal.response()
 
     @app.exception_handler(HTTPException)
@@ -99,12 +99,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        _count(request, 500)
         return refusal_of(error).response()
-
-    def _count(request: Request, status: int) -> None:
-        route = request.scope.get("route")
-        metrics.requests.labels(getattr(route, "path", "other"), str(status)).inc()
 
     # Generation
 
@@ -126,27 +121,18 @@ def make_app(service: Service) -> FastAPI:
             admitted = await service.admit(lambda: plan(body, service.engine, settings), arrived_s)
             made = responses(admitted.planned, body)
 
-            def over(status: int) -> None:
+            def over() -> None:
                 admitted.close()
-                metrics.requests.labels(path, str(status)).inc()
                 metrics.seconds.labels(path).observe(time.monotonic() - arrived_s)
-                if status == CLIENT_GONE:
-                    metrics.cancelled.inc()
 
             if body.stream:
                 return EventStream(made.stream(admitted), over)
-            status = 500
             try:
                 document = await unless_gone(request, made.whole(admitted))
-                status = 200
-            except Refusal as refusal:
-                status = refusal.status
-                return refusal.response()
             except ClientGone:
-                status = CLIENT_GONE
                 return Response(status_code=CLIENT_GONE)
             finally:
-                over(status)
+                over()
             return JSONResponse(document)
 
     name = settings.name
@@ -238,25 +224,18 @@ class EventStream(StreamingResponse):
 
     Args:
         chunks: of the body; closed at the end.
-        over: called once with the status, when all are sent or the client went away.
+        over: called once, when all are sent or the client went away.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes], over: Callable[[int], None]) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], over: Callable[[], None]) -> None:
         super().__init__(chunks, media_type="text/event-stream", headers=SSE_HEADERS)
         self._over = over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sent = False
-
-        async def watched(message: Any) -> None:
-            nonlocal sent
-            await send(message)
-            sent = message["type"] == "http.response.body" and not message.get("more_body", False)
-
         try:
-            await super().__call__(scope, receive, watched)
+            await super().__call__(scope, receive, send)
         finally:
-            self._over(200 if sent else CLIENT_GONE)
+            self._over()
 
 
 # API keys, and the bodies of requests within their limits

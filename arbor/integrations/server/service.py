@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
 from arbor.engine.text import Decode
 from arbor.errors import RankLost
 from arbor.events import Event
+from arbor.integrations.server.metrics import ServerMetrics
 from arbor.integrations.server.planned import Planned
 from arbor.integrations.server.refusals import Refusal, refusal_of
 from arbor.integrations.server.settings import ServerSettings
@@ -33,8 +33,6 @@ HEARTBEAT_S = 10.0  # without news, after which a stream sends something
 TOGETHER_S = 0.01  # between two pieces of a stream at least; each wakes the event loop
 FIRST_GUESS_S = 1.0  # seconds of a request, before any has ended
 SMOOTHING = 0.2  # weight of the last request in the mean of these seconds
-# bounds of the histograms of seconds
-SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,54 +57,6 @@ class RequestNews:
     deltas: tuple[tuple[int, Delta], ...] = ()
     ended: tuple[RunEnded, ...] = ()
     events: tuple[Event, ...] = ()
-
-
-class ServerMetrics:
-    """What Prometheus reads of a server.
-
-    Args:
-        gauges: (name, words, what reads it) of each number that goes up and down.
-    """
-
-    def __init__(self, gauges: Sequence[tuple[str, str, Callable[[], int]]]) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "arbor_requests",
-            "Requests answered, by endpoint and HTTP status.",
-            ["endpoint", "status"],
-            registry=registry,
-        )
-        self.cancelled = Counter(
-            "arbor_requests_cancelled",
-            "Requests whose client went away before the end.",
-            registry=registry,
-        )
-        self.seconds = Histogram(
-            "arbor_request_seconds",
-            "Seconds from a request's arrival to its end.",
-            ["endpoint"],
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.first_seconds = Histogram(
-            "arbor_time_to_first_token_seconds",
-            "Seconds from a request's arrival to its first text, of streams.",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.tokens = Counter(
-            "arbor_tokens",
-            "Tokens of ended searches: read as prompts, reused from earlier requests, generated, "
-            "recomputed or fetched after eviction.",
-            ["kind"],
-            registry=registry,
-        )
-        for name, words, read in gauges:
-            Gauge(name, words, registry=registry).set_function(read)
-
-    def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
-        return generate_latest(self._registry)
 
 
 class Service:
@@ -136,6 +86,8 @@ class Service:
                 ("arbor_kv_slots_used", "Tokens of KV in use, kept prompts included.", held),
             )
         )
+        heard = (*engine.setup.listeners, self.metrics.hear)
+        engine.setup = dataclasses.replace(engine.setup, listeners=heard)
         self.source = solver.checkpoint.source.name
         self.draining = False
         self.lost: RankLost | None = None  # after which nothing can be computed
@@ -284,7 +236,6 @@ class Admitted:
                     if event is None:
                         del going[place]
                         solution = self._solution(job)
-                        self._count(answers[place].cost)
                         deltas += [(place, each) for each in answers[place].end(solution)]
                         ended.append(RunEnded(place, solution, answers[place].cost))
                         break
@@ -343,11 +294,3 @@ class Admitted:
                 503, "deadline", "The deadline came before the request's turn.", retry_s=5
             )
         return solution
-
-    def _count(self, cost: RunCost) -> None:
-        """Count the tokens of a run that has ended."""
-        tokens = self._service.metrics.tokens
-        tokens.labels("prompt").inc(cost.prompt)
-        tokens.labels("reused").inc(cost.reused)
-        for kind in ("generated", "recomputed", "fetched"):
-            tokens.labels(kind).inc(cost.counters.get(f"tokens_{kind}", 0))

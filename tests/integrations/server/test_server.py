@@ -689,9 +689,12 @@ def test_a_client_that_goes_away_gives_its_slots_back(
         gate.open()
         until(lambda: running.is_idle)
 
-        assert running.service.metrics.cancelled._value.get() == before + 1
-        generated = running.service.metrics.tokens.labels("generated")._value.get()
-        assert generated == 0  # it never came to its end
+        until(lambda: running.service.metrics.cancelled._value.get() == before + 1)
+        label = running.service.metrics.requests.labels(COMPLETIONS, "499")
+        assert label._value.get() == 1
+        tokens = running.service.metrics.tokens
+        assert tokens.labels("generated")._value.get() > 0
+        assert tokens.labels("prompt")._value.get() + tokens.labels("reused")._value.get() > 0
 
 
 def test_a_client_that_goes_away_leaves_the_others_alone(
@@ -1327,6 +1330,31 @@ def test_metrics_count_what_was_done(solver: Solver) -> None:
     assert float(lines["arbor_kv_slots"]) == 16_384
     assert float(lines["arbor_searches_running"]) == 0
     assert float(lines["arbor_time_to_first_token_seconds_count"]) == 1
+
+
+def test_metrics_count_every_request_of_the_api(solver: Solver) -> None:
+    with serving(solver) as running:
+        asked = [("/v1/models", None), (f"/v1/models/{NAME}", None), ("/v1/models/x", None)]
+        asked += [(CHAT, None), ("/v1/models", {}), ("/v1/none", {}), ("/x", None)]
+        asked += [(SOLVE, {}), ("/health", None), ("/ready", None), ("/metrics", None)]
+        statuses = [running.send(path, body)[0] for path, body in asked]
+        statuses.append(running.send("/v1/models", host="evil.example")[0])
+        text = running.send("/metrics")[2]["text"]
+
+    counted = re.findall(r'^arbor_requests_total{endpoint="(.*)",status="(.*)"} (.*)$', text, re.M)
+    assert statuses == [200, 200, 404, 405, 405, 404, 404, 400, 200, 200, 200, 400]
+    one = "/v1/models/{name:path}"
+    assert {(endpoint, int(status)): float(count) for endpoint, status, count in counted} == {
+        ("/v1/models", 200): 1,
+        (one, 200): 1,
+        (one, 404): 1,
+        (CHAT, 405): 1,
+        ("/v1/models", 405): 1,
+        ("other", 404): 2,
+        (SOLVE, 400): 1,
+        ("other", 400): 1,
+    }
+    assert "# HELP arbor_requests_total Requests but those of /health, /ready, /metrics" in text
 
 
 def test_a_server_that_ends_refuses_new_requests(
