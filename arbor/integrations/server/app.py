@@ -10,6 +10,7 @@ import hmac
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,7 +21,6 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -39,10 +39,12 @@ from arbor.integrations.server.schema import (
 from arbor.integrations.server.service import Service
 from arbor.integrations.server.settings import ServerSettings
 from arbor.run.worker import SharedEngine
+from arbor.support.texts import clipped
 
 SSE_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 HEADERS_BYTES = 65_536
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")  # with a port
 IDLE_S = 15  # of a connection that is kept open
 BACKLOG = 256
 LAST_FORWARD_S = 30  # that requests get beyond their time to end, after which they are cancelled
@@ -66,6 +68,9 @@ def make_app(service: Service) -> FastAPI:
         finally:
             service.close()
 
+    def addressed(request: Request) -> None:
+        check_host(request, settings)
+
     app = FastAPI(
         title="arbor",
         version=__version__,
@@ -73,9 +78,8 @@ def make_app(service: Service) -> FastAPI:
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
         openapi_url=None,
+        dependencies=[Depends(addressed)],
     )
-    if settings.hosts:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
     app.add_middleware(CountedRequests, metrics=metrics)
 
     def allowed(request: Request) -> None:
@@ -238,7 +242,24 @@ class EventStream(StreamingResponse):
             self._over()
 
 
-# API keys, and the bodies of requests within their limits
+# Hosts, API keys, and the bodies of requests within their limits
+
+
+def check_host(request: Request, settings: ServerSettings) -> None:
+    """Refuse a request that addresses the server by another name than its own (DNS rebinding).
+
+    Raises:
+        Refusal: it does.
+    """
+    given = request.headers.get("host", "")
+    host = _HOST.fullmatch(given)
+    if settings.hosts and (host is None or host[1].lower() not in settings.hosts):
+        names = f"{', '.join(settings.hosts[:-1])} or {settings.hosts[-1]}"
+        words = (
+            f"The Host '{clipped(given)}' is not a name of this server, which answers on its own "
+        )
+        words += f"machine only. Send {names}, or begin it with --bind ADDRESS and API keys."
+        raise Refusal(400, "unknown_host", words)
 
 
 def check_key(request: Request, settings: ServerSettings) -> None:

@@ -1253,8 +1253,20 @@ def test_other_requests_are_refused_in_the_same_form(
     assert (found, document["error"]["code"]) == (status, code)
 
 
-def test_a_host_name_of_elsewhere_is_refused(running: Running) -> None:
-    assert running.send("/health", host="evil.example")[0] == 400
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:80", "[::1", "::1", "@"])
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_a_host_name_of_elsewhere_is_refused(running: Running, path: str, host: str) -> None:
+    status, _, document = running.send(path, host=host)
+
+    assert (status, document["error"]["code"]) == (400, "unknown_host")
+    message = document["error"]["message"]
+    assert repr(host) in message and "Send 127.0.0.1, localhost or [::1]" in message
+    assert "--bind" in message
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "LOCALHOST:1", "[::1]", "[::1]:8000"])
+def test_a_host_name_of_this_machine_is_served(running: Running, host: str) -> None:
+    assert running.send("/health", host=host)[0] == 200
 
 
 def test_a_body_that_does_not_arrive_is_given_up(solver: Solver) -> None:
@@ -1352,7 +1364,7 @@ def test_metrics_count_every_request_of_the_api(solver: Solver) -> None:
         ("/v1/models", 405): 1,
         ("other", 404): 2,
         (SOLVE, 400): 1,
-        ("other", 400): 1,
+        ("/v1/models", 400): 1,
     }
     assert "# HELP arbor_requests_total Requests but those of /health, /ready, /metrics" in text
 
