@@ -24,7 +24,8 @@ Budgets: docs/budget.md   errors: docs/errors.md   traces: docs/trace.md
 \b
 Exit codes (docs/errors.md):
   0 done   1 bug   2 usage   3 no answer found   4 unreadable input   5 model
-  6 memory or budget   7 check failed   8 worker died   130 Ctrl-C   143 SIGTERM"""
+  6 memory or budget   7 check failed   8 worker died   130 Ctrl-C   143 SIGTERM
+  After either 'serve' lets its requests end, and ends with 0."""
 
 GENERAL = "General"
 # read by the package itself, and by its tests

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import ipaddress
 import os
+import signal
 import sys
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from arbor.cli.command import Command, option
 from arbor.cli.options import output_options, preset_option
 from arbor.cli.output import Output
 from arbor.cli.record_options import SolverOptions, options_of, read_options
+from arbor.cli.signals import EXIT_SIGNAL
 from arbor.errors import UsageError
 from arbor.integrations.server import FEATURE
 from arbor.integrations.server.settings import (
@@ -141,7 +143,7 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
         if server.force_exit:
             # a forward may still run, and its thread would abort an interpreter that ends
             sys.stdout.flush()
-            os._exit(0)
+            os._exit(EXIT_SIGNAL + signal.SIGINT)
     return 0
 
 
