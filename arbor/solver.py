@@ -582,7 +582,7 @@ class Solver:
         """The solution of a problem that could not be solved because of an error."""
         seed = options.get("seed")
         seed = self.seed if seed is None else seed
-        return failed_solution(self.task.name, problem, error, seed, self.config)
+        return failed_solution(self.task.name, problem, error, seed, self.config | {"seed": seed})
 
     def as_completed(
         self,

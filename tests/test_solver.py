@@ -41,6 +41,7 @@ from arbor.retention.policy import Policy
 from arbor.tasks.base import Problem, Task
 from arbor.tasks.game24 import Game24
 from arbor.trace import Replay, read_trace
+from arbor.trace.diff import diff_traces
 from arbor.verifiers.base import Inquiry, Verdict
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -181,6 +182,19 @@ def test_a_problem_made_by_hand_is_read_as_its_text() -> None:
         assert solver.solve(by_hand).text == solver.solve(PUZZLE).text
         with pytest.raises(InputError):
             solver.solve(Problem("other", "gsm8k", "What is 2 + 2?"))
+
+
+def test_the_settings_of_a_run_have_its_own_seed(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.arbor.jsonl", tmp_path / "b.arbor.jsonl"]
+    with Solver(controller="chain", seed=1) as solver:
+        for seed, path in enumerate(paths, 5):
+            solution = solver.solve(PUZZLE, seed=seed, trace=path)
+            assert solution.config["seed"] == solution.seed == seed
+        (failed,) = solver.solve_batch([" "], seed=7, on_error="return")
+
+    assert failed.config["seed"] == failed.seed == 7
+    found = diff_traces(*map(read_trace, paths)).settings
+    assert [(each.name, each.first, each.second) for each in found] == [("seed", 5, 6)]
 
 
 # Limits and interruptions

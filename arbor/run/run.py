@@ -211,9 +211,10 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The solver's configuration, with the budget, the limits and the detail of this run."""
-        own = {**self.request.limits, **changed_settings(self.request, TraceDetail)}
-        return self.setup.config | {"budget": str(self.budget), **own}
+        """The solver's configuration, with the budget, the seed, the limits and the detail of this
+        run."""
+        own = {"budget": str(self.budget), "seed": self.seed, **self.request.limits}
+        return self.setup.config | own | changed_settings(self.request, TraceDetail)
 
     def _reads(self) -> FutureReads | None:
         """When each block is read, if a recorded run was given."""
