@@ -16,6 +16,7 @@ from .base import Expansion
 
 MOST = 10**12  # of any number, so that none overflows
 
+
 def check_settings(settings: Any, least: Mapping[str, float]) -> None:
     """Refuse words that a setting does not have, and numbers that are too small or too large.
 
@@ -35,7 +36,9 @@ def check_settings(settings: Any, least: Mapping[str, float]) -> None:
         value = getattr(settings, name)
         if value is not None and not lowest <= value <= MOST:
             most = f" and at most {MOST:,}" if value > MOST else ""
-            raise UsageError("setting-range", f"{name}={value}: it must be at least {lowest}{most}.")
+            raise UsageError(
+                "setting-range", f"{name}={value}: it must be at least {lowest}{most}."
+            )
 
 
 def check_shares(settings: Any, *names: str) -> None:
