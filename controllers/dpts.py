@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
@@ -108,6 +109,10 @@ class DPTS:
         )
         check_shares(self, "exploit")
 
+    def exploiting(self, slots: int) -> int:
+        """How many of so many slots exploit at most; the share is the decimal in its text."""
+        return math.floor(Fraction(repr(float(self.exploit))) * slots)
+
     def start(self, tree: ThoughtTree, max_depth: int) -> DPTSSearch:
         return DPTSSearch(self, tree, max_depth)
 
@@ -176,7 +181,7 @@ class DPTSSearch(Rounds[DPTS]):
         self._candidates |= waiting
         self._kept = []
         exploiting = sum(self._growing.values()) + len(kept)
-        more = max(0, math.floor(settings.exploit * slots) - exploiting)
+        more = max(0, settings.exploiting(slots) - exploiting)
         best = sorted(picks, key=lambda node: (-node.value, node.id))[:more]
         self._growing |= {node.id: True for node in kept}
         self._growing |= {node.id: node in best for node in picks}
@@ -264,7 +269,7 @@ class DPTSSearch(Rounds[DPTS]):
         base = values if settings.mean == "candidates" else self._kept_values
         mean = math.fsum(base) / len(base) if base else 0.0
         late = (tick if settings.t_unit == "ticks" else self._finished) > settings.t_star
-        exploiting = math.floor(settings.exploit * settings.parallel)
+        exploiting = settings.exploiting(settings.parallel)
         for leaf, exploits in roles.items():
             best = max(families.get(leaf, []), key=lambda n: (n.value, -n.id), default=None)
             if best is None or best.id not in self._candidates:  # it has ended, or is refuted

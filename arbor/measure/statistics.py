@@ -17,11 +17,11 @@ GROUPED = 1000  # resamples of groups, whose statistics are slow
 BATCH_VALUES = 1 << 22  # values resampled at once
 
 
-def clopper_pearson(right: int, n: int, level: float = 0.95) -> tuple[float, float]:
+def clopper_pearson(right: float, n: int, level: float = 0.95) -> tuple[float, float]:
     """Exact interval of a share (Clopper and Pearson 1934).
 
     Args:
-        right: successes, in [0, n].
+        right: successes, in [0, n]; not whole where each is a mean of several runs.
         n: trials; without any the interval is [0, 1].
         level: lower bound of the probability that the interval covers the share.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,7 @@ def _share(arm: ArmRuns, samples: Sequence[str], of: Callable[[SampleRow], bool]
     shares = [arm.share(each, of) for each in samples]
     alike = len(set(shares)) <= 1  # whose resamples have no spread
     if alike or all(each in (0.0, 1.0) for each in shares):
-        interval = clopper_pearson(round(sum(shares)), len(shares))
+        interval = clopper_pearson(math.fsum(shares), len(shares))
     else:
         interval = bootstrap(shares)
     return {"value": _mean(shares), "interval": list(interval)}
