@@ -162,6 +162,15 @@ def test_the_largest_gemma_scales_its_queries_by_the_width_of_its_input(
     assert (config.query_pre_attn_scalar, config.final_logit_softcapping) == (scalar, 20.0)
 
 
+def test_a_file_of_llama_has_no_window_whatever_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(llama(), path, settings={"general.name": "mistral"})
+
+    config = load_config(locate_model(path))
+
+    assert config.model_type == "mistral" and config.sliding_window is None
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "starcoder2"])
 def test_a_tensor_that_the_model_does_not_take_is_refused_by_name(
     architecture: str, tmp_path: Path

@@ -27,6 +27,8 @@ def complete_config(config: Any, header: GGUFHeader) -> None:
             found = any(each.name.endswith(f".{tensor}") for each in header.tensors)
             setattr(config, setting, found)
     kind = header.get("general.architecture")
+    if kind == "llama" and hasattr(config, "sliding_window"):
+        config.sliding_window = None  # a file named mistral, whose window is transformers' default
     if kind not in LARGEST:
         return
     largest = config.num_hidden_layers == LARGEST[kind]
