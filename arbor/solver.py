@@ -198,12 +198,12 @@ class Solver:
         A small model's memory comes back when Python next looks for cycles.
         """
         self._worker.stop()
-        engine, self._engine = self._engine, None
-        if engine is not None and self._busy.acquire(blocking=False):  # nothing is in progress
+        if self._engine is not None and self._busy.acquire(blocking=False):  # nothing in progress
             try:
-                engine.give_back()
+                self._engine.give_back()
             finally:
                 self._busy.release()
+        self._engine = None
         self.checkpoint.close()
         for model in self.setup.verifier_models.values():
             model.close()

@@ -117,6 +117,7 @@ class Stepper:
         if not operations:
             return
         joining = True
+        visited: list[Node] = []
         try:
             groups = self._schedulers.groups
             asking = [group for group in groups if group.asks and group.may_admit()]
@@ -124,6 +125,7 @@ class Stepper:
                 self._drop_ahead()
                 self._join(asking)
             joining = False
+            visited = [visit.node for visit in self._joined.visits]
             self._forward()
         except BaseException as failure:
             error = self._forwards.explained(failure, _kind(operations))
@@ -135,6 +137,7 @@ class Stepper:
             if self._serving is not None:  # only searches that share that budget are concerned
                 concerned = [each for each in concerned if each in self._serving.operations]
             self._undo()
+            visited = []
             if not isinstance(error, Exception):
                 self.cancel(operations, error)
                 raise
@@ -143,12 +146,11 @@ class Stepper:
             if joining:  # the others are tried again without the youngest
                 concerned = [max(concerned, key=lambda operation: operation.order)]
             self.cancel(concerned, error)
-        joined = self._joined
-        if joined is not NOTHING:
+        if self._joined is not NOTHING:
             self._clear()
         self._hand_on_failures()
         if self._residency.acts_by_time:
-            self._tick([visit.node for visit in joined.visits])
+            self._tick(visited)
         if self._state.budgets_move:
             self.keep_within()
         if not self._schedulers.operations:
