@@ -126,6 +126,13 @@ KINDS: list[tuple[str, str, str, bool]] = [
     ("math", "9/4", r"\boxed{2\,\tfrac14 \text{ cups}}", True),
     ("math", "9/4", r"\boxed{2¼}", True),
     ("math", "21/4", r"\boxed{2 1/4}", False),
+    ("math", "5/3", r"\boxed{2-1/3}", True),  # a difference
+    ("math", "5/3", r"\boxed{2 - 1/3}", True),
+    ("math reasoning gsm8k", "7/3", r"\boxed{2-1/3}", False),
+    ("math reasoning gsm8k", "7/3", "The answer is 2-1/3 cups of flour.", True),
+    ("math reasoning gsm8k", "7/3", "#### 2-1/3 cups", True),
+    ("math reasoning gsm8k", "28", r"\boxed{2-1/3\text{ dozen eggs}}", True),
+    ("math reasoning gsm8k", "2", "#### 2-1/3", False),
     ("math", r"\frac{1}{6}", r"\boxed{0.1\overline{6}}", True),
     ("math", r"\frac{1}{6}", r"\boxed{0.1666}", False),
     ("math", "7", r"\boxed{7,7}", False),

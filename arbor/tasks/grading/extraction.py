@@ -109,7 +109,7 @@ _NUMBERS = re.compile(
     re.IGNORECASE,
 )
 _FIRST_NUMBER = re.compile(  # with all digits, points and commas that belong to it
-    rf"(?!\()({_BEFORE_NUMBER})(\.?\d[\d.,/]*(?<![.,/]))(?!{_IN_WORD}|[\\^!({{]|[.,/]\d)"
+    rf"(?!\()({_BEFORE_NUMBER})(\.?\d[\d.,/]*(?<![.,/])(?:-\d+/\d+)?)(?!{_IN_WORD}|[\\^!({{]|[.,/]\d)"
     rf"((?:\s+(?:{'|'.join(FACTORS)})s?\b)?)",
     re.IGNORECASE,
 )

@@ -53,6 +53,7 @@ _IN_LATEX = re.compile(
 _IN_WORDS = re.compile(
     rf"{_VALUE_BEFORE}(\s*|/)((?:[A-Za-zµ]+(?:\^\{{?-?\d\}}?)?['.]?(?:\s*[/\s-]\s*|$))+)$"
 )
+_HYPHENATED = re.compile(r"([+-]?\s*\d+)-((\d+)\s*/\s*(\d+))")  # of 1-1/2 cups
 
 
 def without_unit(text: str) -> str:
@@ -60,21 +61,29 @@ def without_unit(text: str) -> str:
 
     A unit is what stands in \text{} behind a number, an abbreviation that is known, or words of
     three letters or more. Words such as million, squared or thirds are something else, and so are
-    the letters of a product.
+    the letters of a product. Before either, ``1-1/2`` is a mixed number, written ``1 1/2``; without
+    them it is a difference.
     """
     text = _BEFORE.sub(r"\1", _ABOUT.sub("", text.strip()))
     text = _CURRENCY_BEHIND.sub("", text)
     styled = _IN_LATEX.search(text)
     if styled and not FACTOR.search(styled[0]) and not re.search(r"\bbase\b", styled[0]):
-        return text[: styled.start()].rstrip()
+        return _value_before(text, styled.start())
     words = _IN_WORDS.search(text)
     if words and _are_unit(words[2], apart=bool(words[1])):
-        return text[: words.start()].rstrip()
+        return _value_before(text, words.start())
     if words and words[1] and (factor := FACTOR.match(words[2])) and factor[0] != "pi":
         rest = words[2][factor.end() :].strip()  # 5 million dollars
-        if rest and _are_unit(rest, apart=True):
-            return text[: words.start(2)] + factor[0]
+        if not rest or _are_unit(rest, apart=True):
+            return f"{_value_before(text, words.start())}{words[1]}{factor[0]}"
     return text
+
+
+def _value_before(text: str, end: int) -> str:
+    """What stands before a unit or a factor that begins at `end`."""
+    value = text[:end].rstrip()
+    parts = _HYPHENATED.fullmatch(value)
+    return f"{parts[1]} {parts[2]}" if parts and int(parts[3]) < int(parts[4]) else value
 
 
 def _are_unit(text: str, *, apart: bool) -> bool:
