@@ -17,7 +17,7 @@ from arbor.tasks.grading.base import Grader
 from arbor.tasks.grading.exact import ExactGrader, IntegerGrader, NumberGrader
 from arbor.tasks.grading.extraction import hashed
 from arbor.tasks.grading.mathematics import Mathematics, never_equal
-from arbor.tasks.reasoning import Reasoning
+from arbor.tasks.reasoning import GSM8K, Reasoning
 
 MATH = Mathematics(seconds=20)
 
@@ -191,10 +191,41 @@ def test_mathematics_without_the_library_names_the_extra(monkeypatch: Any) -> No
         ("#### ½", "0.5", True),
         ("1.000,50", "50", False),
         ("1.000,50", "1", False),
+        ("5kg", "5", True),
+        ("25m2", "25", True),
+        ("the 3rd", "3", True),
+        ("at 12pm", "12", True),
+        ("It is 5.Then we stop", "5", True),
+        ("It is 5e3 g", "5000", True),
+        ("5E3", "5000", True),
+        ("It is 1.5/2.5 here", "0.6", True),
     ],
 )
 def test_numbers_are_compared_as_numbers(text: str, key: str, correct: bool) -> None:
     assert NumberGrader().grade(text, key).correct is correct
+
+
+@pytest.mark.parametrize(
+    ("text", "piece"),
+    [
+        ("1.000.000", "1"),
+        ("12.345.678", "12.345"),
+        ("1e1000", "1"),
+        ("0x10", "0"),
+        ("0xff", "0"),
+        ("5.0.1", "5"),
+        ("1..5", "1"),
+        ("1.000,50", "50"),
+        ("4x4", "4"),
+        ("2h30", "2"),
+    ],
+)
+@pytest.mark.parametrize("said", ["{}", "{} eggs", "So it is {} eggs."])
+def test_a_piece_of_a_malformed_number_is_no_answer(said: str, text: str, piece: str) -> None:
+    text = said.format(text)
+    assert NumberGrader().grade(text, piece).extracted is None
+    guess = GSM8K().guess(Problem("0", "gsm8k", "?", piece), text)
+    assert NumberGrader().grade(guess, piece).extracted is None
 
 
 @pytest.mark.parametrize(

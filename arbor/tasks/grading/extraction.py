@@ -102,9 +102,13 @@ _ENDS_WITH = re.compile(
     r"(?:\\\[((?:(?!\\\[).)+?)\\\]|\\\(((?:(?!\\\().)+?)\\\)|\$\$([^$]+)\$\$|(?<!\$)\$([^$\n]+)\$)[\s.,;:!*_]*\Z",
     re.DOTALL,
 )
+_SQUARE_OR_CUBE = rf"(?:[kcmd]?m|ft|in|yd|mi)[23](?!{_IN_WORD})"
+_MALFORMED = (  # what follows a number in 1.000.000, 0x10, 0xff and 4x4, but not in 5kg or 5m2
+    rf"(?:[.,]+\d|(?!{_SQUARE_OR_CUBE})(?:(?!\d){_IN_WORD})+\d|(?<=\b0)x[\da-f])(?:[.,]*{_IN_WORD})*"
+)
 _NUMBERS = re.compile(
     rf"((?:(?<![)\]}}.])(?<!{_IN_WORD})[-−])?(?:(?<!\.)(?<!{_IN_WORD})|(?<=__))"
-    r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?)"
+    rf"\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?(?:{_MALFORMED})?)"
     rf"(\s+(?:{'|'.join(FACTORS)})s?\b)?",
     re.IGNORECASE,
 )
@@ -327,7 +331,8 @@ def single_number(text: str) -> str | None:
 def numbers_in(text: str) -> list[str]:
     """Every number of a text, as written, with a factor in words; markers of lists do not count.
 
-    Numbers in words count in a text without digits.
+    So is a malformed one, whole, though it has no value: 1.000.000 or 0x10. Numbers in words count
+    in a text without digits.
     """
     text = grouped(text)
     found = _NUMBERS.findall(_LIST_MARKER.sub("", text)) or _NUMBERS.findall(text)

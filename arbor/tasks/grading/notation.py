@@ -96,7 +96,7 @@ _BRACED = re.compile(r"([_^])\{(\w)\}")  # x^{2} is x^2
 # Numbers
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(rf"([+-]?)\s*({_DIGITS})")
-_SCIENTIFIC = re.compile(rf"([+-]?)({_DIGITS})e([+-]?\d{{1,3}})")
+_SCIENTIFIC = re.compile(rf"([+-]?)({_DIGITS})[eE]([+-]?\d{{1,3}})")
 _POWER = re.compile(
     rf"([+-]?)(?:({_DIGITS})\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*\{{?([+-]?\d{{1,3}})\}}?"
 )
