@@ -46,6 +46,8 @@ _LISTED = re.compile(rf"(?<![\w./-]){_STEP.pattern}")  # also after a bullet or 
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", "·": "*", "⋅": "*", "∗": "*"})
 _LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": ""}
 _LABEL = re.compile(r"^(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*)", re.IGNORECASE)
+_BOLD = re.compile(r"(^|[^\s*)}\d])\s*\*\*(.+?)\*\*")  # behind a number or a bracket ** is a power
+_BOX = re.compile(r"\\boxed\s*\{(.*)\}")
 _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -290,18 +292,16 @@ def parse_expression(text: str) -> tuple[Fraction, list[int]]:
 def normalise(answer: str) -> str:
     """The last line of an answer without label, bold marks, ``$``, ``\\boxed{}`` and full stop."""
     lines = [line.strip() for line in answer.strip().splitlines() if line.strip()]
-    text = lines[-1] if lines else ""
+    text = (lines[-1] if lines else "").translate(_SIGNS).replace("$", " ")
     for name, sign in _LATEX.items():
         text = text.replace(name, sign)
-    text = text.translate(_SIGNS).replace("**", " @@ ") if "**" in text else text.translate(_SIGNS)
-    # bold marks surround the label or the answer; between two operands they are a power
-    if "@@" in text:
-        head = re.sub(r"^\s*@@\s*(.*?)\s*@@", r"\1 ", text)
-        text = head.replace(" @@ ", "**")
-    text = _LABEL.sub("", text.strip()).strip().strip("$").strip()
-    boxed = re.fullmatch(r"\\boxed\s*\{(.*)\}", text.rstrip("."))
-    text = boxed[1] if boxed else text
-    return text.rstrip(".").strip().strip("$").strip()
+    before = None
+    while text != before and len(text) <= 2 * _LONGEST_ANSWER:
+        before = text
+        text = _BOLD.sub(r"\1 \2 ", _LABEL.sub("", text)).strip().rstrip(".").rstrip()
+        boxed = _BOX.fullmatch(text)
+        text = boxed[1] if boxed else text
+    return text
 
 
 @dataclass(frozen=True)
@@ -331,6 +331,10 @@ class Countdown(Generated):
             largest=(1 <= self.largest <= _LARGEST_INPUT, f"from 1 to {_LARGEST_INPUT:,}"),
             targets=(0 <= low <= high, "two numbers of at least 0, the larger one last"),
         )
+
+    @property
+    def grading(self) -> str:
+        return f"{self.name}/2"
 
     @property
     def boundary(self) -> BlockLimits:
