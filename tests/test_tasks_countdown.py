@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbor.errors import InputError, UsageError
+from arbor.measure.evaluation.dataset import of_rows
+from arbor.measure.evaluation.rows import DataRow
 from arbor.tasks import countdown
 from arbor.tasks.base import Problem
 from arbor.tasks.countdown import (
@@ -199,6 +202,40 @@ def test_an_invalid_problem_says_why_and_what_would_work(task: Countdown, text: 
         task.parse(text)
     assert error.value.code == "problem-invalid"
     assert task.parse(error.value.hint.removeprefix("Try: "))
+
+
+SOLUTION = "(10 - 4) * 5 - 6"
+KEYS = ["24", "24.0", "$24$.", SOLUTION, f"{SOLUTION} = 24", f"Answer: **{SOLUTION}**", "12 * 2"]
+OTHER_KEYS = ["25", "10 + 4 + 5 + 6", f"{SOLUTION} = 25", "25 = 24", "24.5", "solvable", "="]
+
+
+@pytest.mark.parametrize("key", [None, *KEYS])
+def test_a_key_may_be_the_target_or_an_expression_of_it(key: str | None) -> None:
+    assert GAME.entry({}, "4 5 6 10", key) == ("4 5 6 10", key)
+    assert correct(replace(PROBLEM, expected=key), "5 * 6 - (10 - 4)")
+
+
+@pytest.mark.parametrize("key", OTHER_KEYS)
+def test_a_key_of_another_value_is_refused_in_a_row_and_named_in_a_grade(key: str) -> None:
+    with pytest.raises(InputError, match="neither 24 nor an expression") as error:
+        GAME.entry({}, "4 5 6 10", key)
+    assert error.value.code == "dataset-invalid" and repr(key) in error.value.message
+
+    keyed = replace(PROBLEM, expected=key)
+    grade = GAME.grade(keyed, SOLUTION)
+    assert (grade.correct, grade.extracted) == (False, SOLUTION)
+    assert repr(key) in grade.reason
+    assert GAME.answer(keyed, solve([4, 5, 6, 10], 24) or ()) is not None  # needs no key
+
+
+def test_a_row_with_a_key_of_another_value_is_not_read() -> None:
+    rows = [
+        DataRow(f"line {line}", {"problem": "3 7 25 50 -> 331", "answer": answer})
+        for line, answer in enumerate((331, 332), 1)
+    ]
+    right, wrong = of_rows(rows, COUNTDOWN, "my.jsonl")
+    assert right.error is None and right.problem is not None
+    assert wrong.problem is None and "my.jsonl, line 2: its answer '332'" in str(wrong.error)
 
 
 # Lists of next steps

@@ -29,9 +29,9 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from arbor.components import ONLY_IF_SET
-from arbor.errors import check_settings
+from arbor.errors import InputError, check_settings
 from arbor.support.texts import clipped
-from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
+from arbor.tasks.base import BlockLimits, DataColumns, Grade, Problem, Proposal, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
 
@@ -304,6 +304,16 @@ def normalise(answer: str) -> str:
     return text
 
 
+def _has_value(key: str, target: int) -> bool:
+    """Whether an answer key is the target, also as 24.0, or an expression of that value."""
+    expression, equals, right = re.sub(r"(?<=\d)\.0+$", "", normalise(key)).partition("=")
+    try:
+        value, _ = parse_expression(expression)
+    except ValueError:
+        return False
+    return value == target and (not equals or right.strip() == str(target))
+
+
 @dataclass(frozen=True)
 class Countdown(Generated):
     """Reach a target with four to six numbers; text form ``3 7 25 50 -> 331``.
@@ -322,6 +332,7 @@ class Countdown(Generated):
     words: bool = field(default=False, metadata=ONLY_IF_SET)
 
     name = "countdown"
+    columns = DataColumns()
 
     def __post_init__(self) -> None:
         low, high = self.targets
@@ -370,6 +381,19 @@ class Countdown(Generated):
                     text, f"'{clipped(word)}' is not a whole number from 1 to {_LARGEST_INPUT}"
                 )
         return [int(word) for word in words]
+
+    def entry(
+        self, row: Mapping[str, Any], problem: str, answer: str | None
+    ) -> tuple[str, str | None]:
+        """See `ReadsRows.entry`; a key is the target or an expression of that value."""
+        target = self.parse(problem).data["target"]
+        if answer is not None and not _has_value(answer, target):
+            raise InputError(
+                "dataset-invalid",
+                f"its answer {answer!r:.40} is neither {target} nor an expression of that value.",
+                "Leave the answer out: the target is the key.",
+            )
+        return problem, answer
 
     def _generate(self, split: str) -> Iterator[Problem]:
         """Each solvable in whole numbers; four numbers and 24 never in train. They end where
@@ -438,9 +462,18 @@ class Countdown(Generated):
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
         """The expression of the steps; None if it misses the target, which needs no key to see."""
         expression = compose(problem.data["numbers"], thoughts)
-        return expression if self.grade(problem, expression).correct else None
+        return expression if self._judged(problem, expression).correct else None
 
     def grade(self, problem: Problem, answer: str | None) -> Grade:
+        """See `Task.grade`; by a key of another value than the target no answer is correct."""
+        grade, key, target = self._judged(problem, answer), problem.expected, problem.data["target"]
+        if not grade.correct or key is None or _has_value(key, target):
+            return grade
+        wrong = f"The key {key!r:.40} is neither {target} nor an expression of that value."
+        return Grade(False, grade.extracted, wrong)
+
+    def _judged(self, problem: Problem, answer: str | None) -> Grade:
+        """The grade by the numbers and the target alone."""
         if answer is None or not answer.strip():
             return Grade(False, None, "There is no answer.")
         text = normalise(answer)
