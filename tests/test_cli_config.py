@@ -126,6 +126,44 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
     assert config["controller"]["name"] == "chain"
 
 
+TEXT = 'controller = "tot,width=5"\n'
+TABLE = '[controller]\nname = "tot"\nstrategy = "dfs"\nwidth = 5\n[sampling]\ntemperature = 0.9\n'
+
+
+@pytest.mark.parametrize(
+    ("config", "variable", "flags", "found"),
+    [
+        (TEXT, "", ["--set", "width=3"], ("tot", 3, 1.0)),
+        (TEXT, "", ["--set", "controller.width=3"], ("tot", 3, 1.0)),
+        ("", "tot,width=5", ["--set", "width=3"], ("tot", 3, 1.0)),
+        ("", "", ["--controller", "tot,width=5", "--set", "width=3"], ("tot", 3, 1.0)),
+        (TABLE, "", ["--controller", "tot,width=3"], ("tot", 3, 0.9)),
+        (TABLE, "tot,width=4", ["--set", "width=3"], ("tot", 3, 0.9)),
+        (TABLE, "", ["--set", "controller=beam"], ("beam", 4, 0.9)),
+        (TABLE, "", ["--set", "controller=tot,width=3"], ("tot", 3, 0.9)),
+        (TABLE, "", ["--temperature", "0.4"], ("tot", 5, 0.4)),
+        (TABLE, "", ["--set", "temperature=0.2", "--temperature", "0.4"], ("tot", 5, 0.2)),
+        (TABLE, "", ["--temperature", "0.4", "--set", "sampling.temperature=0.2"], ("tot", 5, 0.2)),
+    ],
+)
+def test_set_wins_over_an_option_and_that_over_the_file(
+    command: Arbor,
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    variable: str,
+    flags: list[str],
+    found: tuple[str, int, float],
+) -> None:
+    Path("given.toml").write_text(config, encoding="utf-8")
+    if variable:
+        monkeypatch.setenv("ARBOR_SOLVE_CONTROLLER", variable)
+
+    read = saved(command, "--config", "given.toml", *flags)
+
+    controller = read["controller"]
+    assert (controller["name"], controller["width"], read["sampling"]["temperature"]) == found
+
+
 # The log
 
 

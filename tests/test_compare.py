@@ -19,6 +19,7 @@ from support.slow_cases import every
 
 from arbor.cli.evaluation.arms import Arm, read_arms
 from arbor.cli.evaluation.compare import compare as command_compare
+from arbor.cli.record_options import SolverOptions
 from arbor.errors import UsageError
 from arbor.measure.evaluation.compare import ArmRuns, compare_arms
 from arbor.measure.statistics import clopper_pearson
@@ -77,6 +78,18 @@ def test_an_invalid_arm(texts: tuple[str, ...], words: str) -> None:
     with pytest.raises(UsageError, match=re.escape(words)) as caught:
         arms(*texts)
     assert caught.value.code == "arm"
+
+
+def test_what_an_arm_gives_wins_over_what_all_arms_have() -> None:
+    shared = SolverOptions(given={"temperature": 0.9}, set=("width=2", "sampling.temperature=0.8"))
+
+    own, plain, last = (
+        arm.solver_options(shared).settings
+        for arm in arms("a=tot,width=5;temperature=0.3", "tot", "c=tot,width=5;width=4")
+    )
+
+    assert [each.controller.width for each in (own, plain, last)] == [5, 2, 4]
+    assert [each.sampling["temperature"] for each in (own, plain)] == [0.3, 0.8]
 
 
 # The table

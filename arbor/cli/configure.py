@@ -93,7 +93,7 @@ def _settings_of(kind: str, spec: str) -> tuple[str, ...]:
 IGNORED = ("arbor", "grader_version", "model_content", "prompt_version")
 # keys of a context's `meta`
 CONFIG_PATH = "arbor.config.path"  # the file of the defaults
-CONFIG_SETTINGS = "arbor.config.settings"  # part -> (its name, its settings as KEY=VALUE)
+CONFIG_SETTINGS = "arbor.config.settings"  # part -> (its name, its settings by name, as text)
 CONFIG_VALUES = "arbor.config.values"  # setting without an option -> its value
 
 
@@ -117,7 +117,7 @@ def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) ->
     set_only = getattr(ctx.command, "set_only", {})
     defaults: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    settings: dict[str, tuple[str, list[str]]] = {}
+    settings: dict[str, tuple[str, dict[str, str]]] = {}
     for key, value in config.items():
         if key in IGNORED:
             continue
@@ -126,7 +126,7 @@ def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) ->
             name = str(rest.pop("name", ""))
             if name:
                 defaults[key] = name
-            settings[key] = name, [f"{key}.{k}={_text(v)}" for k, v in rest.items()]
+            settings[key] = name, {k: _text(v) for k, v in rest.items()}
         elif key in options and not isinstance(value, Mapping):
             _check_kind(options[key], key, value, source)
             defaults[key] = value
@@ -161,16 +161,20 @@ def config_values() -> dict[str, Any]:
 def settings_of_parts(values: Mapping[str, Any]) -> list[str]:
     """The settings of a configuration's components, as ``--set`` takes them.
 
-    The settings of a component that a flag replaced are left out.
+    Those of a component that an option replaced are left out, and those that an option has too.
     """
     ctx = click.get_current_context(silent=True)
     settings = {} if ctx is None else ctx.meta.get(CONFIG_SETTINGS, {})
-    return [
-        each
-        for part, (name, rows) in settings.items()
-        if not name or split_spec(str(values.get(part)))[0] == name
-        for each in rows
-    ]
+    found = []
+    for part, (name, rows) in settings.items():
+        chosen, given = split_spec(str(values.get(part)))
+        if part == "sampling":
+            given = {each: values.get(each) for each in settings_of(Sampling)}
+        if not name or chosen == name:
+            found += [
+                f"{part}.{key}={value}" for key, value in rows.items() if given.get(key) is None
+            ]
+    return found
 
 
 def _text(value: Any) -> str:

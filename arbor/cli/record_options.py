@@ -38,7 +38,8 @@ class SolverOptions:
 
     Attributes:
         given: settings of `Settings` and of `Sampling` by name; components as text.
-        set: further settings of components, each as ``KEY=VALUE`` or ``PART.KEY=VALUE``.
+        set: further settings of components, each as ``KEY=VALUE`` or ``PART.KEY=VALUE``; they win
+            over `given`, and the last one of a name wins.
     """
 
     given: Mapping[str, Any]
@@ -88,9 +89,9 @@ class SolverOptions:
         for kind in KINDS:
             if parts[kind]:
                 name, own = components.split_spec(self.components[kind])
-                given[kind] = {**parts[kind], **own, "name": name}
+                given[kind] = {**own, **parts[kind], "name": name}
         flags = {name: self.given[name] for name in names if name in self.given}
-        return Settings.of(given | {"sampling": parts["sampling"] | flags})
+        return Settings.of(given | {"sampling": flags | parts["sampling"]})
 
 
 def options_of(
@@ -232,14 +233,14 @@ def read_options(record: type[Record], values: Mapping[str, Any]) -> Record:
     known = getattr(ctx and ctx.command.callback, "known", known_settings(record))
     values = {**config_values(), **values}
     if "set" in values:
-        rest = [*settings_of_parts(values)]
+        rest = []
         for text in values["set"]:
             own = own_setting(text, known, values)
             if own is None:
                 rest.append(text)
             else:
                 values |= own
-        values["set"] = tuple(rest)
+        values["set"] = (*settings_of_parts(values), *rest)
     return _record_of(record, values)
 
 
@@ -255,9 +256,11 @@ def own_setting(
     owner, _, name = key.rpartition(".")
     name = name.replace("-", "_")
     each = known.get(name)
-    if each is None or not equals or owner not in ("", "solver") or name == "set":
+    of_sampling = name in settings_of(Sampling)
+    owners = ("", "solver", "sampling") if of_sampling else ("", "solver")
+    if each is None or not equals or owner not in owners or name == "set":
         return None
-    if not owner and name not in settings_of(Sampling):
+    if not owner and not of_sampling:
         asked = SolverOptions(given={kind: values.get(kind) for kind in (*KINDS, "mode")}, set=())
         kind = owner_of(name, asked.components)
         if kind and each.about.shown in ANYWHERE:

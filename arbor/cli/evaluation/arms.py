@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from arbor.cli.record_options import SolverOptions, value_of
+from arbor.components import PARTS, split_spec
 from arbor.errors import UsageError
+from arbor.model.sampling_params import Sampling
 from arbor.run.limits import RunLimits
 from arbor.support.setting import settings_of
 
@@ -44,11 +46,21 @@ class Arm:
     settings: tuple[str, ...]
 
     def solver_options(self, shared: SolverOptions) -> SolverOptions:
-        """The options of its solver."""
+        """The options of its solver; its own win over those of the comparison."""
         known = SolverOptions.known()
         own = {name: value for name, value in self.options.items() if name in known}
-        changed = shared.having(**own, controller=self.controller)
-        return dataclasses.replace(changed, set=(*shared.set, *self.settings))
+        own["controller"] = self.controller
+        given: dict[str, Mapping[str, Any]] = {
+            kind: split_spec(own.get(kind) or "")[1] for kind in PARTS
+        }
+        given["sampling"] = {name: own.get(name) for name in settings_of(Sampling)}
+        rows = [
+            f"{part}.{key}={value}"
+            for part, own_of_part in given.items()
+            for key, value in own_of_part.items()
+            if value is not None
+        ]
+        return dataclasses.replace(shared.having(**own), set=(*shared.set, *rows, *self.settings))
 
     def run_options(self, shared: RunLimits, max_tokens: int | None) -> RunLimits:
         """The limits of its searches."""
