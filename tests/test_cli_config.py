@@ -164,6 +164,20 @@ def test_set_wins_over_an_option_and_that_over_the_file(
     assert (controller["name"], controller["width"], read["sampling"]["temperature"]) == found
 
 
+@pytest.mark.parametrize("config", ['kv_dtype = "int8"', "[sampling]\ntemperature = 0.9", ""])
+@pytest.mark.parametrize("given", ["--config only.toml --preset config-s", "--preset config-s"])
+def test_a_file_and_a_preset_are_refused_together(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch, given: str, config: str
+) -> None:
+    Path("only.toml").write_text(config, encoding="utf-8")
+    if "--config" not in given:
+        monkeypatch.setenv("ARBOR_SOLVE_CONFIG", "only.toml")
+    for words in (given.split(), [*given.split()[2:], *given.split()[:2]]):
+        ran = command("solve", "4 5 6 10", *words, "--print-config")
+        assert (ran.code, ran.out) == (2, "")
+        assert "--config and --preset both" in ran.err
+
+
 # The log
 
 

@@ -105,12 +105,23 @@ def take_defaults(ctx: click.Context, parameter: click.Parameter, path: Path | N
 
 
 def take_preset(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
-    """Makes a preset the defaults of the options, unless there is a configuration."""
-    if name is not None and not ctx.default_map:
+    """Makes a preset the defaults of the options; flags and the environment win."""
+    if name is not None:
         _set_defaults(ctx, preset(name), name)
 
 
 def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) -> None:
+    """Makes settings the defaults of the options.
+
+    Raises:
+        UsageError: there are some already, an unknown or invalid one, or what no file may set.
+    """
+    if ctx.default_map is not None:
+        raise UsageError(
+            "usage",
+            "--config and --preset both give the defaults of the other options.",
+            "Leave one out; with --print-config, 'arbor solve --preset NAME' writes a file to change.",
+        )
     refuse_trust(config, source)
     refuse_updated(config, source)
     options = {each.name: each for each in ctx.command.params if each.name}
