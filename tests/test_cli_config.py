@@ -178,6 +178,35 @@ def test_a_file_and_a_preset_are_refused_together(
         assert "--config and --preset both" in ran.err
 
 
+@pytest.mark.parametrize(
+    "text", ["regex:a b", "regex:it's \\d+", r"regex:\d \\", 'json:{"type": "string"}', "regex:a"]
+)
+def test_the_variable_that_an_error_names_holds_the_setting(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("ARBOR_SOLVE_STEP_FORMAT", text)
+    refused = command("solve", "4 5 6 10", "--print-config").err
+    monkeypatch.delenv("ARBOR_SOLVE_STEP_FORMAT")
+    (word,) = shlex.split(refused.partition("is now ")[2].partition(". See")[0])
+    variable, _, value = word.partition("=")
+
+    monkeypatch.setenv(variable, f"{value} width=3")
+    config = saved(command, "4 5 6 10")
+
+    assert (config["step_format"], config["controller"]["width"]) == (text, 3)
+
+
+def test_a_variable_with_half_a_quotation_is_refused(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARBOR_SOLVE_SET", "width=3 step_format='regex:a")
+
+    ran = command("solve", "4 5 6 10", "--print-config")
+
+    assert ran.code == 2
+    assert "no closing quotation. Quote each word as in a shell." in ran.err
+
+
 # The log
 
 

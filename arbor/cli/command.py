@@ -19,6 +19,7 @@ SHORT_HELP_END = "--help-all shows every option, the environment variables and t
 EXIT_CODES = """\b
 Every option is an environment variable too:
   ARBOR_SOLVE_BUDGET=0.5 is 'solve --budget 0.5'.
+  ARBOR_SOLVE_SET="width=3 'key=a b'" has two values, quoted as in a shell.
 Budgets: docs/budget.md   errors: docs/errors.md   traces: docs/trace.md
 
 \b
@@ -57,6 +58,21 @@ class Option(click.Option):
         super().__init__(*arguments, **settings)
         self.heading = heading
         self.common = common
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        """What its variable holds; the words, as a shell splits them, if it may be repeated.
+
+        Raises:
+            BadParameter: a quotation mark, or a backslash, has nothing that follows.
+        """
+        text = self.resolve_envvar_value(ctx)
+        if text is None or not self.multiple:
+            return super().value_from_envvar(ctx)
+        try:
+            return shlex.split(text)
+        except ValueError as error:
+            wrong = f"its environment variable is {text}: {str(error).lower()}."
+            raise click.BadParameter(f"{wrong} Quote each word as in a shell.") from error
 
 
 class DocumentedCommand(click.Command):
@@ -118,8 +134,8 @@ class Command(DocumentedCommand):
         for name in self.set_only:
             variable = f"{ctx.auto_envvar_prefix}_{name.upper()}"
             if (given := os.environ.get(variable)) and not ctx.resilient_parsing:
-                new = f"{ctx.auto_envvar_prefix}_SET={shlex.quote(f'{name}={given}')}"
-                raise _is_now(ctx, variable, new)
+                words = _quoted(shlex.quote(f"{name}={given}"))
+                raise _is_now(ctx, variable, f"{ctx.auto_envvar_prefix}_SET={words}")
         return rest
 
     @property
@@ -291,6 +307,12 @@ def _value_of(flag: str, args: list[str]) -> str:
             following = args[place + 1 : place + 2]
             return shlex.quote(following[0]) if following and following[0][:1] != "-" else "true"
     return "VALUE"
+
+
+def _quoted(words: str) -> str:
+    """Quoted words as one word of a shell, in double quotes where they need no more."""
+    plain = "'" not in words or any(each in words for each in ('"', "$", "`", "!", r"\\"))
+    return shlex.quote(words) if plain else f'"{words}"'
 
 
 def _is_now(ctx: click.Context, former: str, name: str) -> UsageError:
