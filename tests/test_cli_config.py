@@ -207,6 +207,35 @@ def test_a_variable_with_half_a_quotation_is_refused(
     assert "no closing quotation. Quote each word as in a shell." in ran.err
 
 
+@pytest.mark.parametrize("setting", ["first=foo", "confidence=2", "timeout=-1", "trace_level=foo"])
+@pytest.mark.parametrize(
+    "words", ["solve --print-config", "solve --dry-run", "eval game24 -o runs"]
+)
+def test_a_setting_of_the_run_is_checked_before_anything_is_done(
+    command: Arbor, setting: str, words: str
+) -> None:
+    key, _, value = setting.partition("=")
+    text = value if value.lstrip("-").isdecimal() else f'"{value}"'
+    Path("run.toml").write_text(f"{key} = {text}\n", encoding="utf-8")
+
+    for given in (("--set", setting), ("--config", "run.toml")):
+        ran = command(*words.split(), *given)
+        assert (ran.code, ran.out, "loading" in ran.err) == (2, "", False)
+        assert value in ran.err
+    assert not Path("runs").exists()
+
+
+def test_set_reads_the_value_of_an_option_as_the_option_does(command: Arbor) -> None:
+    given = ("output=runs", "concurrency=auto", "limit=2", "sample_id=3a6bc65b3c19ae5c")
+
+    ran = command("eval", "game24", *(word for each in given for word in ("--set", each)))
+
+    assert ran.code == 0, ran.err
+    assert tomllib.loads(Path("runs/run.toml").read_text("utf-8"))["sample_id"] == [
+        "3a6bc65b3c19ae5c"
+    ]
+
+
 # The log
 
 

@@ -134,8 +134,8 @@ class Command(DocumentedCommand):
         for name in self.set_only:
             variable = f"{ctx.auto_envvar_prefix}_{name.upper()}"
             if (given := os.environ.get(variable)) and not ctx.resilient_parsing:
-                words = _quoted(shlex.quote(f"{name}={given}"))
-                raise _is_now(ctx, variable, f"{ctx.auto_envvar_prefix}_SET={words}")
+                new = _quoted(shlex.quote(f"{name}={given}"))
+                raise _is_now(ctx, variable, f"{ctx.auto_envvar_prefix}_SET={new}")
         return rest
 
     @property

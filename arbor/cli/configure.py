@@ -179,12 +179,10 @@ def settings_of_parts(values: Mapping[str, Any]) -> list[str]:
     found = []
     for part, (name, rows) in settings.items():
         chosen, given = split_spec(str(values.get(part)))
-        if part == "sampling":
-            given = {each: values.get(each) for each in settings_of(Sampling)}
+        own = [each for each in settings_of(Sampling) if values.get(each) is not None]
+        taken = own if part == "sampling" else given
         if not name or chosen == name:
-            found += [
-                f"{part}.{key}={value}" for key, value in rows.items() if given.get(key) is None
-            ]
+            found += [f"{part}.{key}={value}" for key, value in rows.items() if key not in taken]
     return found
 
 

@@ -228,6 +228,9 @@ def read_options(record: type[Record], values: Mapping[str, Any]) -> Record:
         record: a dataclass with a field for each option, or for a record of several.
         values: the options by name, as click gives them; completed from ``--config``, and by what
             ``--set`` names of the record's own settings.
+
+    Raises:
+        UsageError: an unknown or invalid one; those of a solver are checked with its settings.
     """
     ctx = click.get_current_context(silent=True)
     known = getattr(ctx and ctx.command.callback, "known", known_settings(record))
@@ -271,7 +274,12 @@ def own_setting(
                 f"--set {text}: whose '{name}'?",
                 f"--set {kind}.{name}={value} or --set solver.{name}={value}.",
             )
-    return {name: value_of(each, value)}
+    found, ctx = value_of(each, value), click.get_current_context(silent=True)
+    if ctx is not None and isinstance(found, str):
+        for other in ctx.command.params:
+            if other.name == name:  # the setting has an option, which reads it
+                found = other.type_cast_value(ctx, [found] if other.multiple else found)
+    return {name: found}
 
 
 def value_of(each: Setting, text: str) -> Any:
@@ -282,7 +290,7 @@ def value_of(each: Setting, text: str) -> Any:
     """
     if text.lower() == "none" and each.default is None:
         return None
-    plain = len(each.types) == 1 and each.types[0] in PLAIN
+    plain = each.about.kind is None and len(each.types) == 1 and each.types[0] in PLAIN
     return components.convert(text, each.types[0], each.name) if plain else text
 
 
@@ -298,7 +306,10 @@ def _record_of(record: type[Record], values: Mapping[str, Any]) -> Record:
         elif dataclasses.is_dataclass(hint):
             fields[field.name] = _record_of(typing.cast("type[Any]", hint), values)
         elif field.name in values:
-            fields[field.name] = values[field.name]
+            each, value = settings_of(record).get(field.name), values[field.name]
+            if each is not None and each.about.kind is None:  # else click has checked it
+                value = each.checked(value)
+            fields[field.name] = value
         elif field.default is MISSING:
             fields[field.name] = None
     return record(**fields)
