@@ -37,7 +37,7 @@ from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
 from arbor.retention.policy import Policy
 from arbor.run.batch import Batch, Found, OnError, each_solution, several
-from arbor.run.config import read_config, refuse_trust, refuse_updated
+from arbor.run.config import read_config, refuse_trust, refuse_unnamed, refuse_updated
 from arbor.run.limits import RunLimits, check_count, limited
 from arbor.run.request import Options, Request
 from arbor.run.rollout import Rollout, RolloutFold, refuse_rollouts
@@ -165,9 +165,10 @@ class Solver:
         Raises:
             UsageError: an unknown setting, or the configuration sets `trust_remote_code`: pass
                 ``trust_remote_code=True`` as an argument instead; or it is that of a search with
-                weights of `update_weights`.
+                weights of `update_weights`, or no settings by name.
         """
         read = read_config(config) if isinstance(config, str | os.PathLike) else config
+        refuse_unnamed(read)
         refuse_trust(read, "the configuration")
         refuse_updated(read, "the configuration")
         settings = {**read, **overrides}
@@ -609,6 +610,9 @@ class Solver:
             the generator gives up what is in progress.
         """
         at_once = check_count("concurrency", concurrency) or self.setup.at_once
+        if bugs not in ("raise", "return"):
+            message = f"unknown bugs {bugs!r:.60}."
+            raise UsageError("setting-choice", message, "Known: raise, return.", setting="bugs")
         batch = Batch(self._setup, jobs, at_once, listen)
 
         def searched() -> Generator[Found, None, None]:

@@ -234,11 +234,14 @@ def test_a_line_that_a_limit_shortened_is_a_cut_path(limit: dict[str, int]) -> N
         ({"step_tokens": True}, "limit", "step_tokens is True"),
         ({"max_expansions": "3"}, "limit", "max_expansions is '3'"),
         ({"seed": 1.0}, "limit", "seed is 1.0"),
+        (3, "setting-type", "the configuration is 3. It is the path of a TOML file, or a mapping"),
+        ([], "setting-type", "the configuration is []."),
+        (b"x", "setting-type", "the configuration is b'x'."),
+        ({1: 2}, "setting-type", "the configuration has the key 1."),
+        ({None: 2}, "setting-type", "the configuration has the key None."),
     ],
 )
-def test_an_invalid_configuration_says_what_would_work(
-    config: dict[str, object], code: str, words: str
-) -> None:
+def test_an_invalid_configuration_says_what_would_work(config: Any, code: str, words: str) -> None:
     with pytest.raises(UsageError, match=re.escape(words)) as caught:
         Solver.from_config(config)
     assert caught.value.code == code

@@ -12,7 +12,7 @@ import pytest
 from support.slow_cases import every
 
 from arbor import Solver
-from arbor.errors import BudgetInfeasible
+from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import KV, Ended, Event, Header, Sampled
 from arbor.model.checkpoint import Checkpoint
 from arbor.run.solution import Solution
@@ -247,6 +247,13 @@ def test_closing_the_iterator_early_frees_everything(solver: Solver, taken: int)
 
 
 # Traces
+
+
+def test_an_unknown_word_for_bugs_is_refused_before_a_search(checkpoint: Checkpoint) -> None:
+    bugs: Any = "xx"
+
+    with pytest.raises(UsageError, match=r"unknown bugs 'xx'\. Known: raise, return\."):
+        next(solver_of(checkpoint).as_completed([(PROBLEMS[0], {})], bugs=bugs))
 
 
 @pytest.mark.parametrize(

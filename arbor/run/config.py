@@ -101,6 +101,22 @@ def refuse_trust(config: Mapping[str, Any], where: str) -> None:
         )
 
 
+def refuse_unnamed(config: Any) -> None:
+    """Reject a configuration that does not hold settings by name.
+
+    Raises:
+        UsageError: it is no mapping, or has a key that is no text.
+    """
+    wrong = [] if isinstance(config, Mapping) else [f"is {config!r:.60}"]
+    wrong = wrong or [f"has the key {key!r:.60}" for key in config if not isinstance(key, str)]
+    if wrong:
+        raise UsageError(
+            "setting-type",
+            f"the configuration {wrong[0]}.",
+            "It is the path of a TOML file, or a mapping of settings by name.",
+        )
+
+
 def refuse_updated(config: Mapping[str, Any], where: str) -> None:
     """Reject a configuration of weights that it cannot give back.
 
