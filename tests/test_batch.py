@@ -246,14 +246,14 @@ def test_closing_the_iterator_early_frees_everything(solver: Solver, taken: int)
     assert approximately(solver.solve(PROBLEMS[1]))[0] == PROBLEMS[1]
 
 
-# Traces
-
-
 def test_an_unknown_word_for_bugs_is_refused_before_a_search(checkpoint: Checkpoint) -> None:
     bugs: Any = "xx"
 
     with pytest.raises(UsageError, match=r"unknown bugs 'xx'\. Known: raise, return\."):
         next(solver_of(checkpoint).as_completed([(PROBLEMS[0], {})], bugs=bugs))
+
+
+# Traces
 
 
 @pytest.mark.parametrize(
