@@ -165,17 +165,33 @@ def test_set_wins_over_an_option_and_that_over_the_file(
 
 
 @pytest.mark.parametrize("config", ['kv_dtype = "int8"', "[sampling]\ntemperature = 0.9", ""])
-@pytest.mark.parametrize("given", ["--config only.toml --preset config-s", "--preset config-s"])
 def test_a_file_and_a_preset_are_refused_together(
-    command: Arbor, monkeypatch: pytest.MonkeyPatch, given: str, config: str
+    command: Arbor, monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     Path("only.toml").write_text(config, encoding="utf-8")
-    if "--config" not in given:
-        monkeypatch.setenv("ARBOR_SOLVE_CONFIG", "only.toml")
-    for words in (given.split(), [*given.split()[2:], *given.split()[:2]]):
+    both = ["--config", "only.toml", "--preset", "config-s"]
+    for words in (both, both[2:] + both[:2], []):
+        if not words:
+            monkeypatch.setenv("ARBOR_SOLVE_CONFIG", "only.toml")
+            monkeypatch.setenv("ARBOR_SOLVE_PRESET", "config-s")
         ran = command("solve", "4 5 6 10", *words, "--print-config")
         assert (ran.code, ran.out) == (2, "")
         assert "--config and --preset both" in ran.err
+
+
+@pytest.mark.parametrize("flag", ["config", "preset"])
+def test_a_flag_for_a_file_or_a_preset_wins_over_a_variable_for_the_other(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    Path("only.toml").write_text('kv_dtype = "int8"', encoding="utf-8")
+    values = {"config": "only.toml", "preset": "config-s"}
+    other = next(each for each in values if each != flag)
+    monkeypatch.setenv(f"ARBOR_SOLVE_{other.upper()}", values[other])
+
+    read = saved(command, f"--{flag}", values[flag])
+
+    assert (read.get("kv_dtype") == "int8") == (flag == "config")
+    assert (read.get("max_expansions") == 64) == (flag == "preset")
 
 
 @pytest.mark.parametrize(

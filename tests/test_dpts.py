@@ -336,5 +336,11 @@ def test_every_mode_runs_it_in_the_smallest_budget(
 
 
 def test_a_share_of_the_slots_is_the_decimal_that_was_given() -> None:
-    for exploit, slots, most in ((0.58, 50, 29), (0.29, 100, 29), (0.5, 3, 1), (1, 7, 7), (0, 7, 0)):
+    for exploit, slots, most in (
+        (0.58, 50, 29),
+        (0.29, 100, 29),
+        (0.5, 3, 1),
+        (1, 7, 7),
+        (0, 7, 0),
+    ):
         assert DPTS(exploit=exploit).exploiting(slots) == most

@@ -99,29 +99,43 @@ CONFIG_VALUES = "arbor.config.values"  # setting without an option -> its value
 
 def take_defaults(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
     """Makes a configuration the defaults of the options; flags and the environment win."""
-    if path is not None:
+    if path is not None and not _has_defaults(ctx, "config", "preset"):
         _set_defaults(ctx, read_config(path), str(path))
         ctx.meta[CONFIG_PATH] = path
 
 
 def take_preset(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
     """Makes a preset the defaults of the options; flags and the environment win."""
-    if name is not None:
+    if name is not None and not _has_defaults(ctx, "preset", "config"):
         _set_defaults(ctx, preset(name), name)
+
+
+def _has_defaults(ctx: click.Context, name: str, other: str) -> bool:
+    """Whether another option has given the defaults, as a flag against this one's variable.
+
+    Raises:
+        UsageError: it has, and neither wins.
+    """
+    if ctx.default_map is None:
+        return False
+    if (ctx.get_parameter_source(name), ctx.get_parameter_source(other)) == (
+        click.core.ParameterSource.ENVIRONMENT,
+        click.core.ParameterSource.COMMANDLINE,
+    ):
+        return True
+    raise UsageError(
+        "usage",
+        "--config and --preset both give the defaults of the other options.",
+        "Leave one out; with --print-config, 'arbor solve --preset NAME' writes a file to change.",
+    )
 
 
 def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) -> None:
     """Makes settings the defaults of the options.
 
     Raises:
-        UsageError: there are some already, an unknown or invalid one, or what no file may set.
+        UsageError: an unknown or invalid one, or what no file may set.
     """
-    if ctx.default_map is not None:
-        raise UsageError(
-            "usage",
-            "--config and --preset both give the defaults of the other options.",
-            "Leave one out; with --print-config, 'arbor solve --preset NAME' writes a file to change.",
-        )
     refuse_trust(config, source)
     refuse_updated(config, source)
     options = {each.name: each for each in ctx.command.params if each.name}
