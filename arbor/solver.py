@@ -42,7 +42,7 @@ from arbor.run.limits import RunLimits, check_count, limited
 from arbor.run.request import Options, Request
 from arbor.run.rollout import Rollout, RolloutFold, refuse_rollouts
 from arbor.run.run import Run
-from arbor.run.searches import as_completed
+from arbor.run.searches import as_completed, each_within
 from arbor.run.settings import Settings
 from arbor.run.setup import Setup
 from arbor.run.solution import Solution, failed_solution
@@ -150,7 +150,7 @@ class Solver:
         self._run: Run | Batch | SearchWorker | Generation | TokenScoring | None = None
         self._busy = threading.Lock()  # held by it
         self._next = threading.Lock()  # held by the thread that has `_busy` next
-        self._thread: int | None = None  # in which it runs
+        self._thread: int | None = None  # in which it runs, or ran last
         self._worker = SearchWorker(self.setup.at_once, self._lend, self._contended)
 
     @classmethod
@@ -615,20 +615,24 @@ class Solver:
             raise UsageError("setting-choice", message, "Known: raise, return.", setting="bugs")
         batch = Batch(self._setup, jobs, at_once, listen)
 
+        def found() -> Generator[Found, None, None]:
+            engine = self.engine
+            begin = batch.searches(engine)
+            for search in as_completed(engine, begin, at_once, batch.begun):
+                batch.over(search.place)
+                if isinstance(search.error, ArborError):
+                    yield search.place, search.error
+                elif isinstance(search.error, Exception) and bugs == "return":
+                    yield search.place, SearchBug(search.error)
+                elif search.error is not None:
+                    raise search.error
+                else:
+                    assert search.result is not None
+                    yield search.place, search.result
+
         def searched() -> Generator[Found, None, None]:
-            with self._lend(batch) as engine:
-                begin = batch.searches(engine)
-                for search in as_completed(engine, begin, at_once, batch.begun):
-                    batch.over(search.place)
-                    if isinstance(search.error, ArborError):
-                        yield search.place, search.error
-                    elif isinstance(search.error, Exception) and bugs == "return":
-                        yield search.place, SearchBug(search.error)
-                    elif search.error is not None:
-                        raise search.error
-                    else:
-                        assert search.result is not None
-                        yield search.place, search.result
+            with self._held(batch) as in_thread:
+                yield from each_within(in_thread, found())
 
         yield from batch.results(searched)
 
@@ -805,11 +809,26 @@ class Solver:
     def _lend(
         self, run: Run | Batch | SearchWorker | Generation | TokenScoring
     ) -> Iterator[Engine]:
-        """The engine, loaded, for one run at a time, or for one batch of runs.
+        """The engine, loaded, for one run at a time, or for several that share it.
 
         Raises:
             UsageError: this thread is in the middle of a run already.
         """
+        with self._held(run) as in_thread, in_thread():
+            yield self.engine
+
+    @contextmanager
+    def _held(
+        self, run: Run | Batch | SearchWorker | Generation | TokenScoring
+    ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """The engine is held for a run, which goes on in any thread within the context that is
+        given; the last of them is the one that would wait for itself.
+
+        Raises:
+            UsageError: this thread is in the middle of a run already.
+        """
+        from arbor.model.threads import torch_threads
+
         if self._thread == threading.get_ident():
             raise _busy()
         held = False
@@ -818,8 +837,16 @@ class Solver:
                 held = self._busy.acquire()
             self._thread = threading.get_ident()
             self._run = run
-            with self.checkpoint.use.reading(), self._computing():
-                yield self.engine
+            threads = self._threads()
+            with self.checkpoint.use.reading() as reading:
+
+                @contextmanager
+                def in_thread() -> Iterator[None]:
+                    self._thread = reading.thread = threading.get_ident()
+                    with torch_threads(threads):
+                        yield
+
+                yield in_thread
         finally:
             if held:
                 self._run = self._thread = None
@@ -848,14 +875,20 @@ class Solver:
 
     def _computing(self) -> AbstractContextManager[None]:
         """The solver's number of torch threads, in this thread."""
-        from arbor.model.threads import thread_count, torch_threads
+        from arbor.model.threads import torch_threads
+
+        return torch_threads(self._threads())
+
+    def _threads(self) -> int | None:
+        """The number of torch threads, see `thread_count`."""
+        from arbor.model.threads import thread_count
 
         models = [
             self.describe(),
             *(each.describe() for each in self.setup.verifier_models.values()),
         ]
         largest = max(models, key=lambda info: info.parameters)
-        return torch_threads(thread_count(self.setup.threads, largest, self.setup.tp))
+        return thread_count(self.setup.threads, largest, self.setup.tp)
 
 
 def _busy() -> UsageError:

@@ -144,6 +144,43 @@ def test_torch_has_its_own_number_however_a_search_ends(
 # Several at once
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_loops_that_end_in_any_order_leave_torch_as_it_was(two: Solver, ahead: int) -> None:
+    def listen(event: Event) -> None:
+        if isinstance(event, Selected):
+            seen.add(torch.get_num_threads())
+
+    seen: set[int] = set()
+    with Solver(threads=1, **SMALL, listeners=[listen]) as one:
+        loops = [each.imap([PUZZLE, PUZZLE]) for each in (two, one)]
+        for each in loops:
+            next(each)
+            assert torch.get_num_threads() == OUTSIDE
+        for each in loops[ahead], loops[1 - ahead]:
+            assert len(list(each)) == 1
+
+    assert seen == {1}
+    assert numbers() == (OUTSIDE, OUTSIDE)
+
+
+def test_every_thread_that_goes_on_with_a_loop_computes_with_its_threads(solver: Solver) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Selected):
+            seen.append((threading.get_ident(), torch.get_num_threads()))
+
+    solver.listeners = (listen,)
+    loop = solver.imap([PUZZLE, PUZZLE])
+    next(loop)
+    after = in_a_thread(lambda: (next(loop), torch.get_num_threads()))[1]
+
+    assert len({thread for thread, _ in seen}) == 2
+    assert {number for _, number in seen} == {2}
+    assert after == OUTSIDE
+    assert numbers() == (OUTSIDE, OUTSIDE)
+
+
 def test_parts_are_compared_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where other programs run, torch waits longer for a second thread than its part takes."""
     seen: list[int] = []

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,21 @@ def test_a_thread_never_waits_for_itself(solver: Solver) -> None:
         _ = stream.solution
     assert len(list(batch)) == 2
     assert stream.solution.problem == PROBLEMS[3]
+
+
+def test_a_loop_goes_on_in_another_thread(solver: Solver) -> None:
+    """A thread waits for the loop unless it was the last to go on with it."""
+    batch = solver.as_completed([(each, {}) for each in PROBLEMS[:3]], concurrency=1)
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, closing(batch):
+        for each in first, second:
+            each.submit(next, batch).result()
+            with pytest.raises(UsageError, match="solver-busy"):
+                each.submit(solver.solve, PROBLEMS[3]).result(timeout=20)
+        waits = first.submit(solver.solve, PROBLEMS[3])
+        until(solver._next.locked)
+        assert len(second.submit(list, batch).result()) == 1
+        assert waits.result().problem == PROBLEMS[3]
+    assert is_idle(solver)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

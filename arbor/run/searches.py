@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -41,6 +42,28 @@ def completed(engine: Engine, steps: Steps[Result]) -> Result:
     except StopIteration as end:
         result: Result = end.value
         return result
+
+
+def each_within(
+    within: Callable[[], AbstractContextManager[None]],
+    results: Generator[Result, None, None],
+) -> Generator[Result, None, None]:
+    """Results, each of which is found within a context of its own, as is the end.
+
+    Nothing of the context is left while a result is handed out, and the next may be asked for in
+    another thread.
+    """
+    try:
+        while True:
+            with within():
+                try:
+                    found = next(results)
+                except StopIteration:
+                    return
+            yield found
+    finally:
+        with within():
+            results.close()
 
 
 @dataclass(slots=True)

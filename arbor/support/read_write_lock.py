@@ -5,6 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """One reading of what a `ReadWriteLock` guards.
+
+    Attributes:
+        thread: that reads now; a reading may go on in another one.
+    """
+
+    thread: int
 
 
 class ReadWriteLock:
@@ -16,7 +28,7 @@ class ReadWriteLock:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._readers: list[int] = []  # threads
+        self._readers: list[Reading] = []
         self._writers = 0  # those that wait, and the one that writes
         self._held_up = 0  # readers that wait for other threads
 
@@ -29,7 +41,7 @@ class ReadWriteLock:
     def is_due(self) -> bool:
         """Whether a writer waits for the end of what this thread reads, and for no reading around
         it."""
-        once = self._readers.count(threading.get_ident()) < 2
+        once = self._threads.count(threading.get_ident()) < 2
         return self.wanted and once and not self._held_up
 
     @property
@@ -40,22 +52,26 @@ class ReadWriteLock:
     @property
     def is_read_here(self) -> bool:
         """Whether this thread reads, so that it would wait for itself to write."""
-        return threading.get_ident() in self._readers
+        return threading.get_ident() in self._threads
+
+    @property
+    def _threads(self) -> list[int]:
+        return [each.thread for each in self._readers]
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> Iterator[Reading]:
         """While it lasts, nobody writes."""
-        thread = threading.get_ident()
+        own = Reading(threading.get_ident())
         with self._changed:
             self._changed.wait_for(
-                lambda: not self._writers or self._held_up or thread in self._readers
+                lambda: not self._writers or self._held_up or own.thread in self._threads
             )
-            self._readers.append(thread)
+            self._readers.append(own)
         try:
-            yield
+            yield own
         finally:
             with self._changed:
-                self._readers.remove(thread)
+                self._readers.remove(own)
                 self._changed.notify_all()
 
     @contextmanager
