@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import arbor
 from arbor import Solver, UsageError
-from arbor.events import Event
+from arbor.events import Ended, Event
 from arbor.kernels.linear.blocks import BlockEmbedding, BlockLinear
 from arbor.kernels.linear.layers import PackedLinear
 from arbor.kernels.native import native_library
@@ -191,6 +191,24 @@ def test_the_trees_of_a_batch_end_with_the_weights_they_began_with(
         for place, puzzle in enumerate(PUZZLES):
             other = (fresh if updated[place] else former).solve(puzzle)
             assert found[place].candidates == other.candidates
+
+
+def test_an_error_in_a_search_that_ends_early_is_the_loops(small: Any, folder: Path) -> None:
+    def listen(place: int, event: Event) -> None:
+        if place == 2 and isinstance(event, Ended):
+            raise LookupError("mine")
+
+    places = []
+    with Solver(folder, **SMALL) as solver:
+        jobs = [(each, {"max_tokens": 60 * place + 1}) for place, each in enumerate(PUZZLES[:4])]
+        results = solver.as_completed(iter(jobs), concurrency=3, listen=listen)
+        places.append(next(results)[0])
+        solver.update_weights(moved(small, 1), drain=True)
+        assert solver.checkpoint.updated
+        with pytest.raises(LookupError, match="mine"):
+            places.extend(place for place, _ in results)
+        assert places == [0, 1]
+        assert solver.solve(PUZZLES[0]).config["updated_weights"] == solver.checkpoint.updated
 
 
 @pytest.mark.slow

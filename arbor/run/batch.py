@@ -162,6 +162,7 @@ class Batch:
         self._stopped: Status | None = None
         self._going: Generator[Found, None, None] | None = None
         self._early: deque[Found] = deque()  # found by `finish`
+        self._failed: Exception | None = None  # raised in it, after them
 
     def _read_ahead(self) -> int:
         """Read the jobs that run at first; how many there were, with those not ready yet."""
@@ -183,6 +184,8 @@ class Batch:
                 yield from going
             while self._early:
                 yield self._early.popleft()
+            if self._failed is not None:
+                raise self._failed
             if not self._waiting or self._stopped is not None:
                 return
             self._read_ahead()
@@ -194,9 +197,12 @@ class Batch:
         return going is not None and getgeneratorstate(going) == GEN_RUNNING
 
     def finish(self) -> None:
-        """Carry out what is in progress now; its results are handed out later, as if asked for."""
-        if self._going is not None:
-            self._early.extend(self._going)
+        """Carry out what is in progress now; its results, and the error that ends it, are handed
+        out later, as if asked for."""
+        try:
+            self._early.extend(self._going or ())
+        except Exception as error:
+            self._failed = error
 
     def searches(self, engine: Engine) -> Iterator[Callable[[bool], Steps[Solution] | None] | None]:
         """What begins each search, see `as_completed`; to be called once for each engine."""
