@@ -196,7 +196,8 @@ class Solver:
     def close(self) -> None:
         """Free the model and its KV; streams in progress end after the current forward.
 
-        A small model's memory comes back when Python next looks for cycles.
+        Other searches in progress go on to their end with the model they have; the next ones load
+        it again. A small model's memory comes back when Python next looks for cycles.
         """
         self._worker.stop()
         if self._engine is not None and self._busy.acquire(blocking=False):  # nothing in progress
@@ -853,8 +854,11 @@ class Solver:
                 self._busy.release()
 
     def _contended(self) -> bool:
-        """Whether another thread waits for the engine, or to change the weights."""
-        return self._next.locked() or self.checkpoint.use.is_due
+        """Whether no search may begin in the engine: another thread waits for it, or to change the
+        weights, or the model was closed."""
+        engine, checkpoint = self._engine, self.checkpoint
+        closed = engine is None or not checkpoint.has(engine.runner)
+        return closed or self._next.locked() or checkpoint.use.is_due
 
     @contextmanager
     def _waiting(self, in_loop: bool) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from arbor import Solver
 from arbor.errors import RankLost
 from arbor.events import Ended, Event, Forwarded
 from arbor.trace.read import read_trace
+from arbor.tree import ThoughtTree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from kill_ranks import children_of, kill_one, still_running
@@ -38,6 +40,38 @@ def test_the_others_end_with_the_solver() -> None:
     assert process.poll() is None
     solver.close()
     assert process.poll() is not None
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_the_others_end_with_the_last_search_of_a_closed_solver() -> None:
+    def processes() -> list[subprocess.Popen[bytes]]:
+        assert solver.engine.runner.followers is not None
+        return solver.engine.runner.followers.processes
+
+    solver = Solver(**LONG)
+    stream = solver.stream(PROBLEM)
+    list(itertools.islice(stream, 60))
+    (process,) = processes()
+    solver.close()
+    assert stream.solution.finish_reason == "interrupted"
+    assert process.poll() is not None
+    assert not torch.distributed.is_initialized()
+
+    jobs = [(PROBLEM, {"max_tokens": 40 * place + 1}) for place in range(3)]
+    loop = solver.as_completed(jobs, concurrency=2)
+    next(loop)
+    (process,), engine = processes(), solver.engine
+    solver.close()
+    assert process.poll() is None
+    place, solution = next(loop)
+    assert (place, solution.finish_reason) == (1, "limit")
+    assert len(list(loop)) == 1  # by other processes
+    assert process.poll() is not None
+    with pytest.raises(RankLost, match="ended with their solver"):
+        engine.open(tree := ThoughtTree([1, 2, 3]), 8)
+        engine.extend(tree.root)
+    solver.close()
     assert not torch.distributed.is_initialized()
 
 

@@ -265,6 +265,29 @@ def test_new_weights_are_due_unless_they_wait_for_another_reading() -> None:
     assert not use.is_due
 
 
+def test_a_loop_over_a_closed_solver_goes_on_with_the_models_own_weights(
+    small: Any, folder: Path
+) -> None:
+    jobs = [(each, {}) for each in PUZZLES[:3]]
+    with Solver(folder, **SMALL) as solver:
+        own = [result.candidates for _, result in solver.as_completed(jobs)]
+        solver.update_weights(moved(small, 1))
+        results = solver.as_completed(jobs, concurrency=1)
+        assert next(results)[1].candidates != own[0]
+        solver.close()
+        assert [result.candidates for _, result in results] == own[1:]
+
+
+def test_what_waits_for_the_end_of_readings_is_called_at_the_last() -> None:
+    use, calls = ReadWriteLock(), []
+    use.when_unread(lambda: calls.append("at once"))
+    with use.reading(), use.reading():
+        use.when_unread(lambda: calls.append("later"))
+        assert calls == ["at once"]
+    with use.reading():
+        assert calls == ["at once", "later"]
+
+
 def test_streams_end_first(small: Any, folder: Path) -> None:
     new = moved(small, 1)
     with Solver(folder, **SMALL) as solver:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_batch import PROBLEMS, Together, approximately, is_idle, solver_of
+from test_batch import PROBLEMS, SMALL, Together, approximately, is_idle, solver_of
 
 from arbor import Solver
 from arbor.errors import UsageError
@@ -234,6 +235,21 @@ def test_a_listener_never_waits_for_its_own_engine(solver: Solver, streamed: boo
 
 
 # The thread
+
+
+def test_an_engine_that_nobody_else_has_is_freed_before_its_last_search_ends() -> None:
+    """After it the thread may still run when Python exits, and what torch frees then aborts."""
+    freed: list[bool] = []
+    with Solver(**SMALL) as solver:
+        engine = weakref.ref(solver.engine)
+        shared = solver.shared(at_once=1)
+        job = shared.begin(shared.prepare(PROBLEMS[0]))
+        job.at_end(lambda: freed.append(engine() is None))
+        job.events.get()
+        solver.close()
+        job.solution()
+
+    assert freed == [True]
 
 
 @pytest.mark.slow

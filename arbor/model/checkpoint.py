@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from arbor.model.int8_weights import WeightRounding
     from arbor.model.parallel.followers import Followers
     from arbor.model.parallel.ranks import Ranks
+    from arbor.model.runner import ModelRunner
     from arbor.model.weights import Weights
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by it in each process
@@ -266,12 +267,16 @@ class Checkpoint:
         return None if self._weights is None else self._weights.rounding
 
     def close(self) -> None:
-        """Drop config, tokenizer and weights; a ready model keeps those it has."""
+        """Drop config, tokenizer and weights; a ready model keeps those it has.
+
+        Searches in progress still have theirs, and other processes that hold them with this one
+        end with the last of those searches.
+        """
         self._description = self._files = self._weights = None
         if self._given is None:
             self._updated, self._digests = None, {}
         if self._followers is not None:
-            self._followers.close()
+            self.use.when_unread(self._followers.close)
             self._followers = None
 
     def read(self) -> Description:
@@ -316,6 +321,10 @@ class Checkpoint:
                     raise ModelError("arch-unsupported", reason, hint)
                 self._weights = self._load_together(files)
             return self._weights
+
+    def has(self, runner: ModelRunner) -> bool:
+        """Whether a runner is the one that `load` gives; loads nothing."""
+        return self._weights is not None and self._weights.runner is runner
 
     @property
     def updated(self) -> str | None:

@@ -130,8 +130,8 @@ class Batch:
     where the policy evicts nothing, so does one whose full retention is not free, and where each
     keeps within its own budget (`Pool`), one whose budget is not.
 
-    While new weights wait to replace the model's, no problem begins; what is left goes on in
-    another engine.
+    While new weights wait to replace the model's, and once it was closed, no problem begins; what
+    is left goes on in another engine.
 
     Args:
         setup: parts and settings, those of the solver.
@@ -250,7 +250,8 @@ class Batch:
     def _begin(
         self, engine: Engine, place: int, run: Run | Exception, idle: bool
     ) -> Steps[Solution] | None:
-        if self._stopped is not None or self._setup.checkpoint.use.is_due:
+        checkpoint = self._setup.checkpoint
+        if self._stopped is not None or checkpoint.use.is_due or not checkpoint.has(engine.runner):
             return None
         if isinstance(run, Run) and not self._pool.admits(run, self._running.values(), idle):
             return None

@@ -43,7 +43,8 @@ class SearchWorker:
     Args:
         at_once: most searches in progress at a time.
         lend: the engine, loaded, for as long as searches are in progress.
-        contended: whether another thread waits for the engine; no job begins before it has had it.
+        contended: whether another thread waits for the engine, or its model was closed; no job
+            begins before the engine was given back.
         pool: the budget of all; by default it is set as above. In one that is given, a search that
             has ended holds nothing.
     """
@@ -120,8 +121,7 @@ class SearchWorker:
             last: list[Callable[[], None]] = []
             try:
                 if self._plan_first():
-                    with self._lend(self) as engine:
-                        self._search(engine, last)
+                    self._search(last)
             except BaseException as error:  # the engine cannot be had
                 self._fail_waiting(error)
             while last:  # after the engine was given back
@@ -161,38 +161,45 @@ class SearchWorker:
             if job.take():
                 job.end(None, error)
 
-    def _search(self, engine: Engine, last: list[Callable[[], None]]) -> None:
-        """Search until nothing is in progress and nothing may begin."""
-        first = True
-        try:
-            while True:
-                if first or not self._contended():
-                    self._begin(engine)
-                first = False
-                if not self._going:
-                    return
-                over = self._resume()
-                if not over:
-                    engine.step()
-                    continue
-                if self._going or (self._waiting and not self._contended()):
-                    for end in over:
-                        end()
-                else:
-                    last += over
-        except BaseException as error:  # ends every search, as Ctrl-C does
-            for search, job in self._going:
-                ended = search.done
-                _close(search)
-                last.append(
-                    _ending(job, search.result, search.error)
-                    if ended
-                    else _ending(job, None, error)
-                )
-        finally:
-            self._going = []
-            if not self._keeps_last:
-                engine.close_finished()
+    def _search(self, last: list[Callable[[], None]]) -> None:
+        """Search until nothing is in progress and nothing may begin.
+
+        An engine that nobody else has is freed here: the thread may not do so when Python exits.
+
+        Args:
+            last: takes the ends that are told after the engine was given back.
+        """
+        with self._lend(self) as engine:
+            first = True
+            try:
+                while True:
+                    if first or not self._contended():
+                        self._begin(engine)
+                    first = False
+                    if not self._going:
+                        return
+                    over = self._resume()
+                    if not over:
+                        engine.step()
+                        continue
+                    if self._going or (self._waiting and not self._contended()):
+                        for end in over:
+                            end()
+                    else:
+                        last += over
+            except BaseException as error:  # ends every search, as Ctrl-C does
+                for search, job in self._going:
+                    ended = search.done
+                    _close(search)
+                    last.append(
+                        _ending(job, search.result, search.error)
+                        if ended
+                        else _ending(job, None, error)
+                    )
+            finally:
+                self._going = []
+                if not self._keeps_last:
+                    engine.close_finished()
 
     def _begin(self, engine: Engine) -> None:
         """Begin the jobs that wait, in their order, as many as there are places and room for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,6 +31,7 @@ class ReadWriteLock:
         self._readers: list[Reading] = []
         self._writers = 0  # those that wait, and the one that writes
         self._held_up = 0  # readers that wait for other threads
+        self._when_unread: list[Callable[[], object]] = []
 
     @property
     def wanted(self) -> bool:
@@ -72,7 +73,18 @@ class ReadWriteLock:
         finally:
             with self._changed:
                 self._readers.remove(own)
+                self._call_if_unread()
                 self._changed.notify_all()
+
+    def when_unread(self, call: Callable[[], object]) -> None:
+        """Call while nobody reads: now, or at the end of the last reading, in its thread."""
+        with self._changed:
+            self._when_unread.append(call)
+            self._call_if_unread()
+
+    def _call_if_unread(self) -> None:
+        while self._when_unread and not self._readers:
+            self._when_unread.pop()()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -238,8 +238,8 @@ class Followers:
             RankLost: another rank has died, or does not answer.
             OutOfMemory: another rank has no memory for it.
         """
-        if self._lost is not None:
-            raise self._lost
+        if not self.close.alive:
+            raise self._lost or _lost(self._count, "all but the first ended with their solver")
         try:
             for channel in self._channels:
                 channel.send(order, PATIENCE.total_seconds())
