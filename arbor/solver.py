@@ -16,7 +16,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
@@ -74,6 +74,13 @@ EVALUATION_SETTINGS = (
 # fmt: on
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Stop:
+    """One call of `Solver.stop`; what was asked for before it ends, however far it is."""
+
+    status: Status
 
 
 class Solver:
@@ -148,6 +155,7 @@ class Solver:
         self._loading = threading.Lock()
         # the search in progress, or several
         self._run: Run | Batch | SearchWorker | Generation | TokenScoring | None = None
+        self._last_stop = _Stop("interrupted")
         self._busy = threading.Lock()  # held by it
         self._next = threading.Lock()  # held by the thread that has `_busy` next
         self._thread: int | None = None  # in which it runs, or ran last
@@ -499,7 +507,8 @@ class Solver:
                 memory; the error's data hold the best answer so far.
             Exception: from a listener; `StopSearch` only ends the search.
         """
-        return Run(self._setup, problem, Request.of(options)).solve(self._lend)
+        lend = partial(self._lend, since=self._last_stop)
+        return Run(self._setup, problem, Request.of(options)).solve(lend)
 
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`.
@@ -537,8 +546,11 @@ class Solver:
         from arbor.run.stream import SearchStream
 
         keep_threads()
+        since = self._last_stop
         job = SearchJob(Run(self._setup, problem, Request.of(options)), keeps_events=keeps_events)
         self._worker.add(job)
+        if self._last_stop is not since:
+            job.stop(self._last_stop.status)
         return SearchStream(job, self._waiting)
 
     def _start_soon(self) -> None:
@@ -614,6 +626,7 @@ class Solver:
         if bugs not in ("raise", "return"):
             message = f"unknown bugs {bugs!r:.60}."
             raise UsageError("setting-choice", message, "Known: raise, return.", setting="bugs")
+        since = self._last_stop
         batch = Batch(self._setup, jobs, at_once, listen)
 
         def found() -> Generator[Found, None, None]:
@@ -632,7 +645,7 @@ class Solver:
                     yield search.place, search.result
 
         def searched() -> Generator[Found, None, None]:
-            with self._held(batch) as in_thread:
+            with self._held(batch, since) as in_thread:
                 yield from each_within(in_thread, found())
 
         yield from batch.results(searched)
@@ -752,8 +765,9 @@ class Solver:
             }
         )
         slots = self.setup.budget if budget is None else Budget.parse(budget)
+        since = self._last_stop
         generation = Generation(self.checkpoint, prompt, settings, slots, self.setup, chat=chat)
-        with self._lend(generation) as engine:
+        with self._lend(generation, since) as engine:
             return generation.run(engine, self.eos)
 
     def logprobs(
@@ -776,7 +790,8 @@ class Solver:
         Raises:
             InputError, UsageError, ModelError: before anything is computed.
         """
-        return TokenScoring(self.checkpoint, pairs).run(self._lend)
+        lend = partial(self._lend, since=self._last_stop)
+        return TokenScoring(self.checkpoint, pairs).run(lend)
 
     def shared(self, at_once: int, tokens: int | None = None) -> SharedEngine:
         """This solver's engine for searches with settings of their own, as they arrive.
@@ -794,11 +809,14 @@ class Solver:
     def stop(self, status: Status = "interrupted") -> None:
         """End the search in progress, or all of them, after the current forward.
 
-        Safe from a signal handler or another thread.
+        What was asked for and waits, or still reads the model, ends as soon as it begins. Safe from
+        a signal handler or another thread.
         """
-        run = self._run  # read once: the search may end meanwhile
+        self._last_stop = _Stop(status)
+        run = self._run  # read once, after that: the search may begin or end meanwhile
         if run is not None:
             run.stop(status)
+        self._worker.stop(status)
 
     # One run
 
@@ -808,26 +826,30 @@ class Solver:
 
     @contextmanager
     def _lend(
-        self, run: Run | Batch | SearchWorker | Generation | TokenScoring
+        self,
+        run: Run | Batch | SearchWorker | Generation | TokenScoring,
+        since: _Stop | None = None,
     ) -> Iterator[Engine]:
         """The engine, loaded, for one run at a time, or for several that share it.
+
+        Args:
+            run: that is stopped where `stop` was called after `since`.
+            since: the last call when the run was asked for; None: it knows of later ones.
 
         Raises:
             UsageError: this thread is in the middle of a run already.
         """
-        with self._held(run) as in_thread, in_thread():
+        with self._held(run, since) as in_thread, in_thread():
             yield self.engine
 
     @contextmanager
     def _held(
-        self, run: Run | Batch | SearchWorker | Generation | TokenScoring
+        self,
+        run: Run | Batch | SearchWorker | Generation | TokenScoring,
+        since: _Stop | None,
     ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-        """The engine is held for a run, which goes on in any thread within the context that is
-        given; the last of them is the one that would wait for itself.
-
-        Raises:
-            UsageError: this thread is in the middle of a run already.
-        """
+        """The engine is held as in `_lend`, for a run that goes on in any thread within the context
+        that is given; the last of them is the one that would wait for itself."""
         from arbor.model.threads import torch_threads
 
         if self._thread == threading.get_ident():
@@ -838,6 +860,8 @@ class Solver:
                 held = self._busy.acquire()
             self._thread = threading.get_ident()
             self._run = run
+            if since not in (None, self._last_stop):
+                run.stop(self._last_stop.status)
             threads = self._threads()
             with self.checkpoint.use.reading() as reading:
 

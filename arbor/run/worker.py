@@ -140,7 +140,8 @@ class SearchWorker:
     def _plan_first(self) -> bool:
         """Whether a job can begin; those before it, which cannot, are ended."""
         while self._waiting:
-            if not self._waiting[0].taken and self._is_planned(self._waiting[0]):
+            job = self._waiting[0]
+            if not job.taken and self._is_planned(job) and not job.taken:  # it may be stopped there
                 return True
             self._waiting.popleft()
         return False
