@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -90,7 +91,9 @@ def test_importing_arbor_after_torch_changes_nothing() -> None:
         "import arbor; arbor.Solver().describe(); "
         "assert torch.get_num_threads() == 2 and dict(os.environ) == before"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    # which torch sets itself as parts of it are imported
+    settings = os.environ | {"TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir()}
+    subprocess.run([sys.executable, "-c", code], check=True, env=settings)
 
 
 # While a search runs, and after it

@@ -31,6 +31,7 @@ from arbor.kernels.native import native_library
 from arbor.model.gguf.conversion import header_given
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.kv_identity import kv_identity
+from arbor.model.loading import load_config, locate_model
 from arbor.run.rollout import Rollout
 from arbor.support.read_write_lock import ReadWriteLock
 
@@ -574,9 +575,10 @@ def test_blocks_become_dense_where_they_are_updated(
 
 
 def _decoded(path: Path) -> Any:
+    config = load_config(locate_model(path))
     with header_given(read_gguf_header(path)) as (folder, file):
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=file, dtype=torch.float32
+            folder, gguf_file=file, config=config, dtype=torch.float32
         )
     return model.eval()
 
