@@ -38,6 +38,7 @@ from arbor.events import (
 )
 from arbor.model.loading import BUILTIN
 from arbor.retention.policy import Policy
+from arbor.run.settings import Settings
 from arbor.tasks.base import Problem, Task
 from arbor.tasks.game24 import Game24
 from arbor.trace import Replay, read_trace
@@ -358,6 +359,23 @@ def test_a_path_that_outgrows_an_amount_ends_the_search_with_its_tree_and_what_i
 def test_invalid_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Solver(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({"keep_kv_size": "1GiB"}, "keep_kv"),
+        ({"disk_dir": "."}, "disk"),
+        ({"host_bits": 8}, "host"),
+        ({"mode": "lossy", "share": "prompts", "share_threshold": 0.9}, "share=similar"),
+    ],
+)
+def test_a_setting_without_effect_for_want_of_another_is_refused(
+    settings: dict[str, Any], needed: str
+) -> None:
+    with pytest.raises(UsageError, match=f"without {needed}") as error:
+        Settings.of(settings)
+    assert error.value.code == "setting-unused"
 
 
 @dataclass(frozen=True)

@@ -512,13 +512,14 @@ def test_every_split_gives_the_same_tree_where_a_part_is_destroyed() -> None:
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({"staging": "8tok"}, "--host"),
+        ({"staging": "8tok"}, "Give host too"),
         ({**THROUGH, "mode": "lossy", "rehydrate": "span"}, "with none"),
         ({"staging": "many", "host": "1MiB"}, "tier-size"),
         ({**THROUGH, "disk": "1MiB"}, "Leave out disk"),
         ({**THROUGH, "mode": "lossy", "rehydrate": "selective"}, "with none"),
         ({**THROUGH, "rehydrate": "span"}, "selective"),
         ({**THROUGH, "keep_kv": "kv"}, "or keep_kv"),
+        ({**THROUGH, "mode": "lossy", "share": "similar"}, "as share=similar asks"),
         ({**THROUGH, "host_bits": 8, "mode": "lossy", "rehydrate": "selective"}, "with none"),
         ({**THROUGH, "host_bits": 8}, "lossless mode promises exact KV"),
     ],

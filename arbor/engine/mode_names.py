@@ -70,6 +70,7 @@ class ModeSettings:
         shown="set",
         least=-1,
         most=1,
+        needs="share=similar|audit",
     )
 
     def check_modes(self) -> None:

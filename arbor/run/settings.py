@@ -27,6 +27,7 @@ from arbor.run.tiers import TierSettings
 from arbor.support.setting import (
     checked_values,
     refuse_unknown,
+    refuse_unused,
     setting,
     settings_of,
 )
@@ -285,6 +286,7 @@ class Settings(
         Raises:
             UsageError: names them.
         """
+        refuse_unused(self)
         self.check_modes()
         if isinstance(self.policy.scorer, CalibratedScorer):
             self.policy.scorer.check_file()

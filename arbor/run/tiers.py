@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arbor.budget import Budget
-from arbor.engine.mode_names import ModeSettings
+from arbor.engine.mode_names import SIMILAR, ModeSettings
 from arbor.errors import UsageError
 from arbor.model.checkpoint import Checkpoint, ModelSettings
 from arbor.support.packed_size import BITS, GROUP, group_bytes, packed_tokens
@@ -105,6 +105,7 @@ class TierSettings(ModelSettings, ModeSettings):
         "Bits of a number in host memory (8, 4); default: the model's. Lossy mode.",
         shown="set",
         metavar="BITS",
+        needs="host",
     )
     staging: Budget | None = setting(
         None,
@@ -112,6 +113,7 @@ class TierSettings(ModelSettings, ModeSettings):
         shown="set",
         metavar="SIZE",
         read=partial(_size, "staging"),
+        needs="host",
     )
     disk: Budget | None = setting(
         None,
@@ -127,6 +129,7 @@ class TierSettings(ModelSettings, ModeSettings):
         metavar="DIR",
         read=Path,
         recorded="never",
+        needs="disk",
     )
     keep_kv: str | os.PathLike[str] | None = setting(
         None,
@@ -143,6 +146,7 @@ class TierSettings(ModelSettings, ModeSettings):
         metavar="SIZE",
         read=_bytes,
         recorded="never",
+        needs="keep_kv",
     )
 
     @property
@@ -162,7 +166,7 @@ class TierSettings(ModelSettings, ModeSettings):
         Raises:
             UsageError: these settings contradict each other.
         """
-        host, disk, bits, folder = self.host, self.disk, self.host_bits, self.disk_dir
+        disk, bits, folder = self.disk, self.host_bits, self.disk_dir
         packed = bits is not None
         reads = f"staging={self.staging}: attention reads KV in host memory;"
         back = "selective" if self.mode == "lossless" else "off"
@@ -170,21 +174,11 @@ class TierSettings(ModelSettings, ModeSettings):
             raise UsageError(
                 "host-bits", f"host_bits={bits}: KV is packed in 8 or 4 bits.", "Take 8 or 4."
             )
-        if packed and host is None:
-            raise UsageError(
-                "host-bits", f"host_bits={bits}: no KV goes to the host.", "Give --host 8GiB too."
-            )
         if packed and disk is not None:
             raise UsageError(
                 "host-bits",
                 f"host_bits={bits}: KV on disk is in full precision, and packed KV never is again.",
                 "Leave out disk, or host_bits.",
-            )
-        if self.staged and host is None:
-            raise UsageError(
-                "staging",
-                f"{reads} no KV goes to the host.",
-                "Give --host 8GiB too, or leave out staging.",
             )
         if self.staged and disk is not None:
             raise UsageError(
@@ -192,9 +186,11 @@ class TierSettings(ModelSettings, ModeSettings):
                 f"{reads} no KV is read from a disk.",
                 "Leave out disk, or leave out staging.",
             )
-        if folder is not None and disk is None:
+        if self.staged and self.share in SIMILAR:
             raise UsageError(
-                "tier-size", f"disk_dir={folder}: no KV goes to disk.", "Give disk=50GiB too."
+                "staging",
+                f"{reads} no prompt is read there for another, as share={self.share} asks.",
+                "Leave out share, or leave out staging.",
             )
         if folder is not None and not Path(folder).is_dir():
             raise UsageError(

@@ -41,6 +41,8 @@ class About:
             or never.
         names: a kind of component whose names a shell completes.
         requested: whether a request to a server may give it.
+        needs: another setting without which this one has no effect, perhaps with the values that
+            give it one: ``host``, ``share=similar|audit``.
         also: short flags, as in ``-o``.
         kind: a type of click instead of that of the field.
     """
@@ -56,6 +58,7 @@ class About:
     recorded: Recorded = "if_set"
     names: str = ""
     requested: bool = False
+    needs: str = ""
     also: tuple[str, ...] = ()
     kind: Any = None
 
@@ -222,6 +225,29 @@ def checked_values(
     refuse_unknown(owner, given, settings_of(cls))
     for name, each in settings_of(cls).items():
         yield name, each.checked(given.get(name, each.default))
+
+
+def refuse_unused(record: Any) -> None:
+    """Refuses a setting that is not its default and has no effect, for want of another.
+
+    Raises:
+        UsageError: names both.
+    """
+    for name, each in settings_of(type(record)).items():
+        other, _, words = each.about.needs.partition("=")
+        value = getattr(record, name)
+        if not other or value == each.checked(each.default):
+            continue
+        given = getattr(record, other)
+        if given in words.split("|") if words else given is not None:
+            continue
+        wanted = " or ".join(f"{other}={word}" for word in words.split("|")) if words else other
+        raise UsageError(
+            "setting-unused",
+            f"{name}={value} has no effect without {wanted}.",
+            f"Give {wanted} too, or leave out {name}.",
+            setting=name,
+        )
 
 
 def refuse_unknown(owner: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
