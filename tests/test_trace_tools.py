@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_run import fake_run, tick
 
-from arbor.events import Boundary, Event, Opened
+from arbor.events import Boundary, Event, Limited, Opened
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.diff import diff_traces
 from arbor.trace.perfetto import to_perfetto
@@ -177,6 +177,18 @@ def test_a_comparison_names_the_block_the_event_and_the_setting(
     assert diff.parting is not None
     assert (diff.parting.at, diff.parting.fields) == (at - 1, ("ids", "text"))
     assert diff.parting.second is not None and diff.parting.second["text"] == "other"
+
+
+def test_a_cost_that_one_run_alone_has_is_compared_with_0(tmp_path: Path, run: list[Event]) -> None:
+    limited = [run[0], Limited(tokens=40, retained=80), *run[1:]]
+    plain, other = (
+        read_trace(write(tmp_path / name, events))
+        for name, events in (("a.jsonl", run), ("b.jsonl", limited))
+    )
+
+    for traces, costs in (((plain, other), (0, 80)), ((other, plain), (80, 0))):
+        found = {row.name: (row.first, row.second) for row in diff_traces(*traces).metrics}
+        assert found["retained_tokens"] == costs
 
 
 # Timeline

@@ -137,7 +137,7 @@ def _parting(first: Trace, second: Trace, words: bool) -> Parting | None:
 
 
 def _costs(first: Metrics, second: Metrics) -> Iterator[Difference]:
-    left, right = first.to_dict(), second.to_dict()
-    for name, value in left.items():
-        if value != right[name]:
-            yield Difference(name, value, right[name])
+    for name in {**first.to_dict(), **second.to_dict()}:  # each leaves out some that are 0
+        left, right = getattr(first, name), getattr(second, name)
+        if left != right:
+            yield Difference(name, left, right)
