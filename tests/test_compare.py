@@ -23,6 +23,7 @@ from arbor.cli.record_options import SolverOptions
 from arbor.errors import UsageError
 from arbor.measure.evaluation.compare import ArmRuns, compare_arms
 from arbor.measure.statistics import clopper_pearson
+from arbor.support.file_lock import locked
 
 RIGHT = "(10 - 4) * 5 - 6"  # what the fake solver answers
 
@@ -211,6 +212,28 @@ def test_a_comparison_that_would_not_be_one(
     assert ran.document["error"]["code"] == code
     assert words in ran.err
     assert not Path("out/compare.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        (("--arm", "b=dpts", "--budget", "0.5"), "run-differs"),
+        (("--arm", "b=dpts;temperature=0"), "run-differs"),  # of the last arm alone
+        (("--arm", "b=dpts"), "run-busy"),
+    ],
+)
+def test_a_refused_comparison_leaves_the_finished_one_as_it_is(
+    command: Arbor, more: Sequence[str], code: str
+) -> None:
+    run(command, "--arm", "b=dpts")
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+
+    with Path("out/arms/b/unlimited-seed-0/samples.jsonl").open("ab") as held:
+        assert code != "run-busy" or locked(held)
+        ran = run(command, *more)
+
+    assert ran.document["error"]["code"] == code
+    assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
 
 
 # The page

@@ -19,6 +19,7 @@ from arbor.cli.evaluation.compare_report import table_lines, write_comparison
 from arbor.cli.evaluation.eval import (
     Evaluated,
     absolute_path,
+    check_folder,
     complete_dataset,
     evaluate,
     new_folder,
@@ -131,6 +132,8 @@ def compare(ctx: click.Context, /, **values: Any) -> int:
     path = options.output or new_folder(options.samples.dataset, settings, "compare_")
     refuse_other_files(path, "comparison", SETTINGS)
     planned = plan_runs(options, arms, budgets, path)
+    for run in planned:  # a refused comparison leaves the one in the folder as it is
+        check_folder(run.options, path / run.folder, task)
     path.mkdir(parents=True, exist_ok=True)
     write_atomically(path / SETTINGS, config_text(settings))
     resume = resume_command(options, path)
@@ -150,7 +153,8 @@ def compare(ctx: click.Context, /, **values: Any) -> int:
                     break
         except (ArborError, KeyboardInterrupt):
             with contextlib.suppress(UsageError):  # on a full disk the first error says enough
-                write()
+                if done:
+                    write()
             raise
         found = write()
     if output.json:

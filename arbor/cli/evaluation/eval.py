@@ -36,6 +36,8 @@ from arbor.measure.evaluation.folder import (
     WEIGHTS,
     RunFolder,
     digest,
+    refuse_other_settings,
+    refuse_taken,
     requested_config,
 )
 from arbor.measure.evaluation.rows import HUB
@@ -197,6 +199,19 @@ def _finished_folder(options: EvalOptions, request: str, samples: list[Sample]) 
         return folder
     folder.close()
     return None
+
+
+def check_folder(options: EvalOptions, path: Path, task: Task) -> None:
+    """Refuse a run that its folder would refuse, before anything is written.
+
+    Raises:
+        UsageError: the folder holds something else, a run with other settings, or one in progress.
+    """
+    refuse_taken(path)
+    started = (path / CONFIG).exists() and not options.fresh
+    if started and requested_config(path, request_digest(options, task)) is None:
+        with build_solver(described(options), searches=False) as solver:
+            refuse_other_settings(path, run_config(options, solver, task))
 
 
 def request_digest(options: EvalOptions, task: Task) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -113,6 +114,93 @@ def refuse_other_files(path: Path, kind: str, settings: str, own: Sequence[str] 
         )
 
 
+def refuse_taken(path: Path) -> None:
+    """Refuse a folder that holds something other than a run, or a run in progress; it is unchanged.
+
+    Args:
+        path: of the folder; it need not exist.
+
+    Raises:
+        UsageError: says which.
+    """
+    refuse_other_files(path, "run", CONFIG, (SAMPLES, TRACES))
+    if (path / SAMPLES).exists():
+        _opened(path).close()
+
+
+def _opened(path: Path) -> io.FileIO:
+    """The samples of a run's folder, open to append and locked for this process, where the system
+    supports it.
+
+    Raises:
+        UsageError: it cannot be written, or another process is writing to it.
+    """
+    try:
+        file = io.FileIO(path / SAMPLES, "a")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if not locked(file):
+        file.close()
+        raise UsageError(
+            "run-busy",
+            f"another process is writing to {path}.",
+            "Wait for it, or name another folder: --output DIR.",
+            path=str(path),
+        )
+    return file
+
+
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        "run-unwritable",
+        f"the folder {path} cannot be written: {error.strerror}.",
+        FREE_SPACE if error.errno in DISK_FULL else "Name one that may be: --output DIR.",
+        path=str(path),
+    )
+
+
+def refuse_other_settings(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse settings that differ from those of the run in a folder, if there is one.
+
+    Args:
+        path: of the folder.
+        config: every setting of the run asked for.
+
+    Raises:
+        UsageError: names the settings that differ.
+    """
+    if not (path / CONFIG).exists():
+        return
+    there, here = _flat(read_config(path / CONFIG)), _flat(tomllib.loads(config_text(config)))
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    if WEIGHTS in keys and not (WEIGHTS in there and WEIGHTS in here):
+        keys.remove(WEIGHTS)  # a run of an earlier version, or a model that nothing identifies
+    if keys == [WEIGHTS]:
+        raise UsageError(
+            "run-differs",
+            f"{path} holds a run with other weights: the files of {here['model']} have changed "
+            "since.",
+            "Name another folder with --output, or start over with --fresh.",
+            path=str(path),
+            keys=keys,
+        )
+    if keys:
+        # another controller has other settings; its name says enough
+        named = {key.rpartition(".")[0] for key in keys if key.endswith(".name")}
+        main = [k for k in keys if k.endswith(".name") or k.split(".")[0] not in named]
+        shown = [
+            f"{k} ({there.get(k, 'none')} there, {here.get(k, 'none')} here)" for k in main[:SHOWN]
+        ]
+        more = f" and {len(main) - SHOWN} more" if len(main) > SHOWN else ""
+        raise UsageError(
+            "run-differs",
+            f"{path} holds a run with other settings: {', '.join(shown)}{more}.",
+            "Give the same settings, name another folder with --output, or start over with --fresh.",
+            path=str(path),
+            keys=keys,
+        )
+
+
 @contextlib.contextmanager
 def read_results(path: Path, kind: str) -> Iterator[dict[str, Any]]:
     """The results of a run or a comparison, of which the block within makes pages.
@@ -164,20 +252,14 @@ class RunFolder:
         try:
             refuse_other_files(path, "run", CONFIG, (SAMPLES, TRACES))
             (path / TRACES).mkdir(parents=True, exist_ok=True)
-            self._file = (path / SAMPLES).open("ab", buffering=0)
         except OSError as error:
-            raise UsageError(
-                "run-unwritable",
-                f"the folder {path} cannot be written: {error.strerror}.",
-                FREE_SPACE if error.errno in DISK_FULL else "Name one that may be: --output DIR.",
-                path=str(path),
-            ) from error
+            raise _unwritable(path, error) from error
+        self._file = _opened(path)
         try:
-            self._lock()
             if fresh:
                 self._clear()
-            elif (path / CONFIG).exists():
-                self._compare()
+            else:
+                refuse_other_settings(path, self.config)
             self._cut_torn_line()
             self.rows, self.unreadable = read_rows(path)
             note = f"\n{_request_line(self.config, request)}\n" if request else ""
@@ -229,16 +311,6 @@ class RunFolder:
         """Path of a sample's trace, named after its id."""
         return self.path / TRACES / f"{file_name(identity, 'sample')}{TRACE_SUFFIX}"
 
-    def _lock(self) -> None:
-        """Locks the folder for this process, where the system supports it."""
-        if not locked(self._file):
-            raise UsageError(
-                "run-busy",
-                f"another process is writing to {self.path}.",
-                "Wait for it, or name another folder: --output DIR.",
-                path=str(self.path),
-            )
-
     def _clear(self) -> None:
         self._file.truncate(0)
         for name in (CONFIG, RESULTS, PAGE):
@@ -246,38 +318,6 @@ class RunFolder:
         for suffix in (TRACE_SUFFIX, ".html"):
             for path in (self.path / TRACES).glob(f"*{suffix}"):
                 path.unlink()
-
-    def _compare(self) -> None:
-        """Refuses settings that differ from those of the run in the folder."""
-        there, here = _flat(read_config(self.path / CONFIG)), _flat(self.config)
-        keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-        if WEIGHTS in keys and not (WEIGHTS in there and WEIGHTS in here):
-            keys.remove(WEIGHTS)  # a run of an earlier version, or a model that nothing identifies
-        if keys == [WEIGHTS]:
-            raise UsageError(
-                "run-differs",
-                f"{self.path} holds a run with other weights: the files of {here['model']} have "
-                "changed since.",
-                "Name another folder with --output, or start over with --fresh.",
-                path=str(self.path),
-                keys=keys,
-            )
-        if keys:
-            # another controller has other settings; its name says enough
-            named = {key.rpartition(".")[0] for key in keys if key.endswith(".name")}
-            main = [k for k in keys if k.endswith(".name") or k.split(".")[0] not in named]
-            shown = [
-                f"{k} ({there.get(k, 'none')} there, {here.get(k, 'none')} here)"
-                for k in main[:SHOWN]
-            ]
-            more = f" and {len(main) - SHOWN} more" if len(main) > SHOWN else ""
-            raise UsageError(
-                "run-differs",
-                f"{self.path} holds a run with other settings: {', '.join(shown)}{more}.",
-                "Give the same settings, name another folder with --output, or start over with --fresh.",
-                path=str(self.path),
-                keys=keys,
-            )
 
     def _cut_torn_line(self) -> None:
         """Removes half a line that a killed process left."""
