@@ -264,6 +264,7 @@ def test_errors_are_reported_with_their_reasons(command: Arbor) -> None:
     found = json.loads(Path("out/results.json").read_text("utf-8"))
     assert found["error_codes"] == {"problem-too-long": 1}
     assert found["first_error"]["hint"] == "Shorter."
+    assert (found["errors"], found["missing"]) == (1, 0), "a failed sample has been run"
 
 
 # Where samples come from
@@ -405,6 +406,28 @@ def test_two_runs_are_compared_pair_by_pair(command: Arbor) -> None:
         *("eval", name, "--task", "reasoning", "--output", "b", "--compare", "a"),
     ).out
     assert "-77.8 points (" in text and "only the other 7; McNemar p = 0.0156" in text
+
+
+def test_only_samples_with_the_same_problem_are_compared(command: Arbor) -> None:
+    problems = {"a": ("p1", "p2", "p3"), "b": ("p1", "q2", "p3"), "c": ("q1", "q2", "q3")}
+    names = {
+        output: dataset(
+            *({"id": str(n), "problem": text} for n, text in enumerate(texts)),
+            name=f"{output}.jsonl",
+        )
+        for output, texts in problems.items()
+    }
+    run(command, names["a"], output="a")
+
+    pair = run(command, names["b"], "--compare", "a", output="b").document["comparison"]
+    text = command("eval", names["b"], "--task", "reasoning", "--output", "b", "--compare", "a").out
+    other = run(command, names["c"], "--compare", "a", output="c")
+
+    assert (pair["n"], pair["other_problem"]) == (2, 1)
+    assert "2 samples in both; 1 left out, whose ids have other problems there" in text
+    assert other.document["error"]["code"] == "run-disjoint"
+    assert "none of these 3 samples; 3 of their ids have other problems there" in other.err
+    assert not Path("c").exists()
 
 
 # The page

@@ -46,10 +46,14 @@ class OtherRun:
             UsageError: none of `samples` is among them.
         """
         rows, _ = read_rows(path)
-        if not any(sample.id in rows for sample in samples):
+        there = [
+            rows[sample.id].get("problem") == sample.text for sample in samples if sample.id in rows
+        ]
+        if not any(there):
+            others = f"; {len(there):,} of their ids have other problems there" if there else ""
             raise UsageError(
                 "run-disjoint",
-                f"{path} has none of these {len(samples):,} samples.",
+                f"{path} has none of these {len(samples):,} samples{others}.",
                 "Compare runs of the same dataset, split and --limit.",
                 path=str(path),
             )
@@ -71,10 +75,11 @@ def write_results(
         "digest": digest(folder.config),
         "grader": folder.config.get("grader_version"),
         "folder": str(folder.path),
-        "missing": sum(not folder.finished(sample) for sample in samples),
+        "missing": sum(not folder.has(sample) for sample in samples),
     }
-    if other is not None and any(each in other.rows for each in folder.rows):
-        found["comparison"] = {"with": str(other.path), **compare(folder.rows, other.rows)}
+    compared = None if other is None else compare(folder.rows, other.rows)
+    if other is not None and compared is not None:
+        found["comparison"] = {"with": str(other.path), **compared}
     folder.write(RESULTS, json.dumps(finite(found), allow_nan=False, indent=1) + "\n")
     write_index(folder.path, found, rows)
     return found
@@ -175,8 +180,10 @@ def _comparison(pair: Mapping[str, Any]) -> list[str]:
         low, high = pair["interval"]
         text = f"{100 * pair['difference']:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
         p = f"; McNemar p = {pair['p']:.3g}"
+    others = pair.get("other_problem", 0)
+    left_out = f"; {others:,} left out, whose ids have other problems there" if others else ""
     lines = [
-        f"{'compared':<12}{text} against {pair['with']}, {n:,} samples in both",
+        f"{'compared':<12}{text} against {pair['with']}, {n:,} samples in both{left_out}",
         f"{'':<12}right: only this run {pair['only_first']:,}, only the other {pair['only_second']:,}{p}",
     ]
     for name, what in (

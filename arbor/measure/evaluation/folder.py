@@ -274,12 +274,13 @@ class RunFolder:
 
     def finished(self, sample: Sample) -> bool:
         """Whether this sample has been solved; failed samples are tried again."""
-        row = self.rows.get(sample.id)
-        return (
-            row is not None
-            and row.get("error") is None
-            and (row.get("problem"), row.get("expected")) == (sample.text, sample.expected)
-        )
+        return self.has(sample) and self.rows[sample.id].get("error") is None
+
+    def has(self, sample: Sample) -> bool:
+        """Whether this sample, with this problem and key, has been solved or has failed."""
+        row = self.rows.get(sample.id, {})
+        there = row.get("problem"), row.get("expected")
+        return sample.id in self.rows and there == (sample.text, sample.expected)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Appends a finished sample; when this returns, a killed process no longer loses it.

@@ -97,19 +97,26 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": total / len(values), "max": max(values), "total": total}
 
 
-def compare(mine: Mapping[str, SampleRow], theirs: Mapping[str, SampleRow]) -> dict[str, Any]:
+def compare(
+    mine: Mapping[str, SampleRow], theirs: Mapping[str, SampleRow]
+) -> dict[str, Any] | None:
     """Compare two runs over their common samples: paired outcomes, costs side by side.
 
     Args:
-        mine, theirs: sample id -> row; at least one id is in both.
+        mine, theirs: sample id -> row. A sample is common if id and problem agree.
 
     Returns:
-        The fields of `arbor.measure.statistics.Paired` (the first is `mine`), and for each cost the
-        two means, their difference and its bootstrap 95 % interval.
+        The fields of `arbor.measure.statistics.Paired` (the first is `mine`); for each cost the
+        two means, their difference and its bootstrap 95 % interval; and as ``other_problem`` the
+        number of common ids with another problem there. None without a common sample.
     """
-    common = [each for each in mine if each in theirs]
+    ids = [each for each in mine if each in theirs]
+    common = [each for each in ids if mine[each].get("problem") == theirs[each].get("problem")]
+    if not common:
+        return None
     pair = paired([is_right(mine[i]) for i in common], [is_right(theirs[i]) for i in common])
     found = dataclasses.asdict(pair) | {"interval": list(pair.interval)}
+    found["other_problem"] = len(ids) - len(common)
     for name in (*COSTS, "cpu_s"):
         first, second = (_costs((run[each] for each in common), name) for run in (mine, theirs))
         differences = [a - b for a, b in zip(first, second, strict=True)]
