@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from arbor.errors import InputError
 from arbor.tasks.chains import (
     Chains,
 )
@@ -68,6 +70,32 @@ def test_a_key_is_read_as_an_answer_is(key: str) -> None:
 
     assert CHAINS.grade(problem, "14").correct
     assert not CHAINS.grade(problem, "13").correct
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ("Tom has 9 fewer than Amy. Amy has 3. How many does Tom have?", "gives Tom -6"),
+        ("Tom has 3 fewer than Amy. Amy has 3. How many does Amy have?", "gives Tom 0"),
+        ("Tom has 9 times as many as Amy. Amy has 99. How many does Tom have?", "gives Tom 891"),
+    ],
+)
+def test_quantities_are_from_1_to_99(facts: str, words: str) -> None:
+    with pytest.raises(InputError, match=f"{words}, which is not from 1 to 99"):
+        CHAINS.parse(f"Facts: {facts}")
+
+
+def test_a_chain_may_be_longer_than_python_recurses() -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    names = [f"P{a}{b}{c}" for a in letters[:3] for b in letters for c in letters][:1500]
+    facts = [f"{names[0]} has 5"]
+    for place, (above, name) in enumerate(pairwise(names)):
+        facts.append(f"{name} has 1 {'fewer' if place % 2 else 'more'} than {above}")
+
+    problem = CHAINS.parse(f"Facts: {'. '.join(facts)}. How many does {names[-1]} have?")
+
+    assert (problem.expected, problem.data["steps"]) == ("6", 1500)
+    assert CHAINS.value(problem, CHAINS.solution(problem)) == 1.0
 
 
 def test_a_key_that_is_no_number_is_named() -> None:

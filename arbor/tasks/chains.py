@@ -36,6 +36,7 @@ MORE_NAMES = (  # for problems with more people than `NAMES` has
 )
 # fmt: on
 LARGEST = 99
+_SIGNS = {"more": "+", "fewer": "-", "times": "*", "sum": "+"}  # of the kinds that calculate
 _NAME = "([A-Z][a-z]{1,11})"
 _FACT = re.compile(
     rf"{_NAME} has (?:([0-9]{{1,3}})|([0-9]{{1,3}}) (more|fewer) than {_NAME}"
@@ -74,21 +75,24 @@ class Fact:
             return f"{self.who} has as many as {self.needs[0]} and {self.needs[1]} together"
         return f"{self.who} has {self.amount} {self.kind} than {self.needs[0]}"
 
-    def work(self, known: Mapping[str, int]) -> tuple[str, int]:
-        """The calculation as text, its needs before it (empty for ``is``), and the quantity."""
+    def quantity(self, known: Mapping[str, int]) -> int:
+        """The person's quantity, from those of the people it needs."""
         if self.kind == "is":
-            return "", self.amount
-        first = known[self.needs[0]]
-        second = known[self.needs[1]] if self.kind == "sum" else self.amount
-        sign = {"more": "+", "fewer": "-", "times": "*", "sum": "+"}[self.kind]
-        result = {"+": first + second, "-": first - second, "*": first * second}[sign]
-        needs = "".join(f"{name} = {known[name]}, " for name in self.needs)
-        return f"{needs}{first} {sign} {second} = {result}, ", result
+            return self.amount
+        first, second = self._operands(known)
+        return {"+": first + second, "-": first - second, "*": first * second}[_SIGNS[self.kind]]
 
     def line(self, known: Mapping[str, int]) -> str:
         """This fact's thought."""
-        work, result = self.work(known)
+        result, work = self.quantity(known), ""
+        if self.kind != "is":
+            first, second = self._operands(known)
+            work = "".join(f"{name} = {known[name]}, " for name in self.needs)
+            work += f"{first} {_SIGNS[self.kind]} {second} = {result}, "
         return f"Then {self.text}: {work}{self.who} = {result}\n"
+
+    def _operands(self, known: Mapping[str, int]) -> tuple[int, int]:
+        return known[self.needs[0]], known[self.needs[1]] if self.kind == "sum" else self.amount
 
 
 def parse_fact(text: str) -> Fact | None:
@@ -112,7 +116,7 @@ def quantities(facts: Sequence[Fact]) -> dict[str, int]:
     waiting = list(facts)
     while ready := [fact for fact in waiting if all(name in known for name in fact.needs)]:
         for fact in ready:
-            known[fact.who] = fact.work(known)[1]
+            known[fact.who] = fact.quantity(known)
         waiting = [fact for fact in waiting if fact not in ready]
     return known
 
@@ -120,17 +124,17 @@ def quantities(facts: Sequence[Fact]) -> dict[str, int]:
 def chain_to(facts: Sequence[Fact], asked: str) -> list[Fact]:
     """The facts the answer needs, each after what it depends on."""
     by_name = {fact.who: fact for fact in facts}
-    order: list[Fact] = []
-
-    def visit(name: str) -> None:
-        fact = by_name[name]
-        if fact not in order:
-            for other in reversed(fact.needs):
-                visit(other)
-            order.append(fact)
-
-    visit(asked)
-    return order
+    order: dict[Fact, None] = {}
+    waiting = [asked]
+    while waiting:
+        fact = by_name[waiting[-1]]
+        needed = [name for name in fact.needs if by_name[name] not in order]
+        if needed:
+            waiting.append(needed[-1])
+        else:
+            waiting.pop()
+            order[fact] = None
+    return list(order)
 
 
 def _new_fact(
@@ -148,7 +152,7 @@ def _new_fact(
             fact = Fact(who, "times", rng.randint(2, 4), (last,))
         else:
             fact = Fact(who, kind, rng.randint(1, 20), (last,))
-        result = fact.work(known)[1]
+        result = fact.quantity(known)
         if 1 <= result <= LARGEST:
             known[who] = result
             return fact
@@ -268,8 +272,14 @@ class Chains(Drawn):
             facts.append(fact)
         if len({fact.who for fact in facts}) != len(facts):
             raise self._invalid(text, "has two facts about one person")
-        if asks[1] not in quantities(facts):
+        known = quantities(facts)
+        if asks[1] not in known:
             raise self._invalid(text, f"leaves open how many {asks[1]} has")
+        for who, count in known.items():
+            if not 1 <= count <= LARGEST:
+                raise self._invalid(
+                    text, f"gives {who} {count:,}, which is not from 1 to {LARGEST}"
+                )
         return self.make(facts, asks[1])
 
     def draw(self, rng: random.Random, size: int) -> Problem:
@@ -289,7 +299,7 @@ class Chains(Drawn):
         lines = ["Plan: " + " ".join(fact.who for fact in reversed(order)) + "\n"]
         for fact in order:
             lines.append(fact.line(known))
-            known[fact.who] = fact.work(known)[1]
+            known[fact.who] = fact.quantity(known)
         return [*lines, f"Answer: {known[problem.data['asked']]}\n"]
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
@@ -329,7 +339,7 @@ class Chains(Drawn):
                 return 0.0
             if thought != fact.line(known):
                 return 0.0
-            known[fact.who] = fact.work(known)[1]
+            known[fact.who] = fact.quantity(known)
         return 1.0
 
 
