@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from arbor.cli.evaluation.eval_dataset import read_samples
 from arbor.cli.evaluation.eval_options import DatasetOptions
-from arbor.errors import ArborError
+from arbor.errors import ArborError, InputError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.rows import csv_rows, hub_rows, json_rows, jsonl_rows
 from arbor.tasks.base import Task
@@ -83,6 +83,29 @@ def test_every_format_has_the_same_samples() -> None:
         assert [each.id for each in found] == ["one", "two", "three"], name
         assert [each.expected for each in found] == ["4", "1,000", "2"]
         assert [each.text for each in found] == [each["problem"] for each in TABLE]
+
+
+@pytest.mark.parametrize(
+    ("type_", "value"),
+    [
+        (lambda pa: pa.timestamp("ns"), 1),
+        (lambda pa: pa.timestamp("us"), 2**62),
+        (lambda pa: pa.duration("ns"), 1),
+        (lambda pa: pa.date32(), 10**9),
+        (lambda pa: pa.list_(pa.timestamp("ns")), [1]),
+    ],
+)
+def test_a_time_that_python_cannot_hold_ends_nothing_unless_it_is_needed(
+    type_: Any, value: Any
+) -> None:
+    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    columns = {"problem": ["1+1"], "answer": ["2"], "made": pyarrow.array([value], type_(pyarrow))}
+    parquet.write_table(pyarrow.table(columns), "a.parquet")
+
+    assert [each.text for each in samples("a.parquet", Reasoning())] == ["1+1"]
+    with pytest.raises(InputError, match="row 1 has a 'made' that cannot be read") as e:
+        samples("a.parquet", Reasoning(), input_key="made")
+    assert e.value.code == "dataset-invalid"
 
 
 # Streaming

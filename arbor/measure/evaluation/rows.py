@@ -169,9 +169,9 @@ def parquet_rows(path: Path, name: str) -> Iterator[DataRow]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=BATCH):
-                for columns in batch.to_pylist():
+                for at in range(batch.num_rows):
                     place += 1
-                    yield DataRow(f"row {place}", columns)
+                    yield DataRow(f"row {place}", _Cells(batch, at, f"{name}: row {place:,}"))
     except pyarrow.ArrowException as error:
         raise InputError(
             "dataset-invalid",
@@ -179,6 +179,49 @@ def parquet_rows(path: Path, name: str) -> Iterator[DataRow]:
             "Write the file again; a file of JSON lines ends in .jsonl.",
             path=name,
         ) from error
+
+
+class _Cells(Mapping[str, Any]):
+    """The cells of a row of a Parquet file, each converted when it is asked for.
+
+    Args:
+        batch: the pyarrow.RecordBatch that has the row.
+        at: its place there.
+        where: file and row, for errors.
+    """
+
+    def __init__(self, batch: Any, at: int, where: str) -> None:
+        self._batch = batch
+        self._at = at
+        self._where = where
+
+    def __getitem__(self, key: str) -> Any:
+        """A cell.
+
+        Raises:
+            InputError: Python has no such value, as a time before the year 1 or in nanoseconds.
+        """
+        columns = self._batch.schema.get_all_field_indices(key)
+        if not columns:
+            raise KeyError(key)
+        try:
+            return self._batch.column(columns[-1])[self._at].as_py()
+        except (ValueError, OverflowError) as error:
+            raise InputError(
+                "dataset-invalid",
+                f"{self._where} has a '{key}' that cannot be read ({one_line(str(error))}).",
+                "Write that column as text.",
+                key=key,
+            ) from error
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._batch.schema.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._batch.schema.names)
+
+    def __len__(self) -> int:
+        return len(self._batch.schema.names)
 
 
 def hub_rows(name: str) -> Iterator[DataRow]:
