@@ -322,6 +322,12 @@ ROWS = [
         ("calibration, evaluation; without --split all rows",),
     ),
     (["game24", "--limit", "many"], 2, "limit", ("100 for the first hundred",)),
+    (["game24", "--limit", str(2**63)], 2, "limit", ("100 for the first hundred",)),
+    (["game24", "--limit", "9" * 5000], 2, "limit", ("100 for the first hundred",)),
+    (
+        lambda: [*broken('{"problem": "a", "answer": "1"}\n')(), "--encoding", "base64"],
+        *(2, "encoding", ("'base64'", "--encoding utf-8 or latin-1")),
+    ),
     (["game24", "--limit", "5000-5001"], 4, "dataset-empty", ("in 5000-5001", "smaller")),
     (["game24", "--sample-id", "x"], 2, "unknown-sample", ("100 samples", "here 3")),
     (["game24", "--compare", "nowhere"], 4, "run-unreadable", ("arbor eval --output",)),

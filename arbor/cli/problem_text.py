@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ def decoded(data: bytes, encoding: str, name: str) -> str:
     """
     try:
         codec = encoding
+        io.TextIOWrapper(io.BytesIO(), codec)  # refuses codecs that are not of text, as base64
         encoding = codecs.lookup(codec).name
         text = data.decode(codec).removeprefix("\ufeff")
     except UnicodeDecodeError as error:

@@ -21,8 +21,8 @@ BLANK = " \t\r\n"  # an answer key of these alone is empty
 
 logger = logging.getLogger(__name__)
 
-_COUNT = re.compile(r"[1-9][0-9]*")
-_RANGE = re.compile(r"([1-9][0-9]*)-([1-9][0-9]*)")
+_COUNT = re.compile(r"[1-9][0-9]{0,17}")
+_RANGE = re.compile(rf"({_COUNT.pattern})-({_COUNT.pattern})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def window(limit: str) -> tuple[int, int]:
     if match is None or int(match[1]) > int(match[2]):
         raise UsageError(
             "limit",
-            f"--limit {limit} is neither a number of samples nor a range of them.",
+            f"--limit {clipped(limit)} is neither a number of samples nor a range of them.",
             "Write 100 for the first hundred, or 101-200 for the second.",
             limit=limit,
         )
