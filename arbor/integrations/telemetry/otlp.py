@@ -39,6 +39,7 @@ INTERNAL = 1  # the kind of a span: neither client nor server
 OK, ERROR = 1, 2
 KIND = "openinference.span.kind"
 CHAIN, LLM, EVALUATOR = "CHAIN", "LLM", "EVALUATOR"
+LONGEST_S = 2.0**63 / 1e9  # later times are none: the protocol counts nanoseconds in 64 bits
 SEARCH = "search"  # key of the span of the whole search
 COUNTS = (
     "tokens_generated",
@@ -107,7 +108,8 @@ class _SpanFold:
             event: the next.
             seconds: since the search began; its end, for an event that took time.
         """
-        self._now = max(self._now, seconds) if math.isfinite(seconds) else self._now
+        if seconds < LONGEST_S:
+            self._now = max(self._now, seconds)
         about: dict[str, Any]
         match event:
             case Opened(parent=None):
@@ -241,7 +243,8 @@ class _SpanFold:
     def _timed(self, name: str, elapsed_s: float, attributes: Attributes) -> None:
         """A span that ends now."""
         key = f"{name} {len(self.spans)}"
-        began = max(0.0, self._now - elapsed_s) if math.isfinite(elapsed_s) else self._now
+        began = self._now - elapsed_s if math.isfinite(elapsed_s) else self._now
+        began = min(self._now, max(0.0, began))
         self._begin(key, SEARCH, name, attributes, began)
         self._end(key, {})
 

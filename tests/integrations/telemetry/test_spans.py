@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from support.fake_run import fake_run
 
 from arbor import Solver, read_trace
 from arbor.cli import main
-from arbor.events import Ended, Header
+from arbor.events import KV, Ended, Forwarded, Header
 from arbor.integrations.telemetry.otlp import _SpanFold, to_otlp
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -53,6 +54,30 @@ def test_every_span_ends_once_within_the_one_it_lies_in(
         assert int(span["endTimeUnixNano"]) <= int(above["endTimeUnixNano"])
         assert span["status"] == {"code": 1}
     assert ("message" in spans[0]["status"]) == (cut < len(every))
+
+
+@pytest.mark.parametrize("late", [1e300, 1e12, float("inf"), float("nan"), -1e300])
+def test_a_time_beyond_the_protocol_is_that_of_the_event_before(late: float) -> None:
+    *every, last = fake_run(1)
+    fold, plain = _SpanFold(None, "run"), _SpanFold(None, "run")
+    took = Forwarded(kind="prefill", rows=1, steps=1, read_tokens=1, unique_read_tokens=1,
+                     kv=KV(1), peak=1, elapsed_s=late)  # fmt: skip
+
+    for number, event in enumerate([*every, took]):
+        fold.feed(event, number * 0.1)
+        plain.feed(replace(event, elapsed_s=0.0) if event is took else event, number * 0.1)
+    fold.feed(last, late)
+    plain.feed(last, len(every) * 0.1)
+
+    times = [
+        [
+            (int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"]))
+            for span in each.spans.values()
+        ]
+        for each in (fold, plain)
+    ]
+    assert [end for _, end in times[0]] == [end for _, end in times[1]]
+    assert all(0 <= start <= end for start, end in times[0])
 
 
 def test_a_trace_without_its_header_is_converted(trace: Path, tmp_path: Path) -> None:
