@@ -41,6 +41,33 @@ def test_values_are_combined_by_the_rule(settings: Any, wanted: tuple[float, ...
     assert verdict.scores == ()
 
 
+@pytest.mark.parametrize("rule", ["sum", "product"])
+def test_what_no_part_proves_alone_is_no_proof_at_any_weight(rule: Any) -> None:
+    combined = Combined(("exact", "exact"), rule=rule, weights=(1, 1e-17))
+
+    refuted, nearly, proved = combined.combined(
+        [Verdict((1.0, 1.0, 1.0), 0), Verdict((0.0, 1 - 2**-20, 1.0), 0)]
+    ).values
+
+    assert refuted <= nearly < 1 == proved
+    unlike = Combined(("exact", "exact"), rule=rule, weights=(1, 0))
+    assert unlike.combined([Verdict((1.0,), 0), Verdict((0.0,), 0)]).values == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("rule", "values"),
+    [("product", (1e10, 1.0)), ("product", (1e308, 1e308)), ("sum", (1e308, 1e308))],
+)
+def test_a_value_beyond_a_float_is_refused(rule: Any, values: tuple[float, float]) -> None:
+    weights = (1e6, 1) if values[1] == 1 else (1, 1)
+    combined = Combined(("exact", "exact"), rule=rule, weights=weights)
+
+    with pytest.raises(UsageError, match="beyond a float") as caught:
+        combined.combined([Verdict((value,), 0) for value in values])
+
+    assert caught.value.code == "verdict-range"
+
+
 def test_every_part_judges_all_candidates_together() -> None:
     engine = yes_for("v3")
     combined = Combined((SelfEval(), "exact"), rule="minimum")

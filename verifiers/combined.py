@@ -16,7 +16,8 @@ from .base import Asker, Compares, Verdict
 
 Rule = Literal["sum", "product", "minimum"]
 
-_MOST = 1_000_000  # of a weight, so that a sum is exact enough to be a proof
+_MOST = 1_000_000  # of a weight
+_BELOW_ONE = math.nextafter(1.0, 0.0)  # the largest value that is no proof
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Combined:
 
     Each part judges all candidates of a call together. The gate and the early exits of the first
     part that has such are reported, and an audit compares the combined values with what they would
-    be by the audited ones. A sum is a proof (1) where each part with a
-    weight gives one, a minimum where all do. Where a part keeps the scores of single steps, those
-    of the blocks are combined likewise.
+    be by the audited ones. A sum or product is a proof (1) where each part with a weight gives one,
+    a minimum where all do. Where a part keeps the scores of single steps, those of the blocks are
+    combined likewise.
     """
 
     parts: tuple[Any, ...] = field(default=("self",), metadata=components.ARE_COMPONENTS)
@@ -104,20 +105,32 @@ class Combined:
 
     def _value(self, values: Sequence[float]) -> float:
         """The value of one candidate from those of the parts."""
-        weights = self.weights or (1.0,) * len(values)
-        pairs = list(zip(weights, values, strict=True))
         if self.rule == "minimum":
             return min(values)
-        if self.rule == "product":
-            if min(values) < 0:
-                raise UsageError(
-                    "verdict-range",
-                    f"'combined': a value of {min(values):g}, and the product needs values of at "
-                    "least 0.",
-                    "Use rule=sum or rule=minimum.",
-                )
-            return math.prod(value**weight for weight, value in pairs)
-        return math.fsum(weight * value for weight, value in pairs) / math.fsum(weights)
+        weights = self.weights or (1.0,) * len(values)
+        pairs = [pair for pair in zip(weights, values, strict=True) if pair[0]]
+        least, most = min(value for _, value in pairs), max(value for _, value in pairs)
+        if self.rule == "product" and least < 0:
+            raise UsageError(
+                "verdict-range",
+                f"'combined': a value of {least:g}, and the product needs values of at least 0.",
+                "Use rule=sum or rule=minimum.",
+            )
+        try:
+            if self.rule == "product":
+                found = math.prod(value**weight for weight, value in pairs)
+            else:
+                found = math.fsum(weight * value for weight, value in pairs) / math.fsum(weights)
+        except OverflowError:
+            found = math.inf
+        if math.isinf(found):
+            raise UsageError(
+                "verdict-range",
+                f"'combined': a value of {most:g}, and the {self.rule} with these weights is beyond "
+                "a float.",
+                "Use smaller weights, or parts with values from 0 to 1.",
+            )
+        return min(found, _BELOW_ONE) if least < 1 and most <= 1 else found
 
 
 def _audited(verdict: Verdict) -> tuple[float, ...]:
