@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.reward_models import (
+    CHAT,
     PROBLEM,
     byte_tokenizer,
     levels,
@@ -23,8 +25,9 @@ from support.reward_models import (
 )
 from support.slow_cases import every
 
+from arbor.errors import UsageError
 from arbor.events import Event, Scored
-from arbor.tree import Node
+from arbor.tree import Node, ThoughtTree
 from arbor.verifiers.base import Placement, SearchShape, Verdict
 from arbor.verifiers.reward.engine import RewardEngine
 from arbor.verifiers.reward.mirror import Mirror
@@ -239,6 +242,38 @@ def test_a_block_is_scored_once_and_equal_steps_are_one_block(tmp_path: Path) ->
     assert len(opened.mirror.tree) == 2
 
 
+@pytest.mark.parametrize("steps", ["last", "min", "mean", "product"])
+def test_a_path_without_a_token_is_scored_at_the_end_of_its_prompt(
+    steps: Any, tmp_path: Path
+) -> None:
+    made = case("prm-gemma2-sequence", tmp_path / "model")
+    opened = Opened(ProcessRewardModel(made.verifier.model, steps=steps, separator=""))
+    blank, other = levels(depth=1)[0]
+    blank.text = " \n"
+
+    values = opened.judge([blank, other]).values
+
+    assert values == pytest.approx(
+        [made.score(tmp_path / "model", opened.ids(node)) for node in (blank, other)], abs=TOLERANCE
+    )
+    opened.mirror.forget([other, blank])
+
+
+def test_a_path_may_have_more_blocks_than_python_recurses(tmp_path: Path) -> None:
+    opened = Opened(case("prm-gpt2-tokens", tmp_path / "model").verifier)
+    tree = ThoughtTree([0])
+    node = tree.root
+    for _ in range(1200):
+        node = tree.fork(node)
+        node.text = " \n" if node.depth > 3 else "Add 1.\n"
+    mirror = opened.mirror
+    mirror._step_tokens = lambda text, *, first: list(text.strip().encode())
+
+    (end,) = mirror.begin([node])._ends
+
+    assert end.depth == 3 and mirror.begin([node])._ends == [end]
+
+
 # Formats
 
 
@@ -261,3 +296,31 @@ def test_math_shepherd_reads_what_its_model_card_shows(tmp_path: Path) -> None:
 
 
 # Errors
+
+
+@pytest.mark.parametrize(
+    ("template", "words", "hint"),
+    [
+        ("{{ raise_exception('Roles must alternate.') }}", "Roles must alternate.", "Use chat=off"),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+            + CHAT,
+            *("No system role.", "Use system='', or chat=off"),
+        ),
+        ("{% for", "chat template fails: ", "Use chat=off"),
+    ],
+)
+def test_a_chat_template_that_fails_is_an_error_of_the_settings(
+    tmp_path: Path, template: str, words: str, hint: str
+) -> None:
+    tokenizer = byte_tokenizer(chat=True)
+    tokenizer.chat_template = template
+    folder = tmp_path / "model"
+    save(folder, "AutoModelForSequenceClassification", "llama", tokenizer, num_labels=1)
+    system = "Be good." if "system" in template else ""
+    engine = RewardEngine(OutcomeRewardModel(str(folder), system=system), Placement(device="cpu"))
+
+    with pytest.raises(UsageError, match=re.escape(words)) as caught:
+        engine.plan(shape())
+
+    assert caught.value.code == "reward-chat" and caught.value.hint.startswith(hint)

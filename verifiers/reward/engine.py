@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from arbor.model.plan import usual_levels
 from arbor.model.scoring import ScoreCheckpoint, label_count, no_head
 from arbor.registry import name_of
 from arbor.retention.policy import POLICIES
+from arbor.support.texts import one_line
 from arbor.tasks.base import Problem, Task
 from arbor.verifiers.base import Placement, SearchShape
 from arbor.verifiers.reward.format import (
@@ -264,7 +265,7 @@ class RewardEngine:
             messages = [{"role": "system", "content": found.system}] if found.system else []
             messages.append({"role": "user", "content": prompt})
             messages.append({"role": "assistant", "content": REPLY})
-            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+            text = self._chat(messages)
             before, reply, after = text.rpartition(REPLY)
             if not reply:
                 raise UsageError(
@@ -277,6 +278,22 @@ class RewardEngine:
         else:
             ids = list(self.tokenizer.encode(prompt))
         return ids, self.encode(end) if self._is_outcome else []
+
+    def _chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Messages as the chat template writes them.
+
+        Raises:
+            UsageError: it does not parse, or refuses them.
+        """
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # the template's own
+            without = "system='', or " if messages[0]["role"] == "system" else ""
+            raise UsageError(
+                "reward-chat",
+                f"{self._label}: its chat template fails: {one_line(str(error)).rstrip('.')}.",
+                f"Use {without}chat=off, with the text of a problem as prompt=….",
+            ) from error
 
     def step_tokens(self, text: str, *, first: bool) -> list[int]:
         """Token ids of a step with its separator, each part by itself.

@@ -127,7 +127,7 @@ class Mirror:
             InputError: a path exceeds the reward model's context.
         """
         ends = [self._mirrored(node) for node in candidates]
-        wanted = ends if self.steps == "last" else [each for end in ends for each in end.path[1:]]
+        wanted = [each for end in ends for each in self._scored_at(end)]
         fresh = [node for node in dict.fromkeys(wanted) if node.id not in self._scores]
         for node in fresh:
             if node.end + len(self.end) > self._context:
@@ -172,7 +172,7 @@ class Mirror:
         self._reported = dataclasses.replace(cost)
         if self.steps == "last":
             return Verdict(tuple(last), 0)
-        paths = [[self._scores[node.id] for node in end.path[1:]] for end in ends]
+        paths = [[self._scores[node.id] for node in self._scored_at(end)] for end in ends]
         values = tuple(reduced(path, self.steps) for path in paths)
         return Verdict(values, 0, scores=tuple(last))
 
@@ -196,17 +196,26 @@ class Mirror:
         if self.tree in self.engine.state.trees:
             self.engine.close(self.tree)
 
+    def _scored_at(self, end: Node) -> Sequence[Node]:
+        """The blocks whose scores give the value of a path: its last, or those of all its steps.
+
+        A path whose steps have no token is scored at the end of its prompt.
+        """
+        steps: Sequence[Node] = () if self.steps == "last" else end.path[1:]
+        return steps or (end,)
+
     def _mirrored(self, node: Node) -> Node:
-        """The block of the mirror for one of the search; made where there is none."""
-        if node.parent is None:
-            return self.tree.root
-        if node.id in self._of:
-            return self._of[node.id]
-        parent = self._mirrored(node.parent)
-        tokens = self._step_tokens(node.text, first=node.parent.parent is None)
-        mine = parent if not tokens else self._child(parent, tokens)
-        self._of[node.id] = mine
-        self._uses[mine.id] += 1
+        """The block of the mirror for one of the search; those that are missing are made."""
+        missing: list[Node] = []
+        while node.parent is not None and node.id not in self._of:
+            missing.append(node)
+            node = node.parent
+        mine = self._of.get(node.id, self.tree.root)
+        for each in reversed(missing):
+            tokens = self._step_tokens(each.text, first=each.depth == 1)
+            mine = self._child(mine, tokens) if tokens else mine
+            self._of[each.id] = mine
+            self._uses[mine.id] += 1
         return mine
 
     def _child(self, parent: Node, tokens: Sequence[int]) -> Node:
