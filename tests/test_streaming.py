@@ -473,6 +473,16 @@ def test_a_token_reads_what_was_not_destroyed_wherever_it_lies(
     assert not block.span.exact[int(np.flatnonzero(gone)[0]) + 20 :].any()
 
 
+def test_a_part_of_the_budget_stays_free_though_the_policy_destroys_tokens() -> None:
+    early = replace(hierarchy(), trigger=Trigger(every=8, above=0.5))
+    (plain, found), (lab, block) = destroying(40), destroying(40, policy=early)
+
+    assert block.tokens == found.tokens
+    assert (block.span.present == found.span.present).all()
+    assert plain.memory.device_peak == 40
+    assert lab.memory.device_peak <= 20 + 8 + 4, "the tokens of 8 steps, and the buffer"
+
+
 # Searches
 
 

@@ -77,12 +77,17 @@ class PrefixSharing:
                 opened.emit(Merged(nodes=rows, kv=opened.kv))
 
     def reuse(self, path: Sequence[Node]) -> None:
-        """Give these blocks what the device holds of equal beginnings."""
-        if self._state.hidden:
+        """Give these blocks what the device holds of equal beginnings.
+
+        What a lossy search has lost of its prompt stays lost, though an earlier one was kept.
+        """
+        state = self._state
+        if state.hidden:
             return
         for node in path:
-            alone = len(self._state.trees) == 1
-            restores = node.parent is None and self._state.keeps_prompts
+            alone = len(state.trees) == 1
+            comes_back = state.shares_prompts or node.row not in state.computed
+            restores = node.parent is None and state.keeps_prompts and comes_back
             if not self._shares(node) and not (restores and alone):
                 continue
             missing = np.flatnonzero(node.span.slot == NO_SLOT)

@@ -101,7 +101,8 @@ class Residency:
 
         Args:
             leaves: ends of the running paths.
-            cause: the event that asks.
+            cause: the event that asks. At ``clock`` no room is needed: what leaves does not depend
+                on kept prompts, which count as free and stay, unless KV heads lose tokens each.
             paths_lose: when running paths lose tokens; by default as always.
 
         Returns:
@@ -116,14 +117,20 @@ class Residency:
         account = self._account(leaves)
         if needed <= (free := account.free):
             return False
-        if self._memory.prefixes:
-            self._memory.free_kept_prompts(needed - free)
-            self._state.sharing_changed()
-            if needed <= account.free:
-                return False
+        if cause != "clock":
+            self._free_kept_prompts(needed - free)
+        if needed <= account.available:
+            return False
+        if self._heads is not None:  # heads keep tokens in slots of others, which prompts may use
+            self._free_kept_prompts(self._memory.slots)
         with nvtx_range("policy"):
             usual = self._at_clock if cause == "clock" else self._paths_lose
             return self._free(needed, leaves, cause, paths_lose or usual)
+
+    def _free_kept_prompts(self, count: int) -> None:
+        if self._memory.prefixes:
+            self._memory.free_kept_prompts(count)
+            self._state.sharing_changed()
 
     def due(self, leaves: Sequence[Node]) -> int | None:
         """Count a decode step; tokens that may stay if the policy acts now, else None.
@@ -133,19 +140,17 @@ class Residency:
         """
         whose = self._alone(leaves)
         self._steps[whose] += 1
-        steps = self._steps[whose]
-        if self._destroys:
+        trigger = self._policy.trigger
+        if not self.acts_by_time or self._steps[whose] % trigger.every:
             return None
-        account, trigger = self._account(leaves), self._policy.trigger
-        used = account.used
-        rooms = [used]
-        if (room := trigger.room(steps, account.slots)) is not None:
-            rooms.append(room)
-        if self._capped is not None and not steps % trigger.every:
+        account = self._account(leaves)
+        used = account.slots - account.available
+        room = min(used, int(trigger.above * account.slots))
+        if self._capped is not None and not self._destroys:  # that has a time of its own: `assign`
             where: Where = "anywhere" if self._at_clock == "equally" else "off"
             offered = self.view.offered(leaves, where=where, tree=whose)
-            rooms.append(used - self._capped.excess(offered))
-        return min(rooms) if min(rooms) < used else None
+            room = min(room, used - self._capped.excess(offered))
+        return room if room < used else None
 
     def forget(self, tree: ThoughtTree) -> None:
         """Remove the count of steps of a tree that was dropped."""
@@ -216,11 +221,12 @@ class Residency:
     def _promote(self, leaves: Sequence[Node]) -> bool:
         """Copy the best tokens of running paths that are in host memory to slots that no new token
         takes before the next time: protected ones first, then by score, the later ones first."""
-        room = self._memory.free - self._policy.trigger.every * len(leaves)
+        memory, trigger = self._memory, self._policy.trigger
+        room = int(trigger.above * memory.slots) - memory.used - trigger.every * len(leaves)
         if room <= 0:
             return False
         blocks = self.view.offered(leaves, where="on", stored=True)
-        able = np.flatnonzero(self._memory.lower.may_rise(self._places(blocks)))
+        able = np.flatnonzero(memory.lower.may_rise(self._places(blocks)))
         if not len(able):
             return False
         tokens = blocks.tokens
@@ -258,12 +264,13 @@ class Residency:
         if memory.staging is not None:
             memory.lower.pin(node.row for node in paths_of(leaves))
         for tree in by_tree(leaves) or state.trees:
-            state.trees[tree].emit(Pressure(needed=needed, free=account.free, limit=account.slots))
+            free = account.available  # kept prompts are gone, but at ``clock``
+            state.trees[tree].emit(Pressure(needed=needed, free=free, limit=account.slots))
         began = time.perf_counter()
         offered = partial(self.view.offered, leaves, tree=whose)
         offer = partial(offered, where="anywhere" if paths_lose == "equally" else "off")
         blocks = offer()
-        room = account.free + int(blocks.resident.sum()) - needed
+        room = account.available + int(blocks.resident.sum()) - needed
         off_paths: Blocks | None = None
         if room < 0 and paths_lose == "last":
             # all of it leaves, and of the paths what must
@@ -272,7 +279,7 @@ class Residency:
             room += int(blocks.resident.sum())
         if room < 0 and self._drop_shared(-room, leaves, cause):
             blocks = offer()
-            room = account.free + int(blocks.resident.sum()) - needed
+            room = account.available + int(blocks.resident.sum()) - needed
         if room < 0:
             raise DoesNotFit(-room)
         more = max(0, self._policy.trigger.spare * len(leaves) - needed)
@@ -293,7 +300,7 @@ class Residency:
         self.keep(blocks, chosen, counts, room, cause, began, tree=whose)
         index, offsets, credit = chosen.credited()
         state.remember(blocks.ids[index], offsets, credit)
-        assert account.free >= needed, "the policy kept more than there was room for"
+        assert account.available >= needed, "the policy kept more than there was room for"
         return paths_lose == "equally" or off_paths is not None
 
     def _drop_shared(self, short: int, leaves: Sequence[Node], cause: Cause) -> bool:

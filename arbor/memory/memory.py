@@ -283,10 +283,16 @@ class KVMemory:
     def is_shared(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Whether several blocks use a slot, bool [n]: the eviction of one frees nothing.
 
+        A kept prompt is no block.
+
         Args:
             slots: int32 [n]; anything where it is `NO_SLOT`.
         """
-        return self.table.references[slots] > 1
+        references = self.table.references
+        shared = references[slots] > 1
+        if self.prefixes and shared.any():
+            shared &= (references - self.prefixes.references(self.slots))[slots] > 1
+        return shared
 
     def tokens_at(
         self, addresses: NDArray[np.int64]

@@ -53,17 +53,6 @@ class Trigger:
             spare=(self.spare >= 0, "0 or more"),
         )
 
-    def room(self, step: int, slots: int) -> int | None:
-        """Tokens that may stay after a step; None: the policy is not asked.
-
-        Args:
-            step: decode steps so far.
-            slots: the budget.
-        """
-        if self.above == 1 or step % self.every:
-            return None
-        return int(self.above * slots)
-
 
 Granularity = Literal["token", "head"]
 Idle = Literal["scored", "newest"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import Words, build
+from support.policies import POLICIES
 from support.trees import GREEDY, Lab
 
 from arbor import Solver
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
-from arbor.events import Boundary, Compared, Event, Opened, Shared
+from arbor.events import (
+    Allocated,
+    Boundary,
+    Compared,
+    Event,
+    Evicted,
+    Opened,
+    Pressure,
+    Shared,
+)
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.metrics import MetricsFold
 from arbor.model.runner import ModelRunner
 from arbor.papers.rksc.similar_prompts import SimilarPrompts, differing, similarity
+from arbor.retention.policy import Policy, Protect, Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.trace import Replay, read_trace
 from arbor.tree import ThoughtTree
@@ -85,11 +97,11 @@ tokens = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(np.array)
 class Comparing(Lab):
     """A lossy engine that shares similar prompts."""
 
-    def __init__(self, threshold: float = -1.0) -> None:
+    def __init__(self, threshold: float = -1.0, policy: str | Policy = "streaming") -> None:
         model = build("llama")
         super().__init__(
             model,
-            policy="streaming",
+            policy=policy,
             mode="lossy",
             rehydrate="off",
             debug=True,
@@ -171,16 +183,53 @@ def test_kept_prompts_give_way_before_a_lossy_search_loses_a_token() -> None:
     growing = lab.begin_grow(
         [(lab.tree.root, 1)], Growth(3, GREEDY, StopRule(Words(), BlockLimits((), 60, 8), ()))
     )
-    for _ in range(3):
-        lab.step()
-    lab.state.table.refresh()
-    assert lab.state.table.resident[lab.tree.root.row] < len(HEAD), "shared with the kept one"
     while not growing.done:
         lab.step()
     (child,) = growing.result()
 
     assert len(child.tokens) == 60, "more than the pool, so the prompt has lost tokens too"
     assert lab.memory.used <= pool and not lab.memory.prefixes
+
+
+def searched(
+    policy: Policy, *before: Sequence[int]
+) -> tuple[Lab, list[Event], list[tuple[int, ...]]]:
+    """Three steps from a prompt after others, under a policy that acts at its times; what it took,
+    and the tokens found."""
+    pool = 4 * POOL
+    trigger = Trigger(every=4, above=len(FIRST) / pool)
+    lab = Comparing(1.0, replace(policy, protect=Protect(sinks=0, recent=2), trigger=trigger))
+    for prompt in before:
+        opened(lab, prompt, read=True, pool=pool)
+    leaf = opened(lab, SECOND, pool=pool).root
+    lab.events.clear()
+    growth = Growth(3, GREEDY, StopRule(Words(), BlockLimits((), 12, 8), ()))
+    for _ in range(3):
+        growing = lab.begin_grow([(leaf, 1)], growth)
+        while not growing.done:
+            lab.step()
+            lab.memory.check()
+        (leaf,) = growing.result()
+    taken = [replace(event, elapsed_s=0.0) for event in of(lab.events, Allocated)]
+    taken += [*of(lab.events, Pressure), *of(lab.events, Evicted)]
+    return lab, taken, [tuple(node.tokens) for node in leaf.path]
+
+
+def test_what_a_policy_takes_at_its_times_does_not_depend_on_kept_prompts() -> None:
+    _, *alone = searched(POLICIES["streaming"])
+    assert {event.cause for event in alone[0] if isinstance(event, Evicted)} == {"clock"}
+
+    for before in ([FIRST], [(*HEAD, 71, 9, 9), FIRST]):
+        lab, *found = searched(POLICIES["streaming"], *before)
+        assert found == alone
+        assert len(lab.memory.prefixes) == len(before), "they stay"
+
+
+def test_heads_take_no_slot_of_a_kept_prompt() -> None:
+    lab, taken, _ = searched(replace(POLICIES["h2o"], granularity="head"), FIRST)
+
+    assert {event.cause for event in taken if isinstance(event, Evicted)} == {"clock"}
+    assert not lab.memory.prefixes
 
 
 # The search
