@@ -109,14 +109,16 @@ def flat_defaults_of(component: Any) -> dict[str, Any]:
     A part that is a component is its name; its settings follow, under their own names.
     """
     own = defaults_of(component)
+    parts = _parts(component)
     found: dict[str, Any] = {}
     for name, value in own.items():
-        is_part = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        part = parts.get(name) if value is None else value
+        is_part = dataclasses.is_dataclass(part)
         if name in registry.KINDS and value is not None and not isinstance(value, str):
             found[name] = registry.name_of(value)
         elif not is_part:
             found[name] = jsonable(value)
-        for inner, each in defaults_of(value).items() if is_part else ():
+        for inner, each in defaults_of(part).items() if is_part else ():
             if inner not in own:
                 found[inner] = jsonable(each)
     return found
@@ -198,14 +200,23 @@ def _hints(component: Any) -> dict[str, Any]:
 
 
 def _parts(component: Any) -> dict[str, type[Any]]:
-    """The classes of the settings that are dataclasses themselves."""
+    """The classes of the settings that are dataclasses themselves, or None."""
     if not dataclasses.is_dataclass(component):
         return {}
+    hints = {name: _without_none(hint) for name, hint in _hints(component).items()}
     return {
         name: hint
-        for name, hint in _hints(component).items()
+        for name, hint in hints.items()
         if isinstance(hint, type) and dataclasses.is_dataclass(hint)
     }
+
+
+def _without_none(hint: Any) -> Any:
+    """The other type of one that is a type or None; any other as it is."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint
+    options = [each for each in typing.get_args(hint) if each is not types.NoneType]
+    return options[0] if len(options) == 1 else hint
 
 
 def _changed(component: Any, label: str, fields: Mapping[str, Any]) -> Any:
@@ -250,7 +261,7 @@ def _with_parts(component: Any, label: str, fields: Mapping[str, Any]) -> dict[s
     ready: dict[str, Any] = {}
     for name, cls in _parts(component).items():
         default = _default(component, name)
-        ready[name] = cls() if default is dataclasses.MISSING else default
+        ready[name] = cls() if default in (dataclasses.MISSING, None) else default
     ready |= _converted(component, label, result)
     for key, value in others.items():
         owners = [name for name, part in ready.items() if key in _fields(part)]
@@ -310,6 +321,8 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     """
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
+        if dataclasses.is_dataclass(part := _without_none(hint)) and str(value).lower() != "none":
+            return convert(value, part, where)
         return _first_that_fits(value, options, where)
     if origin is typing.Literal:
         return _one_of({option: (option,) for option in options}, value, where)

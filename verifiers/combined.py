@@ -12,7 +12,7 @@ from arbor.errors import UsageError
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
-from .base import Asker, Compares, Verdict
+from .base import Asker, Compares, TakesCalibration, Verdict
 
 Rule = Literal["sum", "product", "minimum"]
 
@@ -73,6 +73,14 @@ class Combined:
     @property
     def compares(self) -> bool:
         return any(isinstance(part, Compares) and part.compares for part in self.parts)
+
+    def calibrated(self, model: str, revision: str | None, task: str) -> Combined:
+        """With the parts that were calibrated for a model and a task."""
+        parts = tuple(
+            part.calibrated(model, revision, task) if isinstance(part, TakesCalibration) else part
+            for part in self.parts
+        )
+        return replace(self, parts=parts)
 
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker

@@ -41,6 +41,7 @@ Levels = Literal["skip", "exit", "both"]
 
 # thresholds of the absolute and the relative gap where neither the user nor a calibration sets them
 CONFIDENCE, GAP = 0.70, 0.08
+CALIBRATED = SelfEval()  # the verifier that ``arbor calibrate exit`` asks
 # the released gate: (confidence, absolute gap) or (confidence, relative gap)
 RELEASE_ABSOLUTE, RELEASE_RELATIVE = (0.70, 0.06), (0.63, 0.08)
 
@@ -70,8 +71,8 @@ class CGEE:
 
     Args:
         verifier: what is asked where the gate does not decide.
-        confidence: least p1, in [0, 1]; None: calibrated for the model and the task, else
-            `CONFIDENCE`.
+        confidence: least p1, in [0, 1]; None: calibrated for the model and the task, where the
+            verifier is `CALIBRATED`, else `CONFIDENCE`.
         gap: least relative gap, in [0, 1]; None: likewise, else `GAP`.
         rule: ``and`` as published; ``release``: (p1 >= 0.70 and p1 - p2 >= 0.06) or (p1 >= 0.63
             and (p1 - p2) / p1 >= 0.08), as the released code decides, without `confidence` and
@@ -79,8 +80,7 @@ class CGEE:
         values: of a skipped verification, see above.
         levels: ``skip``: the above; ``exit``: level 2 alone, `exit_rule` for every question;
             ``both``.
-        exit_rule: when a question leaves before the last layer; the default is replaced by what
-            was calibrated for the model and the task.
+        exit_rule: when a question leaves before the last layer; None: likewise, else `LayerExit()`.
         calibration: which of the calibrated thresholds: ``risk``, those with a bound on
             disagreement, or ``paper``, by its percentiles.
         audit: compute in full what is skipped or left early, and report those values; what the
@@ -96,7 +96,7 @@ class CGEE:
     rule: Rule = "and"
     values: SkippedValues = "confidence"
     levels: Levels = "skip"
-    exit_rule: LayerExit = field(default_factory=LayerExit)
+    exit_rule: LayerExit | None = None
     calibration: Method = "risk"
     audit: bool = False
 
@@ -136,8 +136,10 @@ class CGEE:
         return self.levels != "skip"
 
     def calibrated(self, model: str, revision: str | None, task: str) -> CGEE:
-        """With the thresholds calibrated for a model and a task, where it takes any."""
-        if None not in (self.confidence, self.gap) and self.exit_rule != LayerExit():
+        """With the thresholds calibrated for a model and a task, where it takes any: they bound how
+        often the verifier `CALIBRATED` would prefer another candidate, and hold for no other."""
+        given = None not in (self.confidence, self.gap, self.exit_rule)
+        if given or self.verifier != CALIBRATED:
             return self
         found = calibrated_thresholds(model, revision, task, self.calibration)
         return self if found is None else self.with_thresholds(found)
@@ -148,7 +150,7 @@ class CGEE:
             self,
             confidence=given.confidence if self.confidence is None else self.confidence,
             gap=given.gap if self.gap is None else self.gap,
-            exit_rule=given.exit_rule if self.exit_rule == LayerExit() else self.exit_rule,
+            exit_rule=self.exit_rule or given.exit_rule,
         )
 
     def verify(
@@ -186,7 +188,8 @@ class CGEE:
 
         from arbor.papers.rksc.exit_watch import exits_of, ways_of
 
-        ways = ways_of(self.exit_rule, len(asked.nodes), asked.verdicts, audit=self.audit)
+        rule = self.exit_rule or LayerExit()
+        ways = ways_of(rule, len(asked.nodes), asked.verdicts, audit=self.audit)
 
         def verdict(logits: Tensor) -> Verdict:
             found = self._judged(candidates, gate, judge(logits))

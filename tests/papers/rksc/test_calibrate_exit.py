@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbor import Solver
+from arbor.components import build
 from arbor.events import Event, Verified
 from arbor.model.loading import ModelLocation
 from arbor.papers.rksc.calibration import (
@@ -27,8 +28,10 @@ from arbor.papers.rksc.cgee import CGEE
 from arbor.papers.rksc.exit_thresholds import ExitThresholds, LayerExit, save_thresholds
 from arbor.run.setup import resolve_verifier
 from arbor.tasks.game24 import Game24
+from arbor.verifiers.combined import Combined
 from arbor.verifiers.exact import Exact
 from arbor.verifiers.self_eval import SelfEval
+from arbor.verifiers.vote import Vote
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -142,8 +145,13 @@ def test_a_models_directory_brings_its_thresholds(
     assert resolved(CGEE()) == CGEE(confidence=0.8, gap=0.05, exit_rule=THRESHOLDS.exit_rule)
     by_paper = resolved(CGEE(calibration="paper", gap=0.3))
     assert (by_paper.confidence, by_paper.gap) == (0.6, 0.3)
-    own = LayerExit(threshold=0.7)
-    assert resolved(CGEE(exit_rule=own)).exit_rule == own
+    for own in (LayerExit(threshold=0.7), LayerExit()):
+        assert resolved(CGEE(exit_rule=own)).exit_rule == own
+    given = build("verifier", "cgee,levels=exit,threshold=0.3")
+    assert resolved(given).exit_rule == LayerExit(), "0.3 is the default, and was asked for"
+    assert resolved(CGEE(Vote())) == CGEE(Vote()), "they are those of the verifier self"
+    both = resolved(Combined(parts=(CGEE(), Exact())))
+    assert both == Combined(parts=(resolved(CGEE()), Exact()))
     assert resolved(SelfEval()) == SelfEval() and resolved(Exact()) == Exact()
     other = dataclasses.replace(source, path="Some/Model", revision="v1")
     assert resolved(CGEE(), other) == CGEE()
