@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arbor.support.cache_dir import cache_dir
+from arbor.support.cache_dir import cache_dir, fitted_file
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,23 @@ def test_the_environment_says_where(
             monkeypatch.setenv(variable, value)
 
     assert cache_dir() == Path(folder)
+
+
+def test_what_is_fitted_to_a_model_of_any_path_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ARBOR_CACHE", str(tmp_path))
+    folder = "/千问与其他语言模型的量化版本/" + 200 * "a"
+    places = (f"{folder}/one.gguf", f"{folder}/two.gguf", "Some/Model")
+    files = [
+        fitted_file("msve", place, revision)
+        for place in places
+        for revision in (None, "v1", 300 * "v")
+    ]
+
+    assert len(set(files)) == len(files)
+    assert files[-2] == tmp_path / "msve" / "Some%2FModel" / "v1.json"
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+        assert file.is_file()

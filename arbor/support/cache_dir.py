@@ -12,14 +12,18 @@
     fetch_costs/ID.json                 what fetching and recomputing KV take, likewise
 
 A model directory holds its own block values and thresholds; Hub models are in the Hugging Face
-cache. Every file here may be deleted.
+cache. MODEL and REVISION are quoted, or a digest of what is too long for a name. Every file here
+may be deleted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from urllib.parse import quote
+
+LONGEST = 200  # bytes of a name; file systems take 255, or less where they encrypt names
 
 
 def cache_dir() -> Path:
@@ -64,4 +68,12 @@ def fitted_file(name: str, place: str, revision: str | None) -> Path:
     folder = Path(place)
     if folder.is_dir():
         return folder / f"{name}.json"
-    return cache_dir() / name / quote(place, safe="") / f"{quote(revision or 'main', safe='')}.json"
+    return cache_dir() / name / _part_of_path(place) / f"{_part_of_path(revision or 'main')}.json"
+
+
+def _part_of_path(text: str) -> str:
+    """The name of a file or folder for a text: quoted, or its digest where that is too long."""
+    quoted = quote(text, safe="")
+    if len(quoted) <= LONGEST:
+        return quoted
+    return hashlib.sha256(quoted.encode()).hexdigest()
