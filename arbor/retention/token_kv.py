@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.errors import UsageError
+from arbor.errors import UsageError, check_settings
 from arbor.tree import Node
 
 if TYPE_CHECKING:
@@ -58,9 +58,19 @@ class Observation:
         Example:
             >>> Observation().layers_of(9), Observation().layers_of(3)
             ((3, 7), (2,))
+
+        Raises:
+            UsageError: a layer that was named is none of the model's.
         """
         if self.layers is not None:
-            return tuple(sorted({layer for layer in self.layers if layer < count}))
+            check_settings(
+                self,
+                layers=(
+                    all(layer < count for layer in self.layers),
+                    f"layers of this model, 0 to {count - 1}",
+                ),
+            )
+            return tuple(sorted(set(self.layers)))
         return tuple(range(self.every - 1, count, self.every)) or (count - 1,)
 
     def joined(self, other: Observation) -> Observation:

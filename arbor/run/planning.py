@@ -148,8 +148,8 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         InputError: the longest path would not fit the model's context.
         BudgetInfeasible: the budget is too small; names the smallest that works, which is full
             retention for a policy that evicts nothing.
-        UsageError: the verifier cannot read verdicts from this model, or the policy's calibrated
-            queries are of another one.
+        UsageError: the verifier cannot read verdicts from this model, the policy's calibrated
+            queries are of another one, or it names layers that this one lacks.
     """
     files, boundary, protect = setup.checkpoint.read(), setup.boundary, setup.policy.protect
     info = files.info
@@ -158,6 +158,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     scorer = setup.policy.scorer
     if isinstance(scorer, CalibratedScorer):
         scorer.check_model(info.layers, info.num_qo_heads, info.head_dim)
+    setup.policy.observation.layers_of(info.layers)
     encode = partial(files.tokenizer.encode, add_special_tokens=False)
     words = Words(encode, question_turn(files.tokenizer, unchecked(setup.task), problem))
     for part in parts_of(setup.verifier):

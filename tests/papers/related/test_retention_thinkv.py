@@ -18,6 +18,7 @@ from support.policies import POLICIES
 from support.slow_cases import every
 from support.trees import GREEDY, Lab
 
+from arbor import Solver
 from arbor.errors import UsageError
 from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.memory.packed_store import PackedStore
@@ -42,6 +43,15 @@ FEW = settings(max_examples=25)
 DENSE, MIDDLE, SPARSE = 0.3, 0.6, 0.9  # execution, reasoning, transition
 VALLEYS = (0.5, 0.8)
 TYPED = ThinKV(valleys=VALLEYS, choose="score")
+
+
+@pytest.mark.parametrize("layers", ["20,27", "3,6"])
+def test_layers_that_the_model_lacks_are_refused_before_it_loads(layers: str) -> None:
+    policy = f"thinkv,valleys=0.4,0.7,layers={layers}"
+    refused = pytest.raises(UsageError, match=f"layers={layers}: .* of this model, 0 to 5")
+    with Solver(mode="lossy", policy=policy) as solver, refused:
+        solver.plan("4 5 6 10")
+
 
 # K-means
 
