@@ -19,6 +19,7 @@ from arbor.measure.statistics import clopper_pearson
 from arbor.papers.rksc.cgee import confidences_of, leading_two, relative_gap
 from arbor.papers.rksc.exit_thresholds import ExitThresholds, LayerExit, Measure
 from arbor.papers.rksc.exit_watch import Exiting, ways_of
+from arbor.registry import name_of
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 from arbor.verifiers.base import Asker, ChecksQuestions, Encoder, Inquires, Verdict
@@ -215,6 +216,9 @@ def collect_verifications(solver: Solver, problems: Iterable[Problem]) -> list[V
     Args:
         solver: its verifier is a `Recorder`.
         problems: of the calibration split.
+
+    Raises:
+        UsageError: the solver's controller has verified nothing in `LEAST` problems.
     """
     recorder = solver.verifier
     assert isinstance(recorder, Recorder), "the solver's verifier records nothing"
@@ -222,6 +226,13 @@ def collect_verifications(solver: Solver, problems: Iterable[Problem]) -> list[V
     for index, problem in enumerate(problems):
         recorder.problem = index
         solver.solve(problem)
+        if not recorder.found and index + 1 == LEAST:
+            raise UsageError(
+                "calibrate-few",
+                f"the controller '{name_of(solver.controller)}' verifies nothing: {LEAST} problems "
+                "were solved without a verification.",
+                "Take one that does, such as --controller tot.",
+            )
     return list(recorder.found)
 
 
