@@ -15,6 +15,7 @@ from arbor.cli.evaluation.eval import complete_dataset, task_of
 from arbor.cli.evaluation.eval_dataset import is_task, name_of, read_samples
 from arbor.cli.evaluation.eval_options import ColumnOptions, DatasetOptions
 from arbor.cli.options import output_options
+from arbor.cli.output_paths import refuse_unwritable
 from arbor.cli.record_options import options_of, read_options
 from arbor.errors import UsageError
 from arbor.feature import features
@@ -40,7 +41,7 @@ def file_option(purpose: str, default: str | None = None, name: str = "") -> Cal
 
     Args:
         purpose: of the file.
-        default: the file; None: `Fitted.file`, named after `name`.
+        default: the file; None: that of `Fitted.file`, named after `name`.
     """
     where = f"; default: {name}.json, or for a Hub model or GGUF file the cache" if name else ""
     return option(
@@ -130,13 +131,22 @@ class Fitted(ColumnOptions, ModelSource):
             hint = f"Give a file: {command} problems.jsonl --task {solver.task.name}"
             raise UsageError(error.code, error.message, hint) from error
 
-    def file(self, name: str) -> Path:
-        """The file for what was calibrated, without ``--out``: in this folder for a model in a
-        directory, else in the cache.
+    def file(self, name: str, out: Path | None) -> Path:
+        """The file that a calibration will write.
+
+        Args:
+            name: of what is calibrated.
+            out: ``--out``; None: in this folder for a model in a directory, else in the cache.
 
         Raises:
-            UsageError: its folder cannot be created.
+            UsageError: it cannot be written, or its folder cannot be created.
         """
+        if out is None:
+            out = self._default_file(name)
+        refuse_unwritable("--out", out)
+        return out
+
+    def _default_file(self, name: str) -> Path:
         from arbor.model.loading import locate_model
 
         place = locate_model(self.model, self.revision).place

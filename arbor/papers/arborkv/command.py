@@ -12,7 +12,6 @@ from arbor.cli.calibrate import Fitted, file_option, fitted_to
 from arbor.cli.command import Command, WholeNumber, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_unwritable
 from arbor.papers.arborkv.msve import MSVE
 
 
@@ -44,13 +43,12 @@ def msve(
       arbor calibrate msve --model ./model
       arbor calibrate msve gsm8k.jsonl --task gsm8k --out msve.json
     """
-    refuse_unwritable("--out", out)
+    given = Fitted.of(values)
+    out = given.file("msve", out)
 
     from arbor.papers.arborkv.calibrate import calibrate as fitted
     from arbor.papers.arborkv.calibrate import collect
 
-    given = Fitted.of(values)
-    out = out or given.file("msve")
     with given.solver(
         controller="chain",
         policy="arborkv",

@@ -11,14 +11,13 @@ from arbor.cli.calibrate import Fitted, file_option, fitted_to
 from arbor.cli.command import Command, Number, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_unwritable
 
 
 @click.command(cls=Command)
 @fitted_to("chains")
 @option(
     "--threshold",
-    type=Number(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True, max_open=True),
     metavar="X",
     heading="Search",
     common=True,
@@ -56,13 +55,12 @@ def window(
       arbor calibrate window --model ./model --percentile 90
       arbor calibrate window gsm8k.jsonl --task gsm8k
     """
-    refuse_unwritable("--out", out)
+    given = Fitted.of(values)
+    out = given.file("alpha", out)
 
     from arbor.papers.lazyeviction.calibrate import ALPHAS, RECURRING, calibrate_window
     from arbor.retention.alpha import save_alpha
 
-    given = Fitted.of(values)
-    out = out or given.file("alpha")
     alphas = ALPHAS if threshold is None else (threshold,)
     with given.solver(
         controller="chain",

@@ -13,8 +13,12 @@ from arbor.cli.calibrate import Fitted, file_option, fitted_to
 from arbor.cli.command import Command, Number, option
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_unwritable
-from arbor.papers.rksc.exit_thresholds import Chosen, Measure, save_thresholds
+from arbor.papers.rksc.exit_thresholds import (
+    Chosen,
+    Measure,
+    save_thresholds,
+    thresholds_by_task,
+)
 
 if TYPE_CHECKING:
     from arbor.papers.rksc.calibration import Choice
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 )
 @option(
     "--risk",
-    type=Number(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True, max_open=True),
     default=0.02,
     metavar="X",
     heading="Search",
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
 )
 @option(
     "--error",
-    type=Number(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True, max_open=True),
     default=0.05,
     metavar="X",
     heading="Search",
@@ -84,13 +88,13 @@ def calibrate_exit(
       arbor calibrate exit --model ./model --measure margin --out exit.json
       arbor calibrate exit gsm8k.jsonl --task gsm8k
     """
-    refuse_unwritable("--out", out)
+    given = Fitted.of(values)
+    out = given.file("exit", out)
+    thresholds_by_task(out)  # refuses a damaged file before anything is solved
 
     from arbor.papers.rksc.calibration import Recorder, collect_verifications
     from arbor.papers.rksc.calibration import calibrate_exit as chosen_thresholds
 
-    given = Fitted.of(values)
-    out = out or given.file("exit")
     chosen = cast(Measure, measure)
     with given.solver(
         controller=controller,

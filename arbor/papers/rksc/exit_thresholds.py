@@ -136,7 +136,7 @@ def save_thresholds(path: Path, task: str, chosen: Chosen, **provenance: Any) ->
     Raises:
         UsageError: the file cannot be written, or holds something else.
     """
-    tasks = dict(_read(path)) if path.exists() else {}
+    tasks = thresholds_by_task(path)
     tasks[task] = {
         **{method: thresholds.to_dict() for method, thresholds in chosen.items()},
         "provenance": provenance,
@@ -149,9 +149,9 @@ def load_thresholds(path: Path, task: str, method: Method = "risk") -> ExitThres
     """The thresholds for a task from a file of `save_thresholds`; None if it has none.
 
     Raises:
-        UsageError: not such a file.
+        UsageError: another file.
     """
-    found = _read(path).get(task)
+    found = thresholds_by_task(path).get(task)
     if found is None:
         return None
     try:
@@ -171,17 +171,22 @@ def calibrated_thresholds(
         task: its name.
         method: that chose the thresholds.
     """
-    path = fitted_file("exit", model, revision)
-    return load_thresholds(path, task, method) if path.is_file() else None
+    return load_thresholds(fitted_file("exit", model, revision), task, method)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def thresholds_by_task(path: Path) -> dict[str, Any]:
+    """What a file of `save_thresholds` holds for each task, as JSON; nothing where there is none.
+
+    Raises:
+        UsageError: another file.
+    """
+    if not path.is_file():
+        return {}
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["schema"] != _FORMAT:
             raise ValueError(f"its schema is {document['schema']}, not {_FORMAT}")
-        tasks: Mapping[str, Any] = dict(document["tasks"])
-        return tasks
+        return dict(document["tasks"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from error
 
@@ -190,6 +195,6 @@ def _unreadable(path: Path, error: Exception) -> UsageError:
     return UsageError(
         "exit-unreadable",
         f"{path} holds no thresholds of CGEE: {type(error).__name__}: {error}.",
-        "`arbor calibrate exit` writes such a file.",
+        "Delete it; `arbor calibrate exit` writes a new one.",
         path=str(path),
     )

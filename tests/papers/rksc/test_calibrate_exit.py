@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.run_cli import in_process
 
 from arbor import Solver
 from arbor.components import build
+from arbor.errors import UsageError
 from arbor.events import Event, Verified
 from arbor.model.loading import ModelLocation
 from arbor.papers.rksc.calibration import (
@@ -160,3 +162,63 @@ def test_a_models_directory_brings_its_thresholds(
     kept.mkdir(parents=True)
     save_thresholds(kept / "v1.json", "game24", {"risk": PAPER, "paper": PAPER})
     assert resolved(CGEE(), other).confidence == 0.6
+
+
+# The command
+
+
+def refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str
+) -> Any:
+    """The error of ``arbor calibrate exit``, before a problem is solved."""
+    monkeypatch.setattr(Solver, "solve", lambda *_: pytest.fail("a problem was solved"))
+    ran = in_process(capsys)("calibrate", "exit", *words, "--json")
+    assert ran.code == 2
+    return ran.document["error"]
+
+
+@pytest.mark.parametrize("out", [(), ("--out", "exit.json")], ids=["by default", "named"])
+def test_a_damaged_file_is_refused_before_anything_is_solved(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    out: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exit.json").write_text("{bad")
+
+    error = refused(capsys, monkeypatch, *out)
+    assert error["code"] == "exit-unreadable" and error["hint"].startswith("Delete it")
+
+
+@pytest.mark.parametrize(
+    ("command", "file"), [("exit", "exit"), ("msve", "msve"), ("window", "alpha")]
+)
+def test_a_default_file_that_cannot_be_written_is_refused_before_anything_is_solved(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+    file: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{file}.json").mkdir()
+    monkeypatch.setattr(Solver, "solve", lambda *_: pytest.fail("a problem was solved"))
+
+    ran = in_process(capsys)("calibrate", command, "--json")
+    assert (ran.code, ran.document["error"]["code"]) == (2, "output-nowhere")
+
+
+@pytest.mark.parametrize("option", ["--risk", "--error"])
+def test_a_certain_risk_is_refused_before_anything_is_solved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    message = refused(capsys, monkeypatch, option, "1")["message"]
+    assert option in message and "> 0 and < 1" in message
+
+
+def test_a_controller_that_verifies_nothing_is_named() -> None:
+    with Solver(controller="chain", max_depth=1, step_tokens=2, verifier=Recorder()) as solver:
+        problems = itertools.islice(solver.task.problems("train"), 20)
+        with pytest.raises(UsageError, match="'chain' verifies nothing: 8 problems"):
+            collect_verifications(solver, problems)
