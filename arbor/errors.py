@@ -20,9 +20,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import traceback
-from collections.abc import Iterable
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 
@@ -142,20 +145,46 @@ def logits_not_finite() -> ModelError:
 
 
 def check_settings(component: object, **ranges: tuple[bool, str]) -> None:
-    """Refuse settings of a component that are out of range.
+    """Refuse settings of a component that are out of range: words that its fields, typed by a
+    `Literal`, do not have, and what is asked for besides.
 
     Args:
-        component: whose attributes they are.
+        component: whose attributes they are; a dataclass, else only `ranges` are checked.
         ranges: of each setting, whether its value is in range, and the range in words.
 
     Raises:
         UsageError: names the first that is not, with its value and the range.
     """
-    for name, (holds, needed) in ranges.items():
+    cls: Any = type(component)
+    words = {
+        name: (getattr(component, name) in known, _alternatives(known))
+        for name, known in _words_of(cls).items()
+    }
+    for name, (holds, needed) in (words | ranges).items():
         if not holds:
             given = getattr(component, name)
             value = ",".join(map(str, given)) if isinstance(given, tuple) else given
             raise UsageError("setting-range", f"{name}={value}: it must be {needed}.")
+
+
+@functools.cache
+def _words_of(cls: type) -> Mapping[str, tuple[Any, ...]]:
+    """The words that each field of a dataclass may be, of those that are one of a fixed set."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    hints = typing.get_type_hints(cls)
+    fields = [field.name for field in dataclasses.fields(cls)]
+    return {
+        name: typing.get_args(hints[name])
+        for name in fields
+        if typing.get_origin(hints[name]) is typing.Literal
+    }
+
+
+def _alternatives(words: Sequence[object]) -> str:
+    """``a, b or c``."""
+    *most, last = map(str, words)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def unknown_setting(where: str, name: str, known: Iterable[str], /, **data: Any) -> UsageError:

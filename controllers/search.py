@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from arbor import errors
 from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -27,11 +27,7 @@ def check_settings(settings: Any, least: Mapping[str, float]) -> None:
     Raises:
         UsageError: names the setting and what it may be.
     """
-    for name, hint in typing.get_type_hints(type(settings)).items():
-        words = typing.get_args(hint)
-        value = getattr(settings, name)
-        if typing.get_origin(hint) is typing.Literal and value not in words:
-            raise UsageError("setting-range", f"{name}='{value}': it must be {' or '.join(words)}.")
+    errors.check_settings(settings)
     for name, lowest in least.items():
         value = getattr(settings, name)
         if value is not None and not lowest <= value <= MOST:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -146,6 +146,38 @@ def test_a_setting_is_read_by_its_type(setting: str, written: Any, value: Any) -
 
         assert getattr(built, setting) == value
         assert type(getattr(built, setting)) is type(value)
+
+
+def with_words() -> Iterator[tuple[type[Any], str]]:
+    """Every setting of a built-in component, or of a part of one, that is one of a set of words."""
+    waiting = [resolve(kind, name) for kind in KINDS for name in BUILTIN[kind]]
+    seen: set[type[Any]] = set()
+    while waiting:
+        component = waiting.pop()
+        cls = component if isinstance(component, type) else type(component)
+        if cls in seen or not dataclasses.is_dataclass(cls):
+            continue
+        seen.add(cls)
+        for name, hint in get_type_hints(cls).items():
+            parts = [hint, *get_args(hint), getattr(component, name, None)]
+            waiting += [each for each in parts if dataclasses.is_dataclass(each)]
+            if get_origin(hint) is Literal:
+                yield cls, name
+
+
+def test_a_word_that_a_setting_does_not_have_is_refused_in_python_too() -> None:
+    settings = list(with_words())
+    assert {"Hierarchy.evict", "RSBCM.unit", "CGEE.levels", "LayerExit.measure"} <= {
+        f"{cls.__name__}.{name}" for cls, name in settings
+    }
+    for cls, name in settings:
+        needed = {
+            each.name: LRU()
+            for each in dataclasses.fields(cls)
+            if each.default is each.default_factory is dataclasses.MISSING
+        }
+        with pytest.raises(UsageError, match=rf"{name}=no such word: it must be \w+"):
+            cls(**needed, **{name: "no such word"})
 
 
 def test_a_plugin_is_named_without_being_imported(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from arbor import components
-from arbor.errors import UsageError
+from arbor.errors import UsageError, check_settings
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
@@ -48,6 +48,7 @@ class Combined:
     weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        check_settings(self)
         built = tuple(components.build("verifier", part) for part in self.parts)
         object.__setattr__(self, "parts", built)
         weights = self.weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arbor.aggregate.base import Steps, check_steps
+from arbor.aggregate.base import Steps
 from arbor.errors import UsageError
 from arbor.registry import name_of
 from arbor.tasks.base import Problem, Task
@@ -99,10 +99,6 @@ class ProcessRewardModel(RewardModel):
     families = PROCESS
 
     steps: Steps = "last"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_steps(self.steps)
 
     @property
     def path_value(self) -> Steps | None:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arbor.errors import check_settings
+
 from .base import (
     AnswerVotes,
     FinishedPath,
     PathValues,
     Steps,
-    check_steps,
     grouped,
     path_score,
     read_for,
@@ -36,7 +37,7 @@ class Argmax:
     compares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
+        check_settings(self)
 
     @property
     def reads(self) -> PathValues:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args, runtime_checkable
-
-from arbor.errors import UsageError
+from typing import Literal, Protocol, runtime_checkable
 
 Steps = Literal["last", "min", "mean", "product"]
 PathValues = Literal["none", "last", "all"]
@@ -88,17 +86,6 @@ class ReadsPaths(Protocol):
 def read_for(steps: Steps) -> PathValues:
     """The values of a path that its score is made of."""
     return "last" if steps == "last" else "all"
-
-
-def check_steps(steps: str) -> None:
-    """Refuse an unknown score of a path.
-
-    Raises:
-        UsageError: names the known ones.
-    """
-    known = get_args(Steps)
-    if steps not in known:
-        raise UsageError("setting-range", f"steps='{steps}': it must be {' or '.join(known)}.")
 
 
 def path_score(path: FinishedPath, steps: Steps) -> float:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from arbor.errors import check_settings
+
 from .base import (
     AnswerVotes,
     FinishedPath,
     PathValues,
     Steps,
-    check_steps,
     grouped,
     lead_probability,
     path_score,
@@ -34,7 +35,7 @@ class Weighted:
     steps: Steps = "last"
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
+        check_settings(self)
 
     @property
     def reads(self) -> PathValues:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from arbor.components import NO_SETTING, ONLY_IF_SET
 from arbor.errors import UsageError, check_settings
@@ -163,12 +163,8 @@ class Policy:
     def __post_init__(self) -> None:
         check_settings(
             self,
-            granularity=(self.granularity in get_args(Granularity), "token or head"),
-            heads=(self.heads in get_args(HeadShares), "equal, adaptive or pyramid"),
-            idle=(self.idle in get_args(Idle), "scored or newest"),
             safeguard=(0 <= self.safeguard <= 1, "0 to 1"),
             beta=(1 <= self.beta <= 1e6, "1 or more"),
-            observed=(self.observed in get_args(Observed), "one, quarter or all"),
         )
         if self.observed != "quarter":
             self._check_observed()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from arbor.errors import InputError, UsageError
+from arbor.errors import InputError, UsageError, check_settings
 from arbor.support.texts import clipped, refuse_surrogates, surrogate_of
 from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
 from arbor.tasks.grading.base import Equates, Grader
@@ -88,11 +88,8 @@ class Worded(ABC):
     listed: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_depth", "path_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
-                )
+        limits = ("max_tokens", "max_depth", "path_tokens")
+        check_settings(self, **{name: (getattr(self, name) >= 1, "at least 1") for name in limits})
         for name in ("stop", "yes", "no"):
             half = next(filter(None, map(surrogate_of, getattr(self, name))), "")
             if half:

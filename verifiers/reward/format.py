@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from arbor.aggregate.base import Steps
 from arbor.budget import Budget
-from arbor.errors import UsageError
+from arbor.errors import UsageError, check_settings
 
 Head = Literal["classes", "tags"]
 
@@ -138,8 +138,7 @@ class RewardSettings:
             known = " or ".join(self.families)
             raise UsageError("setting-range", f"family='{self.family}': it must be auto, {known}.")
         Budget.parse(self.budget)
-        if self.label is not None and self.label < 0:
-            raise UsageError("setting-range", f"label={self.label}: classes are counted from 0.")
+        check_settings(self, label=(self.label is None or self.label >= 0, "0 or more"))
 
     @property
     def path_value(self) -> Steps | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -93,9 +93,6 @@ class AMS(Segmented):
             blend=(0 <= self.blend <= 1, "from 0 to 1"),
             pool=(self.pool >= 1 and self.pool % 2 == 1, "odd, such as 5"),
             queries=(self.queries >= LATELY, f"{LATELY} or more"),
-            cut=(self.cut in get_args(Cut), "mass or length"),
-            quotas=(self.quotas in get_args(Quotas), "mass or equal"),
-            mass=(self.mass in get_args(Mass), "fixed or paper"),
             padded=(self.padded >= 0, "0 or more"),
         )
 

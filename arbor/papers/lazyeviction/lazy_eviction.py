@@ -60,7 +60,6 @@ class LazyEviction:
     def __post_init__(self) -> None:
         check_settings(
             self,
-            h2=(self.h2 in ("fixed", "paper", "off"), "fixed, paper or off"),
             window=(self.window >= 1, "at least 1, such as 25"),
             h1=(
                 self.h1 == "on" or (self.h1 == "off" and self.h2 != "off"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +113,6 @@ class ThinKV:
             valleys=(not valleys or rises, "two numbers in [0, 1] that rise, such as 0.6,0.8"),
             lookback=(self.lookback >= 1, "1 or more, such as 128"),
             layers=(all(layer >= 0 for layer in self.layers), "numbers from 0, such as 3,7"),
-            choose=(self.choose in get_args(Choose), "cluster or score"),
         )
 
     @property
