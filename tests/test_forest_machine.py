@@ -697,11 +697,11 @@ class Grove(RuleBasedStateMachine):
                 return
             table = self.lab.state.table
             table.refresh()
+            blocks = memory.table.references - memory.prefixes.references(memory.slots)
             for node in memory.forest:
                 if node.row < len(table) and node.state is not NodeState.OPEN:
                     held = node.span.slot[node.span.resident]
-                    alone = np.count_nonzero(memory.table.references[held] == 1)
-                    assert table.resident[node.row] == alone
+                    assert table.resident[node.row] == np.count_nonzero(blocks[held] == 1)
 
     def teardown(self) -> None:
         """All is done in the end, and afterwards every tree can be grown again."""
