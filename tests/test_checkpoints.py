@@ -362,6 +362,71 @@ def test_an_adapter_is_merged(plain: Path, adapter: Path) -> None:
 
 @needs_load
 @pytest.mark.slow
+@pytest.mark.parametrize("ends", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+def test_an_adapter_of_one_end_leaves_the_tied_other_as_it_was(
+    tmp_path: Path, ends: list[str]
+) -> None:
+    pytest.importorskip("peft", reason="the extra `adapters` is not installed")
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    folder, lora = tmp_path / "tied", tmp_path / "lora"
+    llama(tie_word_embeddings=True).save_pretrained(folder)
+    model = get_peft_model(
+        llama(tie_word_embeddings=True), LoraConfig(r=4, target_modules=["q_proj", *ends])
+    )
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(lora)
+    own = own_logprobs(PeftModel.from_pretrained(llama(tie_word_embeddings=True), lora).eval())
+
+    with Solver(with_tokenizer(folder), adapter=lora, **OPENED) as solver:
+        assert logprobs(solver) == pytest.approx(own, abs=1e-4)
+        untied = solver.engine.runner.model.get_input_embeddings().weight.clone()
+        solver.update_weights({"lm_head.weight": torch.zeros_like(untied)})
+        assert logprobs(solver) != pytest.approx(own, abs=1e-2)
+        assert torch.equal(solver.engine.runner.model.get_input_embeddings().weight, untied)
+
+
+UNFIT: dict[str, tuple[Callable[[str], str], str]] = {
+    "a layer is missing": (
+        lambda name: "" if "layers.1." in name else name,
+        r"lacks 6 .*layers\.1\.",
+    ),
+    "nothing is there": (lambda name: "", "lacks"),
+    "other names": (lambda name: name.replace("model.layers", "language_model.layers"), "lacks"),
+    "more layers": (lambda name: name.replace("layers.0.", "layers.7."), "lacks 6"),
+}
+
+
+@needs_load
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*UNFIT, "of a model with more layers"])
+def test_an_adapter_with_other_weights_than_the_model_takes_is_refused(
+    plain: Path, adapter: Path, kind: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    if kind in UNFIT:
+        renamed, words = UNFIT[kind]
+        save_file({renamed(name): each for name, each in tensors.items() if renamed(name)}, path)
+    else:
+        more = {
+            name.replace("layers.0.", "layers.7."): each.clone() for name, each in tensors.items()
+        }
+        save_file(tensors | more, path)
+        words = r"has 6 weights .* no place for, among them .*layers\.7\."
+
+    with pytest.raises(ModelError, match=words) as error:
+        Solver(plain, adapter=adapter, **OPENED).load()
+
+    assert error.value.code == "adapter-unreadable"
+
+
+@needs_load
+@pytest.mark.slow
 def test_an_adapter_is_merged_into_a_gguf_file_in_memory_alone(
     plain: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -393,6 +458,9 @@ def test_other_folders_than_adapters_are_refused_before_anything_loads(
         Solver(adapter=tmp_path)
     config.write_text('{"peft_type": "PREFIX_TUNING"}', encoding="utf-8")
     with pytest.raises(ModelError, match="PREFIX_TUNING"):
+        Solver(adapter=tmp_path)
+    config.write_text('{"peft_type": "LORA", "layer_replication": [[0, 2]]}', encoding="utf-8")
+    with pytest.raises(ModelError, match=r"layer_replication=\[\[0, 2\]\]"):
         Solver(adapter=tmp_path)
     config.write_text('{"peft_type": "LORA"}', encoding="utf-8")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

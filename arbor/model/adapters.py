@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,12 @@ def check_adapter(adapter: str) -> None:
             )
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            kind = str(config["peft_type"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            kind, replicated = str(config["peft_type"]), config.get("layer_replication")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
                 "adapter-unreadable", f"{folder / CONFIG} is not a peft config.", "Copy it again."
             ) from error
-        _check_kind(kind, adapter)
+        _check_kind(kind, replicated, adapter)
     from importlib.util import find_spec
 
     if find_spec("peft") is None:
@@ -52,7 +53,7 @@ def check_adapter(adapter: str) -> None:
         )
 
 
-def _check_kind(kind: str, adapter: str) -> None:
+def _check_kind(kind: str, replicated: Any, adapter: str) -> None:
     if kind not in MERGED:
         raise ModelError(
             "adapter-unreadable",
@@ -61,10 +62,19 @@ def _check_kind(kind: str, adapter: str) -> None:
             adapter=adapter,
             kind=kind,
         )
+    if replicated:
+        raise ModelError(
+            "adapter-unreadable",
+            f"{adapter} has layer_replication={replicated}: its model has more layers than this one.",
+            "Save the merged model with peft, and name that.",
+            adapter=adapter,
+        )
 
 
 def merged(model: Any, adapter: str) -> Any:
     """A model with the weights of an adapter added to its own.
+
+    An embedding and a head that share a weight no longer do if the adapter changes one of them.
 
     Args:
         model: loaded, not quantized.
@@ -73,22 +83,62 @@ def merged(model: Any, adapter: str) -> Any:
     Raises:
         ModelError: the adapter cannot be read, is of another kind, or does not fit the model.
     """
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 
     folder = Path(adapter).expanduser()
     place = str(folder) if folder.is_dir() else adapter
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     try:
-        _check_kind(str(PeftConfig.from_pretrained(place).peft_type.value), adapter)
-        with_adapter = PeftModel.from_pretrained(model, place)
+        config = PeftConfig.from_pretrained(place)
+        replicated = getattr(config, "layer_replication", None)
+        _check_kind(str(config.peft_type.value), replicated, adapter)
+        # trainable are then the weights that an adapter of this config has, and no other
+        with_adapter = PeftModel.from_pretrained(model, place, is_trainable=True)
+        own = {name for name, each in with_adapter.named_parameters() if each.requires_grad}
+        # peft reads them a second time, since only here it says what it left out
+        read = set_peft_model_state_dict(with_adapter, load_peft_weights(place, device="cpu"))
+        _check_complete(own & set(read.missing_keys), read.unexpected_keys, adapter)
+        _untie(ends, with_adapter)
         found = with_adapter.merge_and_unload(safe_merge=True)
     except ModelError:
         raise
     except Exception as error:  # peft checks little of what a file holds
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(
-            "adapter-unreadable",
-            f"the adapter {adapter} does not fit the model, or cannot be read: {lines[0][:300]}",
-            "Name the model that it was trained on.",
-            adapter=adapter,
-        ) from error
+        raise _unfit(adapter, f", or cannot be read: {lines[0][:300]}") from error
+    ends = [found.get_input_embeddings(), found.get_output_embeddings()]
+    if None not in ends and ends[0].weight is not ends[1].weight:
+        found.config.get_text_config().tie_word_embeddings = False
+        found.config.tie_word_embeddings = False
     return found
+
+
+def _check_complete(missing: Collection[str], unknown: Collection[str], adapter: str) -> None:
+    """Refuse an adapter whose file has not the weights that its config has on this model."""
+    for names, what in (
+        (missing, "its file lacks {} of the weights that its config names, among them {}."),
+        (unknown, "its file has {} weights that the model has no place for, among them {}."),
+    ):
+        if names:
+            raise _unfit(
+                adapter, ": " + what.format(len(names), min(names).replace(".default", ""))
+            )
+
+
+def _untie(ends: Sequence[Any], with_adapter: Any) -> None:
+    """Give the head a weight of its own where it has the embedding's and one of them is adapted."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    tied = None not in ends and ends[0].weight is ends[1].weight
+    layers = (each for each in with_adapter.modules() if isinstance(each, BaseTunerLayer))
+    if tied and any(layer.get_base_layer() in ends for layer in layers):
+        weight = ends[1].weight
+        ends[1].weight = type(weight)(weight.detach().clone(), requires_grad=False)
+
+
+def _unfit(adapter: str, why: str) -> ModelError:
+    return ModelError(
+        "adapter-unreadable",
+        f"the adapter {adapter} does not fit the model{why}",
+        "Name the model that it was trained on.",
+        adapter=adapter,
+    )

@@ -33,11 +33,10 @@ def llama(kind: str = "Llama", layers: int = LAYERS, **settings: Any) -> Any:
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         max_position_embeddings=256,
-        tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        **settings,
+        **{"tie_word_embeddings": False, **settings},
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
