@@ -8,6 +8,8 @@ import pytest
 import torch
 from support.models import ARCHITECTURES, Words, build, config_of, random_model
 from support.slow_cases import every
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from arbor import Solver
 from arbor.errors import ModelError
@@ -17,6 +19,7 @@ from arbor.model import weights as agreement
 from arbor.model.runner import ModelRunner
 from arbor.model.weights import check_agreement, own_logits
 
+SAME: dict[str, Any] = {"tokenizer": Words(), "device": "cpu", "task": "reasoning"}
 WRONG: dict[str, dict[str, Any]] = {
     "llama4_text": {
         "head_dim": 8,
@@ -52,7 +55,7 @@ def test_every_architecture_agrees_with_itself(name: str, dtype: torch.dtype) ->
 
     own = own_logits(model)
 
-    assert own is not None and own.shape[0] == 20
+    assert own is not None and own.shape[0] == 9
     runner = ModelRunner(model, TorchCascade())
     pack_linears(model)
     check_agreement(runner, own)
@@ -71,3 +74,50 @@ def test_a_model_that_computes_something_else_is_refused_each_time(name: str) ->
 
     assert error.value.code == "arch-unsupported"
     assert error.value.data["error"] > agreement.TOLERANCE
+
+
+class Deaf(LlamaForCausalLM):
+    """Its logits are of all rows, whichever are asked for."""
+
+    def forward(self, *given: Any, logits_to_keep: Any = 0, **settings: Any) -> Any:
+        return super().forward(*given, **settings)
+
+
+class OfTheLast(LlamaForCausalLM):
+    """Its logits are of the last rows, as many as are asked for."""
+
+    def forward(self, *given: Any, logits_to_keep: Any = 0, **settings: Any) -> Any:
+        count = len(logits_to_keep) if isinstance(logits_to_keep, Tensor) else logits_to_keep
+        return super().forward(*given, logits_to_keep=count, **settings)
+
+
+class OfTwo(LlamaForCausalLM):
+    """Its logits are of two rows."""
+
+    def forward(self, *given: Any, logits_to_keep: Any = 0, **settings: Any) -> Any:
+        count = 0 if isinstance(logits_to_keep, int) else 2
+        return super().forward(*given, logits_to_keep=count, **settings)
+
+
+def as_class(kind: Any) -> Any:
+    model = build("llama")
+    model.__class__ = kind
+    return model
+
+
+def test_a_forward_that_gives_the_logits_of_all_rows_is_read_at_those_asked_for() -> None:
+    before, after = [5, 6, 7, 9, 30], [8, 9, 11]
+    model = as_class(Deaf)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([before + after])).logits[0].log_softmax(-1)
+    own = [float(logits[len(before) - 1 + i, token]) for i, token in enumerate(after)]
+
+    with Solver(model, **SAME) as solver:
+        assert solver.logprobs([(before, after)])[0].logprobs == pytest.approx(own, abs=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "words"), [(OfTheLast, "differ"), (OfTwo, "logits of 2 rows")])
+def test_a_forward_that_gives_the_logits_of_other_rows_is_refused(kind: Any, words: str) -> None:
+    with pytest.raises(ModelError, match=words) as error:
+        Solver(as_class(kind), **SAME).load()
+    assert error.value.code == "arch-unsupported"

@@ -511,7 +511,17 @@ class ModelRunner:
                 logits_to_keep=logit_rows,
             )
         logits: Tensor = output.logits[0]
-        return logits
+        if len(logits) == len(logit_rows):
+            return logits
+        if len(logits) == len(ids):  # its forward drops what rows are asked for
+            return logits[logit_rows]
+        raise ModelError(
+            "arch-unsupported",
+            f"model_type '{self.config.model_type}': its forward gives the logits of {len(logits)} "
+            f"rows, and {len(logit_rows)} of {len(ids)} were asked for.",
+            "Take another model.",
+            model_type=self.config.model_type,
+        )
 
 
 @dataclass(frozen=True, slots=True)
