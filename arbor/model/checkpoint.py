@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -382,21 +383,24 @@ class Checkpoint:
 
     def _load(self, files: Description, ranks: Ranks | None) -> Weights:
         with stage_of(f"loading {self.source.label}"), no_collection():
+            from arbor.model.ready import put_back
             from arbor.model.weights import load_weights
 
-            return load_weights(
-                self.source,
-                self._updated or self._ready_model(files),
-                files,
-                device=self.device,
-                backend=self.backend_name(files.info),
-                required=self.backend in (FLASHINFER, TRITON) or self.kv_dtype == INT8,
-                deterministic=self.deterministic,
-                cuda_graphs=self.cuda_graphs,
-                int8_kv=self.kv_dtype == INT8,
-                int8_weights=self.weights == INT8,
-                ranks=ranks,
-            )
+            model = self._updated or self._ready_model(files)
+            with nullcontext() if model is None else put_back(model):
+                return load_weights(
+                    self.source,
+                    model,
+                    files,
+                    device=self.device,
+                    backend=self.backend_name(files.info),
+                    required=self.backend in (FLASHINFER, TRITON) or self.kv_dtype == INT8,
+                    deterministic=self.deterministic,
+                    cuda_graphs=self.cuda_graphs,
+                    int8_kv=self.kv_dtype == INT8,
+                    int8_weights=self.weights == INT8,
+                    ranks=ranks,
+                )
 
     def _ready_model(self, files: Description) -> Any:
         """The model as it was passed; None: its weights are read as those of a `*ForCausalLM`.

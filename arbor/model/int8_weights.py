@@ -11,7 +11,6 @@ from arbor.errors import ModelError, UsageError
 from arbor.kernels.linear.layers import PackedLinear, encode_linears, pack_linears, weight_bytes
 from arbor.kernels.native import NUMBERS, native_library, native_state
 from arbor.model.names import INT8, check_int8_weights
-from arbor.model.placement import dtype_name
 from arbor.support.texts import human_bytes
 
 ROUNDED = "_arbor_rounded"  # of a model whose weights are in 8 bits
@@ -39,27 +38,17 @@ class WeightRounding:
         return f"weights {INT8}, lossy: {self.layers:,} linear layers, {sizes}{moved}"
 
 
-def round_weights(model: nn.Module, device: torch.device, *, deterministic: bool) -> WeightRounding:
-    """Replaces the linear layers of a loaded model by ones in 8 bits, in place, and packs the rest.
-
-    What is not a linear layer of plain numbers keeps its weights: embeddings, norms, the experts of
-    mixtures, layers of a GGUF file that are in blocks already.
+def check_rounding(dtype: str, device: torch.device) -> None:
+    """Refuse weights in 8 bits that nothing computes with, before a model is read or changed.
 
     Args:
-        model: its weights in float32 or bfloat16.
+        dtype: of the model, by name.
         device: where it runs.
-        deterministic: as in `pack_linears`.
-
-    Returns:
-        What changed.
 
     Raises:
-        UsageError: not on a CPU, no native kernels, another dtype than they compute in, or no
-            plain linear layer.
-        ModelError: a weight is NaN or infinite.
+        UsageError: not on a CPU, no native kernels, or another dtype than they compute in.
     """
     check_int8_weights(str(device))
-    dtype = dtype_name(next(model.parameters()).dtype)
     if native_library() is None:
         raise UsageError(
             "weights",
@@ -72,20 +61,41 @@ def round_weights(model: nn.Module, device: torch.device, *, deterministic: bool
             f"weights={INT8}: no kernels for {dtype}.",
             f"Add --dtype {' or '.join(NUMBERS)}.",
         )
+
+
+def round_weights(model: nn.Module, *, deterministic: bool) -> WeightRounding | None:
+    """Replaces the linear layers of a loaded model by ones in 8 bits, in place, and packs the rest.
+
+    What is not a linear layer of plain numbers keeps its weights: embeddings, norms, the experts of
+    mixtures, layers of a GGUF file that are in blocks already.
+
+    Args:
+        model: as `check_rounding` admits.
+        deterministic: as in `pack_linears`.
+
+    Returns:
+        What changed; None where all were in 8 bits before.
+
+    Raises:
+        UsageError: no plain linear layer.
+        ModelError: a weight is NaN or infinite.
+    """
     before = weight_bytes(model)
+    again = hasattr(model, ROUNDED)
+    setattr(model, ROUNDED, True)  # before any layer is: what ends halfway is not full precision
     try:
         layers = encode_linears(model)
     except ValueError as error:
         raise ModelError("weights-not-finite", f"{error}.", "Take an intact checkpoint.") from error
-    if not layers:
+    if not layers and not again:
+        delattr(model, ROUNDED)
         raise UsageError(
             "weights",
             f"weights={INT8}: no linear layer of the model is in full precision.",
             "Leave weights out.",
         )
     pack_linears(model, deterministic=deterministic)
-    setattr(model, ROUNDED, True)
-    return WeightRounding(len(layers), before, weight_bytes(model))
+    return WeightRounding(len(layers), before, weight_bytes(model)) if layers else None
 
 
 def packed_before(model: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from arbor.model.graphs import CudaRecorder
 from arbor.model.int8_weights import (
     WeightRounding,
     check_packed_before,
-    packed_before,
+    check_rounding,
     round_weights,
 )
 from arbor.model.loading import (
@@ -81,12 +81,26 @@ def paths(config: Any) -> list[list[int]]:
 
 @torch.inference_mode()
 def own_logits(model: Any) -> Tensor | None:
-    """The model's own logits of the tokens `COMPARED`, [n, V] float32; None if its attention is arbor's already."""
+    """The model's own logits of the tokens `COMPARED`, [n, V] float32.
+
+    Returns:
+        None if its attention is arbor's already.
+
+    Raises:
+        ModelError: a model without a head for each token.
+    """
     if model.config._attn_implementation == IMPLEMENTATION:
         return None
     model.eval()
     ids = torch.tensor(paths(model.config.get_text_config()), device=model.device)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    logits: Tensor | None = getattr(model(input_ids=ids, use_cache=False), "logits", None)
+    if logits is None or logits.shape[:2] != ids.shape:
+        raise ModelError(
+            "arch-unsupported",
+            f"{type(model).__name__} gives no logits of each token.",
+            "Take the model with its language head, as AutoModelForCausalLM loads it.",
+            model_type=model.config.model_type,
+        )
     return logits.flatten(0, 1)[COMPARED].float()
 
 
@@ -211,7 +225,7 @@ def load_weights(
 
     Args:
         source: the model.
-        given: the ready model; None: it is read.
+        given: the ready model, which the caller puts back after an error; None: it is read.
         files: its description; the model is supported, and for a GPU it is read from its files.
         device: where it runs.
         backend: name of the attention backend.
@@ -231,6 +245,8 @@ def load_weights(
             required and cannot run; or weights cannot be in 8 bits here.
     """
     info = files.info
+    if int8_weights:
+        check_rounding(info.dtype, device)
     division = None if ranks is None else division_of(load_config(source), ranks.count)
     if division is not None and isinstance(files, Files):
         files = replace(files, shapes=shapes_of_rank(files.shapes, division))
@@ -241,7 +257,6 @@ def load_weights(
         look_for(model, info.parameters)
     else:
         model = given
-    names_before = _names(model)
     if ranks is not None and division is not None:
         ranks.loaded()
         _divide(model, division, ranks)
@@ -257,43 +272,28 @@ def load_weights(
     plain = given is None and ranks is None and not int8_weights and device.type == "cpu"
     how = (info.dtype, name, deterministic, int8_kv)
     known = agreed_before(source, how) if plain else None
-    own, attention = None, model.config._attn_implementation
-    if known is None:
-        own = own_logits(model)
     # the others would have to capture, check and replay the same steps
     graphs = cuda_graphs and device.type == "cuda" and not deterministic and ranks is None
     recorder = CudaRecorder(device) if graphs else None
     kv_dtype = torch.int8 if int8_kv else None
+    own = own_logits(model) if known is None else None
     runner = ModelRunner(
         model, attend, recorder, deterministic=deterministic, kv_dtype=kv_dtype, ranks=ranks
     )
+    packs = int8_weights or runner.device.type == "cpu" or deterministic
+    ready = given is not None and not source.place
+    if own is not None and (int8_weights or (packs and ready)):
+        check_agreement(runner, own)  # a model that is refused keeps its weights
     rounding = None
     if int8_weights:
-        if own is not None:
-            _check_agreement(model, runner, own, attention)
-        if given is None or not packed_before(given):
-            rounding = round_weights(model, runner.device, deterministic=deterministic)
-    elif runner.device.type == "cpu" or deterministic:
+        rounding = round_weights(model, deterministic=deterministic)
+    elif packs:
         pack_linears(model, deterministic=deterministic)
-    ops = fused_ops(runner.device)
-    if ops is not None and deterministic and not ops.row_invariant:
-        ops = None
-    if ops is None:
-        unfuse(model)  # a ready model that ran elsewhere
-    else:
-        with torch_threads(1):  # few numbers at a time, for which others would only be waited
-            fuse(model, ops)
-            rotary = rotary_ops(runner.device)
-            if rotary is not None:
-                fuse_attention(model, rotary)
-                if known is not None and known.layers_form is None:
-                    logger.debug("layers run one by one, as before")
-                elif reason := runner.fuse_layers(known.layers_form if known else None):
-                    logger.debug("layers run one by one: %s", reason)
+    _fuse(model, runner, known)
     if rounding is not None and own is not None:
         rounding = replace(rounding, logit_error=logit_error(runner, own))
     elif own is not None:
-        _check_agreement(model, runner, own, attention)
+        check_agreement(runner, own)
         if plain:
             keep_agreement(source, how, Agreement(runner.layers_form))
     logger.info(
@@ -312,30 +312,27 @@ def load_weights(
             source.name,
             ", ".join(names),
         )
-    if given is not None:
-        _keep_from_saving(model, names_before)
     give_memory_back()
     return Weights(runner, eos_ids(model, files.tokenizer), name, rounding)
 
 
-def _names(model: Any) -> set[str]:
-    """Of all parameters, by each of their names."""
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
-
-
-def _keep_from_saving(model: Any, before: set[str]) -> None:
-    """Let a ready model that lacks parameters which it had before refuse `state_dict`."""
-    if before <= _names(model):
+def _fuse(model: Any, runner: ModelRunner, known: Agreement | None) -> None:
+    """Fused kernels for parts of a model, packed before, where they compute what the parts do."""
+    ops = fused_ops(runner.device)
+    if ops is not None and runner.deterministic and not ops.row_invariant:
+        ops = None
+    if ops is None:
+        unfuse(model)  # a ready model that ran elsewhere
         return
-
-    def refuse(*given: Any) -> None:
-        raise ModelError(
-            "model-packed",
-            "this model's weights are packed for arbor, and cannot be saved.",
-            "Save a model before its first search.",
-        )
-
-    model.register_state_dict_pre_hook(refuse)
+    with torch_threads(1):  # few numbers at a time, for which others would only be waited
+        fuse(model, ops)
+        rotary = rotary_ops(runner.device)
+        if rotary is not None:
+            fuse_attention(model, rotary)
+            if known is not None and known.layers_form is None:
+                logger.debug("layers run one by one, as before")
+            elif reason := runner.fuse_layers(known.layers_form if known else None):
+                logger.debug("layers run one by one: %s", reason)
 
 
 def _divide(model: Any, division: Division, ranks: Ranks) -> None:
@@ -364,15 +361,6 @@ def shapes_of_rank(
         )
         for each in shapes
     )
-
-
-def _check_agreement(model: Any, runner: ModelRunner, own: torch.Tensor, attention: str) -> None:
-    """Refuse a model with other logits under arbor; it then has its own attention again."""
-    try:
-        check_agreement(runner, own)
-    except ModelError:
-        model.set_attn_implementation(attention)  # or a second load would skip the check
-        raise
 
 
 def _backend(
