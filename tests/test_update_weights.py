@@ -411,6 +411,20 @@ def test_architectures_are_updated(name: str, dtype: torch.dtype) -> None:
         assert solver.logprobs(pairs) == fresh.logprobs(pairs) != before
 
 
+def test_layers_keep_a_dtype_of_their_own() -> None:
+    experts = {"num_experts": 4, "moe_topk": 2, "head_dim": 16}
+    model = random_model(config_of("hunyuan_v1_moe", **experts)).to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.gate.wg.float()  # as it is made, and loaded
+    same = {name: each.clone() for name, each in model.state_dict().items()}
+    pairs = [([5, 6, 7], [8, 9, 10, 11])]
+    with Solver(model, tokenizer=Words(), device="cpu", task="reasoning") as solver:
+        before = solver.logprobs(pairs)
+        solver.update_weights(same)
+        assert solver.logprobs(pairs) == before
+        assert model.model.layers[1].mlp.gate.wg.weight.dtype == torch.float32
+
+
 def test_tied_weights_change_together(small: Any, folder: Path) -> None:
     new = moved(small, 1)
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"

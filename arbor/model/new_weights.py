@@ -53,7 +53,9 @@ class NewWeights:
             if tensor.shape != known[name].shape:
                 shapes = [" x ".join(map(str, each.shape)) for each in (known[name], tensor)]
                 raise _refused(f"'{name}' is {shapes[0]}, and was given as {shapes[1]}.")
-            dtype = kept.get(name, like).dtype
+            # a layer that was packed, or is in blocks, has no parameter of that name any more
+            layer = model.get_submodule(name.rpartition(".")[0])
+            dtype = kept[name].dtype if name in kept else getattr(layer, "dtype", like.dtype)
             value = tensor.detach().to(like.device, dtype, copy=True).contiguous()
             if not bool(value.isfinite().all()):
                 raise _refused(f"'{name}' holds numbers that {_name(dtype)} does not, or NaN.")
