@@ -81,6 +81,7 @@ TORCH = (
     "model.parallel.orders",
     "model.parallel.ranks",
     "model.plan",
+    "model.ready",
     "model.rotation",
     "model.runner",
     "model.scoring",

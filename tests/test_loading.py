@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from support.run_cli import Arbor, in_process
 from support.slow_cases import every
 
@@ -20,7 +23,7 @@ from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library
 from arbor.model.describe import describe
-from arbor.model.loading import BUILTIN
+from arbor.model.loading import BUILTIN, locate_model, settled_dtype
 
 OLD, NEW = "1" * 40, "2" * 40
 
@@ -92,6 +95,49 @@ def test_a_revision_is_the_version_that_is_loaded(hub: Path) -> None:
     with Solver("Some/Model", revision="v1", max_expansions=1) as solver:
         assert solver.solve("4 5 6 10").config["revision"] == "v1"
         assert solver.engine.runner.config.max_position_embeddings == 512
+
+
+# Data types
+
+
+def in_float16(folder: Path) -> Path:
+    """The same model, its weights in float16; the config states no dtype."""
+    path = folder / "model.safetensors"
+    tensors = {name: each.half() for name, each in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_auto_is_the_dtype_of_the_weights_where_the_config_states_none(tmp_path: Path) -> None:
+    folder = in_float16(copy_of_sapling(tmp_path / "model"))
+    assert describe(folder).dtype == "float16"
+    with Solver(folder, controller="chain", device="cpu") as solver:
+        assert solver.describe().dtype == "float16"
+        assert solver.engine.runner.dtype == torch.float16
+
+    shutil.copy(BUILTIN["sapling"] / "model.safetensors", folder)
+    assert settled_dtype(locate_model(folder), "auto", "cpu") == "bfloat16"
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert settled_dtype(locate_model(folder), "auto", "cpu") == "auto"
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["in the cache", "not downloaded"])
+def test_so_it_is_of_a_model_of_the_hub(
+    hub: Path, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = in_float16(hub / "models--Some--Model" / "snapshots" / NEW)
+    if not there:
+        tensors = {"b": SimpleNamespace(dtype="F32"), "a": SimpleNamespace(dtype="F16")}
+        files = {"2.safetensors": None, "1.safetensors": SimpleNamespace(tensors=tensors)}
+        found = SimpleNamespace(files_metadata=files)
+        monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: found)
+        (folder / "model.safetensors").unlink()
+
+    assert describe("Some/Model").dtype == "float16"
+    assert describe("Some/Model", revision="v1").dtype == "float32"
 
 
 # Code of a model's own

@@ -179,7 +179,9 @@ def _unbuilt(config: Any, what: str, error: Exception) -> ModelError:
 
 
 def resolve_dtype(dtype: str, config: Any) -> torch.dtype:
-    """`auto` is the dtype the weights were saved in; otherwise a torch dtype by name.
+    """`auto` is the dtype that the config states, or float32; otherwise a torch dtype by name.
+
+    Where a config states none, `settled_dtype` asks the weights before.
 
     Raises:
         UsageError: unknown or unsupported dtype.

@@ -25,6 +25,7 @@ from arbor.model.gguf.tokenizer import ending_ids, restore_tags, set_ends, split
 from arbor.model.hub import cache_if_unreachable, is_reachable
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
+from arbor.model.stored_dtype import stored_dtype
 from arbor.support.environment import environment
 from arbor.support.stages import show
 
@@ -321,7 +322,8 @@ def read_once(
 
 
 def settled_dtype(source: ModelLocation, dtype: str, device: str) -> str:
-    """The dtype to read a model in: ``auto`` of a GGUF file depends on the device too.
+    """The dtype to read a model in: ``auto`` of a GGUF file depends on the device too, and where a
+    config states no dtype, on the weights.
 
     Args:
         source: the model.
@@ -331,8 +333,10 @@ def settled_dtype(source: ModelLocation, dtype: str, device: str) -> str:
     Raises:
         ModelError: a damaged GGUF file.
     """
-    if dtype != "auto" or source.gguf is None:
+    if dtype != "auto" or not source.path:  # a ready model has its own
         return dtype
+    if source.gguf is None:
+        return stored_dtype(source.path, source.revision) or dtype
     try:
         return auto_dtype(read_gguf_header(gguf_path(source)), device)
     except (OSError, ValueError) as error:
