@@ -298,7 +298,8 @@ class Solver:
 
     @property
     def engine(self) -> Engine:
-        """The engine, loaded; after a search it still holds its tree, until the weights change."""
+        """The engine, loaded; after a search that was not interrupted it still holds its tree,
+        until the weights change."""
         with self._loading, self._computing():
             if self._engine is None or self._engine.runner is not self.checkpoint.load().runner:
                 self._engine = None  # its KV is of other weights
@@ -872,6 +873,12 @@ class Solver:
                         yield
 
                 yield in_thread
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException as interruption:  # it may have come where no search could end
+            if held and self._engine is not None:
+                self._engine.abandon(interruption)
+            raise
         finally:
             if held:
                 self._run = self._thread = None

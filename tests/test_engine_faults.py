@@ -271,7 +271,7 @@ def test_a_rehydration_that_fails_is_reported_as_evicted_again(
     assert gone.nodes == back.nodes == ((first.id, len(first.tokens)),)
 
 
-def test_an_interruption_while_questions_are_laid_out_leaks_no_slot(
+def test_a_failure_while_questions_are_laid_out_leaks_no_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = Lab(build("llama"), debug=True)
@@ -283,15 +283,15 @@ def test_an_interruption_while_questions_are_laid_out_leaks_no_slot(
         nonlocal count
         count += 1
         if count == 2:
-            raise KeyboardInterrupt
+            raise Failure
         return right(self, *args)
 
     monkeypatch.setattr(KVMemory, "borrow", borrow)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Failure):
         lab.ask([tree.root] * 2, [(7, 8), (9,)])
     assert lab.memory.used == held
 
-    lab.memory.table.take(3)  # as an interruption within the memory itself would leave it
+    lab.memory.table.take(3)  # as a failure within the memory itself would leave it
     assert lab.plant(64)
     assert lab.memory.used == len(PROMPT)
 

@@ -328,7 +328,7 @@ def test_an_interrupted_step_leaves_nothing_for_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = Lab(build("llama"), debug=True)
-    first, second = opened(lab, PROMPT, SHORT)
+    first, _ = opened(lab, PROMPT, SHORT)
     visit = lab.begin_extend(first.root)
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
@@ -340,6 +340,10 @@ def test_an_interrupted_step_leaves_nothing_for_the_next_one(
             lab.step()
     with pytest.raises(KeyboardInterrupt):
         visit.result()
+    assert not lab.busy and not lab.held_tokens
+    for way in (lab.finish, lab.close, lambda tree: lab.give_up(tree, Failure())):
+        way(first)  # as the end of its search does
+    second = ThoughtTree(SHORT)
     lab.open(second, 200, alone=False, pool=200, interrupted=lambda: True)
     forwards = 0
     right = ModelRunner.forward

@@ -68,8 +68,8 @@ MOST_BLOCKS = 14
 DEPTH = 3
 LONGEST = len(PROMPTS[0]) + DEPTH * max(LENGTHS)
 QUESTION = (7, 8, 9)
-FAILURES = ("forward", "policy", "memory", "policy", "forward", "interruption")
-COPIES = ("store", "fetch", "cancelled store", "cancelled fetch")
+FAILURES = ("forward", "policy", "memory", "policy", "forward")
+COPIES = ("store", "fetch")
 DISK_FAULTS = ("none", "full", "short", "torn", "unreadable")
 
 
@@ -97,16 +97,7 @@ KEEPING: tuple[Keeping, ...] = (
 NOISE = 1e-4  # of logits; rounding stays far below it
 
 Lie = Literal["choose", "late choose", "stop", "confidence"]
-Breakdown = Literal[
-    "forward",
-    "memory",
-    "policy",
-    "interruption",
-    "store",
-    "fetch",
-    "cancelled store",
-    "cancelled fetch",
-]
+Breakdown = Literal["forward", "memory", "policy", "store", "fetch"]
 DiskFault = Literal["none", "full", "short", "torn", "unreadable"]
 
 
@@ -581,7 +572,6 @@ class Grove(RuleBasedStateMachine):
 
     def step(self, kind: Breakdown | None = None) -> None:
         concerned: set[Operation] = set()
-        cancelled = kind == "interruption" or (kind or "").startswith("cancelled")
         with failing(self.lab, kind, concerned) as failed:
             TALLY.steps += 1
             for group in self.lab._parts.stepper._schedulers.groups:
@@ -589,21 +579,15 @@ class Grove(RuleBasedStateMachine):
                 if not group.may_admit():
                     assert not group.admit()
                     assert (group.focus, group.expansion()) == known
-            try:
-                self.lab.step()
-            except KeyboardInterrupt:
-                assert failed and cancelled
+            self.lab.step()
         assert kind in (None, "policy", *COPIES) or failed or not self.jobs or not concerned
         ended = [job for job in self.jobs if job.operation.done]
         broken = [job for job in ended if failed and is_the_failure(job, kind)]
         if failed:
             if kind in COPIES:
                 TALLY.faults[kind] += 1
-            if cancelled:  # one between two steps ends nothing
-                assert len(broken) == len(self.jobs) or (kind != "interruption" and not broken)
-            else:
-                assert broken, "the failure has ended no operation"
-                assert {job.operation for job in broken} <= concerned
+            assert broken, "the failure has ended no operation"
+            assert {job.operation for job in broken} <= concerned
         self.jobs = [job for job in self.jobs if job not in ended]
         for job in ended:
             self.over(job, kind if job in broken else None)
@@ -735,7 +719,7 @@ def is_the_failure(job: Job, kind: Breakdown | None) -> bool:
     if kind == "policy":
         return isinstance(error, UsageError) and error.code == "policy"
     wanted = {"memory": OutOfMemory, "forward": Failure, "store": Failure, "fetch": Failure}
-    return kind is not None and isinstance(error, wanted.get(kind, KeyboardInterrupt))
+    return kind is not None and isinstance(error, wanted[kind])
 
 
 def place_of(lab: Lab, kind: Breakdown | None) -> tuple[Any, str]:
@@ -763,12 +747,9 @@ def failing(
     errors = {
         "forward": Failure(),
         "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB."),
-        "interruption": KeyboardInterrupt(),
         "policy": UsageError("policy", "a wrong answer"),
         "store": Failure(),
         "fetch": Failure(),
-        "cancelled store": KeyboardInterrupt(),
-        "cancelled fetch": KeyboardInterrupt(),
     }
 
     def fail_once(*args: Any, **kwargs: Any) -> Any:
@@ -897,8 +878,7 @@ class TieredGrove(AlikeGrove):
     @precondition(lambda self: any(self.busy(plot) < 2 for plot in self.plots))
     @rule(kind=st.sampled_from(COPIES), place=st.integers(0, 100), where=st.integers(0, 100))
     def break_a_copy(self, kind: Breakdown, place: int, where: int) -> None:
-        """A path comes back, and the first copy to or from the last store fails, or is cancelled by
-        Ctrl-C."""
+        """A path comes back, and the first copy to or from the last store fails."""
         self.extend(place, where)
         self.step(kind)
 
@@ -1047,7 +1027,7 @@ class TestTiered(TieredGrove.TestCase):  # type: ignore[misc]
     def runTest(self) -> None:
         before = TALLY.runs.copy()
         super().runTest()
-        reached_the_stores(TALLY.runs - before, stored=0.9, fetched=0.4, discarded=0.5)
+        reached_the_stores(TALLY.runs - before, stored=0.9, fetched=0.3, discarded=0.5)
 
 
 def reached_the_stores(runs: Counter[str], **parts: float) -> None:

@@ -318,7 +318,7 @@ def test_a_token_is_exact_once_its_forward_has_run_and_not_before() -> None:
 def test_a_rollback_frees_slots_that_were_claimed_and_never_named() -> None:
     memory, tree = memory_of()
     place(memory, tree.root, 0, 1)
-    memory.table.take(3)  # as an interruption within the memory itself leaves it
+    memory.table.take(3)  # as a failure within the memory itself leaves it
     memory.table.owner[memory.table.take(1)] = 0
 
     assert memory.rollback() == {}

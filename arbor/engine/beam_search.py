@@ -249,9 +249,11 @@ class BeamSearch:
             while not self._choose(every) and not interrupted():
                 every = _log_probs(self._forward())
             found = [each for group in self._groups for each in group.hypotheses()]
-            return sorted(found, key=lambda each: (not each.finished, -each.score))
-        finally:
+        except Exception:
             self._give_back(self._held)
+            raise
+        self._give_back(self._held)
+        return sorted(found, key=lambda each: (not each.finished, -each.score))
 
     def _choose(self, log_probs: Tensor) -> bool:
         """Let every group choose its next tokens, and keep the slots of what goes on; returns

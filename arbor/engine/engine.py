@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import wraps
 from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -72,6 +73,7 @@ from arbor.retention.token_statistics import TokenStatistics
 from arbor.tree import Node, ThoughtTree
 
 T = TypeVar("T")
+Args = ParamSpec("Args")
 Ended = TypeVar("Ended", bound=Operation)
 _ALWAYS = LevelRule()
 
@@ -88,6 +90,10 @@ class Companion(Protocol):
         """Run one forward for all operations in progress."""
         ...
 
+    def abandon(self, interruption: BaseException) -> None:
+        """Let all trees go as they are."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
@@ -100,6 +106,29 @@ class _Parts:
     stepper: Stepper
 
 
+def _abandoned_if_interrupted(
+    method: Callable[Concatenate[Engine, Args], T],
+) -> Callable[Concatenate[Engine, Args], T]:
+    """A method that leaves the engine in order after any `Exception`, and without trees after
+    anything else.
+
+    Ctrl-C comes between any two instructions, those that undo a change included: nothing is known
+    of what they were about to change.
+    """
+
+    @wraps(method)
+    def called(engine: Engine, /, *args: Args.args, **kwargs: Args.kwargs) -> T:
+        try:
+            return method(engine, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as interruption:
+            engine.abandon(interruption)
+            raise
+
+    return called
+
+
 class Engine:
     """Runs the model over the trees of many searches, in one budget. Knows no search.
 
@@ -110,8 +139,10 @@ class Engine:
     Every operation is a transaction: plan what it needs, evict to fit, allocate, only then compute.
     It succeeds, or raises `BudgetInfeasible` with the smallest budget that would do and leaves the
     tree as it was. So it does where the machine runs out of memory (`OutOfMemory`), with
-    a budget that leaves room for the forward. Whatever else cuts it off (a listener that raises, an
-    interruption), no token claims KV that was not computed, and the engine can go on.
+    a budget that leaves room for the forward. After another exception, as of a listener, no token
+    claims KV that was not computed, and the engine can go on. After an interruption (Ctrl-C, or
+    whatever else is no `Exception`) it holds no tree, and searches that are opened then find what
+    they find in a new engine.
 
     Two modes. ``lossless``: every running path is complete and exact before anything is computed
     after it, so that the budget changes time and nothing else; what does not fit together runs one
@@ -199,6 +230,7 @@ class Engine:
 
     # Life of a tree
 
+    @_abandoned_if_interrupted
     def open(
         self,
         tree: ThoughtTree,
@@ -258,15 +290,14 @@ class Engine:
     def _parts_for(self, slots: int, part: Fraction | None) -> _Parts:
         # what is as large as the pool, or lies at its end, does not grow with it
         grows = part is not None and not (self.lower.staging or self.policy.by_head)
-        if (
-            self._memory is None
-            or self._memory.grows != grows
-            or not (grows or self._memory.budget == slots)
-        ):
-            # two pools at once may be too much
-            if self._memory is not None:
-                self._memory.lower.close()
-            self._memory = self._opened = self._latest = None
+        memory, pool = self._memory, None
+        fits = memory is not None and memory.grows == grows and (grows or memory.budget == slots)
+        if not fits or self._opened is None:
+            if memory is not None:
+                memory.lower.close()
+                # two at once may be too much, and what an interruption has left may hold the former
+                pool = memory.pool if fits else None
+            self._memory = self._opened = self._latest = memory = None
             self._memory = KVMemory(
                 self.runner.layer_kv,
                 None if grows else slots,
@@ -276,9 +307,11 @@ class Engine:
                 lower=self.lower,
                 heads=self._head_table(slots),
                 debug=self._debug,
+                pool=pool,
             )
             if self._memory.heads is not None:
                 self._memory.pool.cell_attention = cell_attention
+        assert self._memory is not None, "made above"
         lossless = self.mode == "lossless"
         streamed = bool(self.lower.staging)
         assert lossless or self.rehydrate == "off" or not streamed, "what is read comes back never"
@@ -336,6 +369,7 @@ class Engine:
             return None
         return HeadTable([each.num_kv_heads for each in self.runner.layer_kv], slots)
 
+    @_abandoned_if_interrupted
     def finish(self, tree: ThoughtTree | None = None) -> None:
         """End of a run: nothing is emitted to it any more, and its operations are given up.
 
@@ -356,12 +390,19 @@ class Engine:
         if len(self._opened.state.trees) > 1:
             self.close(opened.tree)
 
+    @_abandoned_if_interrupted
     def close(self, tree: ThoughtTree) -> None:
-        """Let a tree go: its operations are given up and its KV is freed; it stays readable."""
-        opened, parts = self.state.trees[tree], self._parts
+        """Let a tree go: its operations are given up and its KV is freed; it stays readable.
+
+        Nothing happens where it is gone: closed, or abandoned.
+        """
+        opened = self._find(tree)
+        if opened is None:
+            return
+        parts = self._parts
         stepper = parts.stepper
         stepper.cancel(stepper.operations_of(opened), InterruptedError("the tree was closed"))
-        stepper.undo_interrupted()
+        stepper.drop_ahead()
         rows = self.state.close(opened)
         self.residency.forget(tree)
         self.residency.view.forget(rows)
@@ -369,6 +410,21 @@ class Engine:
             parts.forwards.observer.forget(tree)
         parts.stepper.drop(tree)
 
+    def abandon(self, interruption: BaseException) -> None:
+        """Let all trees go as they are, those of the companions as well: after an interruption,
+        which may have cut off any change of them. It ends their operations, and the next `open`
+        takes back what they hold."""
+        parts, self._opened, self._latest = self._opened, None, None
+        if parts is not None:
+            parts.stepper.abandon(interruption)
+        for companion in self.companions:
+            companion.abandon(interruption)
+
+    def _find(self, tree: ThoughtTree) -> OpenTree | None:
+        """What is known of a tree; None where it is not open."""
+        return None if self._opened is None else self._opened.state.trees.get(tree)
+
+    @_abandoned_if_interrupted
     def close_finished(self) -> None:
         """Let the trees of all finished runs go; their prompts stay while nothing needs the
         slots."""
@@ -382,6 +438,7 @@ class Engine:
         if self._memory is not None:
             self._memory.lower.close()
 
+    @_abandoned_if_interrupted
     def other_prompt(self, tree: ThoughtTree, emit: Listener) -> OtherPrompt | None:
         """What a search reads in place of its prompt, as a hook says; None: the prompt itself.
 
@@ -395,6 +452,7 @@ class Engine:
             return None
         return self._prompt_hook.other(self.memory, tree, emit)
 
+    @_abandoned_if_interrupted
     def inexact(self, node: Node, begin: int) -> None:
         """Mark tokens of a block as those of another text, from `begin` on: nothing after them is
         exact."""
@@ -422,7 +480,7 @@ class Engine:
     @property
     def held_tokens(self) -> int:
         """Slots in use, kept prompts included; 0 before the first tree."""
-        return 0 if self._memory is None else self._memory.used
+        return 0 if self._opened is None else self.memory.used
 
     @property
     def opened(self) -> OpenTree:
@@ -453,6 +511,7 @@ class Engine:
         """Slots per tier now, of the tree opened last."""
         return self.opened.kv
 
+    @_abandoned_if_interrupted
     def changed(self, nodes: Sequence[Node]) -> None:
         """The search has valued these blocks."""
         self.state.changed(nodes)
@@ -468,6 +527,7 @@ class Engine:
         """Whether operations are in progress."""
         return self._opened is not None and self._opened.stepper.busy
 
+    @_abandoned_if_interrupted
     def step(self) -> None:
         """Run one forward for all operations in progress, and one of each companion.
 
@@ -483,6 +543,7 @@ class Engine:
         path."""
         self._complete(self.begin_extend(node)).result()
 
+    @_abandoned_if_interrupted
     def begin_extend(self, node: Node) -> Extending:
         """`extend`, as an operation for `step`."""
         self._require([node], [0])
@@ -523,6 +584,7 @@ class Engine:
         """
         return self._complete(self.begin_grow(leaves, growth)).result() if leaves else []
 
+    @_abandoned_if_interrupted
     def begin_grow(
         self, leaves: Sequence[tuple[Node, int]], growth: Growth, *, counts: bool = True
     ) -> Growing:
@@ -537,6 +599,7 @@ class Engine:
         children = self._fork([leaf for leaf, width in leaves for _ in range(width)])
         return self.begin_decode(children, growth, counts=counts)
 
+    @_abandoned_if_interrupted
     def begin_given(self, blocks: Sequence[GivenBlock], *, counts: bool = True) -> Growing:
         """Grow new children whose first tokens are given rather than sampled, as an operation for
         `step`.
@@ -596,6 +659,7 @@ class Engine:
         if children:
             self._complete(self.begin_decode(children, growth)).result()
 
+    @_abandoned_if_interrupted
     def begin_decode(
         self, children: Sequence[Node], growth: Growth, *, counts: bool = True
     ) -> Growing:
@@ -676,6 +740,7 @@ class Engine:
             return NO_LOGITS
         return self._complete(self.begin_ask(nodes, questions, ways)).result()
 
+    @_abandoned_if_interrupted
     def begin_ask(
         self,
         nodes: Sequence[Node],
@@ -699,10 +764,12 @@ class Engine:
         self._begin(operation)
         return operation
 
+    @_abandoned_if_interrupted
     def count_operation(self, tree: ThoughtTree) -> None:
         """Count an operation of which nothing is left to do, see `begin_grow`."""
         self.state.trees[tree].begin_operation()
 
+    @_abandoned_if_interrupted
     def begin_read(self, nodes: Sequence[Node]) -> Reading:
         """Make the paths of blocks complete and read the model's next-token logits after them, as
         an operation for `step`; together as far as the budget allows.
@@ -724,21 +791,27 @@ class Engine:
     def _begin(self, operation: Operation) -> None:
         self._parts.stepper.begin(operation)
 
+    @_abandoned_if_interrupted
     def _complete(self, operation: Ended) -> Ended:
         """Take steps until an operation is done."""
         try:
             while not operation.done:
                 self.step()
-        except BaseException as error:
+        except Exception as error:
             self._parts.stepper.cancel([operation], error)
             raise
         return operation
 
+    @_abandoned_if_interrupted
     def give_up(self, tree: ThoughtTree, error: BaseException) -> None:
-        """End all operations of a tree with an error, see `decode` for what that leaves."""
-        stepper = self._parts.stepper
-        stepper.cancel(stepper.operations_of(self.state.trees[tree]), error)
+        """End all operations of a tree with an error, see `decode` for what that leaves; one that
+        was abandoned has none."""
+        opened = self._find(tree)
+        if opened is not None:
+            stepper = self._parts.stepper
+            stepper.cancel(stepper.operations_of(opened), error)
 
+    @_abandoned_if_interrupted
     def search_beams(self, settings: BeamSettings, ends: tuple[int, ...]) -> list[Hypothesis]:
         """Token-level beam search after the prompt of the tree opened last; the tree stays as it
         is.
@@ -758,6 +831,7 @@ class Engine:
         search = BeamSearch(parts.state, parts.forwards, opened.tree, settings, ends)
         return search.run(parts.state.logits[opened.tree.root.row], opened.run.interrupted)
 
+    @_abandoned_if_interrupted
     def forget(self, nodes: Sequence[Node]) -> None:
         """Free the KV of blocks that the search has given up."""
         self._parts.stepper.forget(nodes)

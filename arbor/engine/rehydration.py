@@ -392,7 +392,7 @@ class Rehydration:
         try:
             for piece in pieces:
                 logits = self._prefill_piece(root, piece.start, piece.stop)
-        except BaseException:  # a prompt counts as computed once all of it is
+        except Exception:  # a prompt counts as computed once all of it is
             self.undo()
             self._memory.free_blocks([root])
             self._state.changed([root])

@@ -180,7 +180,7 @@ class Scheduler:
         return _question(work) + sum(len(row.node.tokens) + 1 for row in self.rows) <= room
 
     def let_go(self, operation: Operation) -> None:
-        """Let an operation go, with what an interruption left of its work."""
+        """Let an operation go, with what a failure left of its work."""
         self.operations.remove(operation)
         self.leave([work for work in self._taken if work.operation is operation])
 

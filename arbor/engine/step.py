@@ -86,13 +86,6 @@ class Stepper:
         """The operations of a tree that are in progress."""
         return [each for each in self._schedulers.operations if each.opened is opened]
 
-    def undo_interrupted(self) -> None:
-        """Undo what an interruption left of a step, and a step ahead."""
-        if self._ahead is not None:
-            self._ahead.drop()
-        if self._memory.pending:  # its undoing was cut off itself
-            self._rehydration.undo()
-
     def cancel(self, operations: Iterable[Operation], error: BaseException) -> None:
         """End operations that are in progress.
 
@@ -105,14 +98,16 @@ class Stepper:
         if not self._schedulers.operations:
             self._hold_ready()  # nothing of work that has ended
 
+    def abandon(self, interruption: BaseException) -> None:
+        """End the operations in progress, and leave everything else as it is."""
+        for operation in self._schedulers.operations:
+            operation.error = operation.error or interruption
+
     def step(self) -> None:
         """One forward for all operations in progress; none if there are none.
 
         Where nothing can join, the schedulers are not asked, and nothing is laid out but the batch.
         """
-        is_ahead = self._ahead is not None and self._ahead.waiting
-        if self._memory.pending and (self._changed or not is_ahead):
-            self.undo_interrupted()
         operations = self._schedulers.operations
         if not operations:
             return
@@ -122,12 +117,12 @@ class Stepper:
             groups = self._schedulers.groups
             asking = [group for group in groups if group.asks and group.may_admit()]
             if asking:
-                self._drop_ahead()
+                self.drop_ahead()
                 self._join(asking)
             joining = False
             visited = [visit.node for visit in self._joined.visits]
             self._forward()
-        except BaseException as failure:
+        except Exception as failure:
             error = self._forwards.explained(failure, _kind(operations))
             work = [*self._joined]
             if not (joining and work):
@@ -138,9 +133,6 @@ class Stepper:
                 concerned = [each for each in concerned if each in self._serving.operations]
             self._undo()
             visited = []
-            if not isinstance(error, Exception):
-                self.cancel(operations, error)
-                raise
             if error is not failure:
                 error.__cause__ = failure
             if joining:  # the others are tried again without the youngest
@@ -418,7 +410,7 @@ class Stepper:
         for opened in list(self._state.trees.values()):
             if opened.account.part is None or opened.account.free >= 0:
                 continue
-            self._drop_ahead()
+            self.drop_ahead()
             group = self._schedulers.within(opened.tree)
             if group is not None and group.rows:
                 self._serving = group
@@ -514,7 +506,8 @@ class Stepper:
             and not any(row.siblings is not None for row in self._batch.rows)
         )
 
-    def _drop_ahead(self) -> None:
+    def drop_ahead(self) -> None:
+        """Have no step ahead."""
         if self._ahead is not None:
             self._ahead.drop()
 
@@ -527,7 +520,7 @@ class Stepper:
 
     def _leave(self, operation: Operation) -> None:
         """Remove all work of an operation."""
-        self._drop_ahead()
+        self.drop_ahead()
         rows = [row for row in self._schedulers.rows if row.operation is operation]
         self._changed = self._changed or bool(rows)
         self._schedulers.leave(rows)

@@ -212,7 +212,7 @@ class LowerTiers:
                 left = self._write(at, shelf, rows, tokens, left, result)
                 if not len(left):
                     break
-        except BaseException:
+        except Exception:
             for shelf, records, _ in result:
                 self._free_records(shelf, records)
             raise
@@ -234,7 +234,7 @@ class LowerTiers:
         records = shelf.table.take(tokens.of(some))
         try:
             written = shelf.store.write(records, rows[some])
-        except BaseException:
+        except Exception:
             shelf.table.release(records)
             raise
         shelf.table.release(records[~written])

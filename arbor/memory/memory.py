@@ -79,6 +79,8 @@ class KVMemory:
         weight_bytes: see `KVPool`.
         lower: room for KV that leaves the device; see `LowerTiers`.
         heads: KV heads may hold different tokens; in a pool of a fixed budget.
+        pool: of a memory that is not used any more, as large as this one's if that is fixed; None:
+            a new one.
         debug: poison freed slots with NaN and check every invariant after every change.
     """
 
@@ -92,14 +94,18 @@ class KVMemory:
         weight_bytes: int = 0,
         lower: LowerRoom = NO_ROOM,
         heads: HeadTable | None = None,
+        pool: KVPool | None = None,
         debug: bool = False,
     ) -> None:
         self.grows = slots is None
+        if pool is not None:
+            assert self.grows or pool.slots == slots, "a pool of another size"
+            slots, pool.reader, pool.holders = pool.slots, None, None
         if slots is None:
             assert not lower.staging, "a staging buffer is the end of a pool of one size"
             slots = max(1, FIRST_BYTES // bytes_per_token(layers, dtype))
         assert lower.staging < slots, "a staging buffer of the whole budget"
-        self.pool = KVPool(
+        self.pool = pool or KVPool(
             layers, slots, dtype, device, weight_bytes=weight_bytes, staging=lower.staging
         )
         self._inexact = lower.inexact
@@ -118,6 +124,8 @@ class KVMemory:
         self.prefixes = PrefixCache()
         self._placed: list[Placed] = []
         self._appended: Appended | None = None
+        if debug and pool is not None:
+            pool.poison(np.arange(self.slots, dtype=np.int32))
 
     # The account
 
@@ -198,7 +206,7 @@ class KVMemory:
     def adopt(self, tree: ThoughtTree) -> None:
         """Serve one more tree, of which nothing is on the device."""
         if not self.forest.trees:
-            # an interruption may have left slots that nobody gives back
+            # peaks count from here, and slots that a failure may have left come back
             self.table = self.prefixes.moved_to(SlotTable(self.slots))
             self.lower.clear()
             self._placed, self._appended = [], None
@@ -679,7 +687,7 @@ class KVMemory:
         try:
             self.heads.move(table, moves)
             copy()
-        except BaseException:  # what lies there is not known any more
+        except Exception:  # what lies there is not known any more
             spans.drop(at)
             self._free_slots(targets)
             raise
@@ -714,7 +722,7 @@ class KVMemory:
         at, slots = np.concatenate([_NOTHING, *places]), np.concatenate([_NO_SLOTS, *taken])
         try:
             loaded = self.lower.load(self.pool, slots, at)
-        except BaseException:
+        except Exception:
             self._free_slots(slots)
             raise
         self.forest.spans.drop(at)

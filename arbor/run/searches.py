@@ -42,6 +42,8 @@ def completed(engine: Engine, steps: Steps[Result]) -> Result:
     except StopIteration as end:
         result: Result = end.value
         return result
+    finally:  # an interruption between two resumptions reaches nothing of it
+        steps.close()
 
 
 def each_within(

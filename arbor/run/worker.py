@@ -197,6 +197,8 @@ class SearchWorker:
                         if ended
                         else _ending(job, None, error)
                     )
+                if not isinstance(error, Exception):
+                    engine.abandon(error)
             finally:
                 self._going = []
                 if not self._keeps_last:

@@ -193,8 +193,7 @@ class Mirror:
     def close(self) -> None:
         """End the search; its KV is freed."""
         self.engine.finish(self.tree)
-        if self.tree in self.engine.state.trees:
-            self.engine.close(self.tree)
+        self.engine.close(self.tree)
 
     def _scored_at(self, end: Node) -> Sequence[Node]:
         """The blocks whose scores give the value of a path: its last, or those of all its steps.

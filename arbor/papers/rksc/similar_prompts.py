@@ -152,7 +152,7 @@ class SimilarPrompts:
         each."""
         places = np.arange(first, dtype=np.int32)
         context = (Piece("kept", kept.slots[:first], places),) if first else ()
-        held: list[NDArray[np.int32]] = []
+        held = [np.empty(0, np.int32)]
         try:
             segments = []
             for span in spans:
@@ -164,9 +164,10 @@ class SimilarPrompts:
             result = self._runner.forward(
                 plan_forward(segments), memory.pool, stop_after=layers[-1], hidden=list(layers)
             )
-        finally:
-            for slots in held:
-                memory.free_borrowed(slots)
+        except Exception:
+            memory.free_borrowed(np.concatenate(held))
+            raise
+        memory.free_borrowed(np.concatenate(held))
         cut = len(spans[0])
         states = [result.hidden[layer].float() for layer in layers]
         one = [each[:cut].mean(0) for each in states]
