@@ -29,10 +29,11 @@ from arbor import (
     read_trace,
 )
 from arbor.controllers.tot import ToT
-from arbor.events import Boundary, Ended, Event, Selected, Terminal
+from arbor.events import Boundary, Ended, Event, Header, Selected, Terminal
 from arbor.model.loading import load_model, load_tokenizer
 from arbor.tasks.base import Problem
 from arbor.tasks.reasoning import Reasoning
+from arbor.trace import Replay
 
 PUZZLE, OTHER = "4 5 6 10", "1 2 3 4"
 SOLVED = 2  # a seed with which the small search solves the puzzle
@@ -90,6 +91,31 @@ def test_what_a_callback_raises_reaches_the_caller(listening: Solver) -> None:
 
     with pytest.raises(ZeroDivisionError):
         listening.solve(PUZZLE)
+
+
+def test_a_callback_that_ends_an_iteration_is_named(listening: Solver) -> None:
+    nothing: Iterator[Event] = iter(())
+    listening.listeners = (lambda event: next(nothing) if isinstance(event, Selected) else None,)
+
+    for solve in (listening.solve, lambda problem: next(listening.imap([problem]))):
+        with pytest.raises(UsageError, match="StopIteration at 'select'") as caught:
+            solve(PUZZLE)
+        assert caught.value.code == "listener-raised"
+
+
+def test_a_callback_that_fails_at_the_header_leaves_a_whole_trace(
+    listening: Solver, tmp_path: Path
+) -> None:
+    def fail(event: Event) -> None:
+        if isinstance(event, Header):
+            raise ZeroDivisionError
+
+    listening.listeners = (fail,)
+    with pytest.raises(ZeroDivisionError):
+        listening.solve(PUZZLE, trace=tmp_path / "run.arbor.jsonl")
+
+    ended = Replay.of(read_trace(tmp_path / "run.arbor.jsonl")).ended
+    assert ended is not None and ended.status == "error"
 
 
 def test_a_search_within_a_search_of_the_same_solver_is_refused(listening: Solver) -> None:

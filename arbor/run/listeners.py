@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 
+from arbor.errors import UsageError
 from arbor.events import Ended, Event, Listener
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,9 @@ class Broadcast:
     Args:
         listeners: called with every event; an exception in one ends the run.
         stop: called where a listener raises `StopSearch`; the others still get the event.
+
+    Raises:
+        UsageError: a listener raised `StopIteration`, which would end the loops of the search.
     """
 
     def __init__(self, listeners: Iterable[Listener], stop: Callable[[], None]) -> None:
@@ -65,6 +69,12 @@ class Broadcast:
                 listener(event)
             except StopSearch:
                 self._stop()
+            except StopIteration as error:
+                raise UsageError(
+                    "listener-raised",
+                    f"a listener raised StopIteration at '{event.name}', which would end a loop of the search.",
+                    "Give next() a second argument there, or raise StopSearch.",
+                ) from error
 
     def fail(self, end: Ended) -> None:
         """Hands out the end of a failed run.

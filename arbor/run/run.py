@@ -304,8 +304,9 @@ class Run:
             self.session = session(emit=emit)
             if self._stopped is not None:  # while the search was being set up
                 self.session.stop(self._stopped, self._reached)
-            emit(self._header(engine))
+            header = self._header(engine)
             try:
+                emit(header)
                 outcome = yield from self.session.steps(self.prompt, text)
                 if setup.share == "audit" and self.session.substituted and self._stopped is None:
                     began = time.perf_counter()
