@@ -41,7 +41,7 @@ from arbor.run.config import read_config, refuse_trust, refuse_unnamed, refuse_u
 from arbor.run.limits import RunLimits, check_count, limited
 from arbor.run.request import Options, Request
 from arbor.run.rollout import Rollout, RolloutFold, refuse_rollouts
-from arbor.run.run import Run
+from arbor.run.run import Run, asked_config
 from arbor.run.searches import as_completed, each_within
 from arbor.run.settings import Settings
 from arbor.run.setup import Setup
@@ -595,9 +595,12 @@ class Solver:
 
     def failed(self, problem: str | Problem, error: ArborError, options: Options) -> Solution:
         """The solution of a problem that could not be solved because of an error."""
-        seed = options.get("seed")
-        seed = self.seed if seed is None else seed
-        return failed_solution(self.task.name, problem, error, seed, self.config | {"seed": seed})
+        try:
+            request = Request.of(options)
+        except ArborError:  # what it asks for cannot be
+            request = Request()
+        config = asked_config(self.setup, request)
+        return failed_solution(self.task.name, problem, error, config)
 
     def as_completed(
         self,

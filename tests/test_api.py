@@ -290,6 +290,17 @@ def test_a_problem_that_cannot_be_solved_is_an_error_or_a_row(solver: Solver) ->
     assert Solution.from_dict(json.loads(json.dumps(bad.to_dict()))) == bad
 
 
+def test_the_solution_of_a_failed_problem_holds_what_was_asked(solver: Solver) -> None:
+    asked: Any = {"budget": 0.25, "max_tokens": 5, "timeout": 9, "seed": 5}
+    good, bad = solver.solve_batch([PUZZLE, "4 5"], on_error="return", **asked)
+
+    assert bad.config == good.config
+    assert {name: bad.config[name] for name in asked} == {**asked, "budget": "0.25"}
+    assert bad.score is None and bad.seed == 5
+    (bad,) = solver.solve_batch([PUZZLE], on_error="return", max_tokens=-1)
+    assert bad.error is not None and bad.error["code"] == "limit"
+
+
 # Event loops
 
 

@@ -65,8 +65,7 @@ class Run:
         self.setup = setup
         self.problem = parsed
         self.request = request
-        self.seed = setup.seed if request.seed is None else request.seed
-        self.budget = setup.budget if request.budget is None else Budget.parse(request.budget)
+        self.seed, self.budget = asked_of(setup, request)
         self.session: Session | None = None  # while the engine searches
         self.since_s: float | None = None  # when its time began, see `Allowance`
         self._stopped: Status | None = None
@@ -211,10 +210,8 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The solver's configuration, with the budget, the seed, the limits and the detail of this
-        run."""
-        own = {"budget": str(self.budget), "seed": self.seed, **self.request.limits}
-        return self.setup.config | own | changed_settings(self.request, TraceDetail)
+        """See `asked_config`."""
+        return asked_config(self.setup, self.request)
 
     def _reads(self) -> FutureReads | None:
         """When each block is read, if a recorded run was given."""
@@ -420,6 +417,19 @@ class Run:
             trace_path=None if writer is None else os.fspath(writer.path),
             recording=recording,
         )
+
+
+def asked_of(setup: Setup, request: Request) -> tuple[int, Budget]:
+    """The seed and the budget of a run: its own, or the solver's."""
+    seed = setup.seed if request.seed is None else request.seed
+    return seed, setup.budget if request.budget is None else Budget.parse(request.budget)
+
+
+def asked_config(setup: Setup, request: Request) -> dict[str, Any]:
+    """The solver's configuration, with the budget, the seed, the limits and the detail of a run."""
+    seed, budget = asked_of(setup, request)
+    own = {"budget": str(budget), "seed": seed, **request.limits}
+    return setup.config | own | changed_settings(request, TraceDetail)
 
 
 def _fitted(setup: Setup) -> Task:

@@ -348,9 +348,13 @@ def _notebook_display() -> Callable[[str], None] | None:
 
 
 def failed_solution(
-    task: str, problem: str | Problem, error: ArborError, seed: int, config: Mapping[str, Any]
+    task: str, problem: str | Problem, error: ArborError, config: Mapping[str, Any]
 ) -> Solution:
-    """The solution of a problem that could not be solved because of an error."""
+    """The solution of a problem that could not be solved because of an error.
+
+    Args:
+        config: of its run.
+    """
     if isinstance(problem, Problem):
         identity, text = problem.id, problem.text
     else:
@@ -359,9 +363,8 @@ def failed_solution(
         id=identity,
         task=task,
         problem=text,
-        score=0.0,
         finish_reason="error",
-        seed=seed,
+        seed=config["seed"],
         config=config,
         error=error.to_dict(),
     )
