@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import json
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -59,10 +60,47 @@ def build(kind: str, spec: Any, /, **fields: Any) -> Any:
         return _changed(registry.resolve(kind, name), name, {**fields, **own})
     registry.builtin(kind)
     label = spec.__name__ if isinstance(spec, type) else registry.name_of(spec)
-    for name in () if isinstance(spec, type) else _fields(spec):
-        if isinstance(value := getattr(spec, name), float) and math.isnan(value):
-            raise _unreadable(value, "a number", f"{label}.{name}")
+    if not isinstance(spec, type):
+        _check_numbers(spec, label)
     return _changed(spec, label, fields)
+
+
+def _check_numbers(component: Any, label: str) -> None:
+    """Refuse settings of a ready component, and of its parts, that are not numbers as their fields
+    are typed; nothing has read them."""
+    fields = _fields(component)
+    try:
+        hints = _hints(component) if fields else {}
+    except NameError:  # a name that only a type checker imports
+        hints = {}
+    for name in fields:
+        value, hint = getattr(component, name), hints.get(name)
+        several = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = set(typing.get_args(hint)) if several else {hint}
+        if kinds & {int, float} and kinds <= {int, float, types.NoneType}:
+            kind = float if float in kinds else int
+            wrong = not (_is_number(value, kind) or (value is None and types.NoneType in kinds))
+        else:
+            kind, wrong = float, _is_nan(value)
+        if wrong:
+            raise _unreadable(value, _READERS[kind][1], f"{label}.{name}")
+        if dataclasses.is_dataclass(hint) and dataclasses.is_dataclass(value):
+            _check_numbers(value, label)
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _is_number(value: Any, kind: type[int] | type[float]) -> bool:
+    """Whether a value is a whole number, or any."""
+    if isinstance(value, bool | str):
+        return False
+    try:
+        number = operator.index(value) if kind is int else float(value)
+    except (OverflowError, TypeError, ValueError):
+        return False
+    return not _is_nan(number)
 
 
 def split_spec(text: str) -> tuple[str, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -13,14 +14,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 
 from arbor import components, registry
 from arbor.components import build, spec_of
+from arbor.controllers.ab_mcts import ABMCTS
+from arbor.controllers.beam import Beam
+from arbor.controllers.dpts import DPTS
+from arbor.controllers.mcts import MCTS
 from arbor.errors import UsageError
 from arbor.registry import BUILTIN, KINDS, names, resolve
 from arbor.retention.allocators.by_block import LRU
 from arbor.retention.policy import Policy, Protect
+from arbor.tasks.countdown import Countdown
+from arbor.verifiers.vote import Vote
 
 # names of controllers that stand for settings of a class
 READY_CONTROLLERS = ("best-of-n", "rap", "rest-mcts", "rstar")
@@ -278,6 +286,50 @@ def test_a_policy_is_a_value_that_knows_the_name_it_was_given(own: registry.Regi
         own.policy("lowest", Policy(LRU()))
     with pytest.raises(UsageError, match="no setting 'registered_as'"):
         build("policy", "lowest", registered_as="other")
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A component whose types only a type checker knows."""
+
+    width: Unknown = 4  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("kind", "component", "message"),
+    [
+        ("controller", DPTS(parallel=2.5), "dpts.parallel=2.5: it must be a whole number."),
+        ("controller", MCTS(rollout=1.5), "mcts.rollout=1.5: it must be a whole number."),
+        ("controller", ABMCTS(seed=True), "ab-mcts.seed=True: it must be a whole number."),
+        ("controller", Beam(threshold="0"), "beam.threshold=0: it must be a number."),
+        ("task", Countdown(fewest=4.5), "countdown.fewest=4.5: it must be a whole number."),
+        ("verifier", Vote(choices=3.0), "vote.choices=3.0: it must be a whole number."),
+        (
+            "policy",
+            Policy(LRU(), protect=Protect(recent=1.5)),
+            "arbor.retention.policy:Policy.recent=1.5: it must be a whole number.",
+        ),
+    ],
+)
+def test_numbers_of_a_ready_component_are_of_their_fields_types(
+    kind: str, component: Any, message: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        build(kind, component)
+
+    assert (refused.value.code, refused.value.message) == ("setting-type", message)
+
+
+@pytest.mark.parametrize(
+    "component",
+    [
+        DPTS(parallel=np.int64(2), exploration=1, stop_value=None),
+        MCTS(rollout=None, first_play=math.inf),
+        Typed(),
+    ],
+)
+def test_a_ready_component_keeps_numbers_of_its_fields_types(component: Any) -> None:
+    assert build("controller", component) is component
 
 
 # Files and modules of the working directory
