@@ -11,7 +11,16 @@ from typing import Literal
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
 
 from .base import Expansion
-from .search import Rounds, blocks_that_grow, check_settings, check_shares, give_up, repeats
+from .search import (
+    Rounds,
+    blocks_that_grow,
+    check_settings,
+    check_shares,
+    finite,
+    give_up,
+    mean,
+    repeats,
+)
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,8 @@ class DPTSSearch(Rounds[DPTS]):
         """S of the leaves that grow or may, and of the blocks that lead to them."""
         growing = [self._tree[leaf] for leaf in self._growing]
         leaves = (*self._candidates.values(), *self._kept, *growing)
-        return {node.id: self.score(node) for node in paths_of(leaves) if node.parent is not None}
+        blocks = [node for node in paths_of(leaves) if node.parent is not None]
+        return finite({node.id: self.score(node) for node in blocks})
 
     # What grows
 
@@ -267,7 +277,7 @@ class DPTSSearch(Rounds[DPTS]):
         values = [node.value for node in self._candidates.values()]
         highest = max(values, default=0.0)
         base = values if settings.mean == "candidates" else self._kept_values
-        mean = math.fsum(base) / len(base) if base else 0.0
+        average = mean(base)
         late = (tick if settings.t_unit == "ticks" else self._finished) > settings.t_star
         exploiting = settings.exploiting(settings.parallel)
         for leaf, exploits in roles.items():
@@ -275,11 +285,13 @@ class DPTSSearch(Rounds[DPTS]):
             if best is None or best.id not in self._candidates:  # it has ended, or is refuted
                 continue
             if exploits:
-                goes_on = best.value >= highest if late else best.value > settings.lambda_es * mean
+                goes_on = (
+                    best.value >= highest if late else best.value > settings.lambda_es * average
+                )
                 self.early_stops += not goes_on
             else:
                 full = sum(self._growing.values()) + len(self._kept) >= exploiting
-                goes_on = best.value > settings.lambda_ds * mean
+                goes_on = best.value > settings.lambda_ds * average
                 goes_on = goes_on and not (settings.hard_split and full)
                 self.deep_seeks += goes_on
             if goes_on:

@@ -11,7 +11,15 @@ from typing import ClassVar, Literal
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .search import Rounds, blocks_that_grow, check_settings, check_shares, finished, give_up
+from .search import (
+    Rounds,
+    blocks_that_grow,
+    check_settings,
+    check_shares,
+    finished,
+    finite,
+    give_up,
+)
 
 
 @dataclass(frozen=True)
@@ -193,15 +201,13 @@ class MCTSSearch(Rounds[MCTS]):
         return self._prospects
 
     def scores(self) -> dict[int, float]:
-        """What selection maximises, of each grown child; an infinite one is as high as the highest
-        of the others."""
+        """What selection maximises, of each grown child."""
         found = {
             child.id: self._score(self._tree[parent], child)
             for parent, children in self._children.items()
             for child in children
         }
-        highest = max(filter(math.isfinite, found.values()), default=1.0)
-        return {child: min(score, highest) for child, score in found.items()}
+        return finite(found)
 
     # Simulations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -48,6 +49,23 @@ def check_shares(settings: Any, *names: str) -> None:
             raise UsageError(
                 "setting-range", f"{name}={getattr(settings, name)}: it must be from 0 to 1."
             )
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean of some numbers; 0.0 of none.
+
+    They are made smaller first, which changes no bit: their sum may be beyond any float.
+    """
+    scale = 0.5 ** len(values).bit_length()
+    return math.fsum(each * scale for each in values) / (len(values) * scale) if values else 0.0
+
+
+def finite(scores: Mapping[int, float]) -> dict[int, float]:
+    """Figures by which a search chooses; an infinite one is as high as the highest of the others,
+    or as low as the lowest."""
+    known = [score for score in scores.values() if math.isfinite(score)] or [1.0]
+    lowest, highest = min(known), max(known)
+    return {block: max(lowest, min(score, highest)) for block, score in scores.items()}
 
 
 def blocks_that_grow(width: int, levels: int, most: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from arbor import Solver
 from arbor.aggregate.argmax import Argmax
-from arbor.aggregate.base import Aggregate, AnswerVotes, FinishedPath
+from arbor.aggregate.base import Aggregate, AnswerVotes, FinishedPath, reduced
 from arbor.aggregate.best import Best
 from arbor.aggregate.majority import Majority
 from arbor.aggregate.weighted import Weighted
@@ -45,6 +46,17 @@ def table(aggregate: Aggregate) -> list[tuple[str, int, float, tuple[int, ...]]]
         (each.answer, each.votes, round(each.score, 4), each.paths)
         for each in aggregate.rank(PATHS)
     ]
+
+
+@pytest.mark.parametrize("steps", ["last", "min", "mean", "product"])
+def test_scores_of_values_whose_sum_is_beyond_any_float_are_finite(steps: Any) -> None:
+    huge = [replace(path, values=(1e308, 1.7e308)) for path in PATHS]
+
+    for aggregate in (Weighted(steps), Argmax(steps)):
+        scores = [each.score for each in aggregate.rank(huge)]
+        assert all(map(math.isfinite, scores)) and min(scores) >= 1e308
+    assert reduced((1e308, 1.7e308, 1.5e308), "mean") == 1.4e308
+    assert reduced((0.1, 0.7, 0.4), "mean") == math.fsum((0.1, 0.7, 0.4)) / 3
 
 
 def test_majority_counts_paths_and_leaves_ties_to_the_order_of_the_controller() -> None:

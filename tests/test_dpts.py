@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from support.slow_cases import every
 from arbor import Solver
 from arbor.controllers.base import Expansion
 from arbor.controllers.dpts import DPTS, DPTSSearch
+from arbor.controllers.search import mean
 from arbor.events import Verified
 from arbor.measure.replay import RecordedSearch, replay
 from arbor.model.checkpoint import Checkpoint
@@ -175,6 +178,17 @@ def test_a_leaf_in_a_slot_keeps_it_and_its_role() -> None:
         every += roles.values()
     assert {True, False} == set(every)
     assert len(every) > 200
+
+
+def test_values_whose_sum_is_beyond_any_float_are_no_error() -> None:
+    done = run(
+        DPTS(**TWO, max_visited=9, continuous=False),
+        lambda key: replace(BY_HAND(key), value=1e308),
+        max_depth=9,
+    )
+
+    assert all(map(math.isfinite, inner(done).scores().values()))
+    assert mean([1e308, 1.7e308, 1.5e308]) == 1.4e308 and mean([]) == 0
 
 
 # Any tree -----------------------------------------------------------------------------------------

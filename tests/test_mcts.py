@@ -57,6 +57,12 @@ def test_scores_are_what_selection_maximises_and_finite() -> None:
     assert search.scores() == pytest.approx(wanted)
     found = first.scores()
     assert all(map(math.isfinite, found.values())) and found[4] == max(found.values())
+    last = run(
+        MCTS(width=2, simulations=2, leaves=1, first_play=-math.inf), scripted(SMALL), max_depth=2
+    ).search
+    assert isinstance(last, Scores)
+    found = last.scores()
+    assert all(map(math.isfinite, found.values())) and found[4] == min(found.values())
 
 
 def test_a_rollout_follows_the_best_child_and_is_backed_up_as_the_source_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -10,11 +11,32 @@ from typing import Literal, Protocol, runtime_checkable
 Steps = Literal["last", "min", "mean", "product"]
 PathValues = Literal["none", "last", "all"]
 
+LARGEST = sys.float_info.max
+
+
+def total(values: Sequence[float]) -> float:
+    """The sum of some scores; the largest float where it is beyond that.
+
+    They are made smaller first, which changes no bit.
+    """
+    scale = 0.5 ** len(values).bit_length()
+    return _within(math.fsum(each * scale for each in values) / scale)
+
+
+def _mean(values: Sequence[float]) -> float:
+    scale = 0.5 ** len(values).bit_length()
+    return math.fsum(each * scale for each in values) / (len(values) * scale)
+
+
+def _within(score: float) -> float:
+    return max(-LARGEST, min(score, LARGEST))
+
+
 _REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
     "last": lambda values: values[-1],
     "min": min,
-    "mean": lambda values: math.fsum(values) / len(values),
-    "product": math.prod,
+    "mean": _mean,
+    "product": lambda values: _within(math.prod(values)),
 }
 
 

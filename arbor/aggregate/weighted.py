@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from .base import (
     lead_probability,
     path_score,
     read_for,
+    total,
     votes_of,
 )
 
@@ -43,7 +43,7 @@ class Weighted:
 
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
         ranked = [
-            votes_of(group, math.fsum(path_score(path, self.steps) for path in group))
+            votes_of(group, total([path_score(path, self.steps) for path in group]))
             for group in grouped(paths, self.steps)
         ]
         return sorted(ranked, key=lambda each: (-each.score, -each.votes))  # stable
