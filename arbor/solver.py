@@ -15,7 +15,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -49,6 +50,7 @@ from arbor.run.solution import Solution, failed_solution
 from arbor.run.stream import SearchJob
 from arbor.run.token_level import Continuation, Generation, TokenScoring, checked_beams
 from arbor.run.worker import SearchWorker, SharedEngine
+from arbor.support.early_import import early_import
 from arbor.support.garbage import free_dropped
 from arbor.support.setting import known_keywords, settings_of
 from arbor.tasks.base import BlockLimits, Problem, Task
@@ -521,7 +523,7 @@ class Solver:
         mode each keeps within its own part. Their trees are those of `solve`, one by one.
         """
         stream = self._stream(problem, options)
-        self._worker.start()
+        self._start()
         return stream
 
     async def asolve(self, problem: str | Problem, **options: Unpack[Options]) -> Solution:
@@ -543,10 +545,8 @@ class Solver:
         self, problem: str | Problem, options: Options, *, keeps_events: bool = True
     ) -> SearchStream:
         """A stream that the worker has not been started for."""
-        from arbor.model.threads import keep_threads
         from arbor.run.stream import SearchStream
 
-        keep_threads()
         since = self._last_stop
         job = SearchJob(Run(self._setup, problem, Request.of(options)), keeps_events=keeps_events)
         self._worker.add(job)
@@ -554,15 +554,31 @@ class Solver:
             job.stop(self._last_stop.status)
         return SearchStream(job, self._waiting)
 
+    def _start(self) -> None:
+        """Start the worker, for a thread that may compute with torch meanwhile."""
+        from arbor.model.threads import keep_threads
+
+        keep_threads()
+        self._worker.start()
+
     def _start_soon(self) -> None:
         """Start the worker when the other tasks of this turn of the event loop have added theirs,
-        so that the budget is that of all."""
+        so that the budget is that of all, and when torch is imported."""
         import asyncio  # takes long
 
         try:
-            asyncio.get_running_loop().call_soon(self._worker.start)
+            loop = asyncio.get_running_loop()
         except RuntimeError:  # no event loop
-            self._worker.start()
+            self._start()
+            return
+
+        def start(imported: Future[None]) -> None:
+            # without torch the worker starts all the same: it ends what waits with that error
+            begin = self._worker.start if imported.exception() else self._start
+            with suppress(RuntimeError):  # the loop is closed, and what waited in it
+                loop.call_soon_threadsafe(begin)
+
+        early_import("arbor.model.threads").add_done_callback(start)
 
     def imap(
         self,

@@ -22,6 +22,7 @@ from arbor import Solver
 from arbor.errors import UsageError
 from arbor.events import Boundary, Ended, Event, Header, Selected
 from arbor.model.checkpoint import Checkpoint
+from arbor.model.model_info import Description
 from arbor.run.solution import Solution
 from arbor.run.stream import SearchStream
 from arbor.trace import Replay, read_trace
@@ -119,6 +120,56 @@ def test_streams_that_are_open_together_interleave(solver: Solver, tmp_path: Pat
     assert together.most == 3
     assert list(streams[0]) == []
     assert is_idle(solver)
+
+
+# In an event loop
+
+
+def test_no_event_loop_reads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: set[int] = set()
+    read = Checkpoint.read
+
+    def recorded(self: Checkpoint) -> Description:
+        readers.add(threading.get_ident())
+        return read(self)
+
+    monkeypatch.setattr(Checkpoint, "read", recorded)
+
+    async def solve(solver: Solver, *, stop: bool) -> Solution:
+        task = asyncio.create_task(solver.asolve(PROBLEMS[0]))
+        await asyncio.sleep(0)
+        if stop:
+            solver.stop()
+        return await task
+
+    with Solver(**SMALL) as solver, Solver(**SMALL) as stopped:
+        asyncio.run(solve(solver, stop=False))
+        assert asyncio.run(solve(stopped, stop=True)).finish_reason == "interrupted"
+
+    assert readers and threading.get_ident() not in readers
+
+
+def test_no_event_loop_imports_torch_and_an_error_of_it_reaches_those_that_wait() -> None:
+    code = (
+        "import asyncio, sys, threading\n"
+        "from arbor import Solver\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            threads.append(threading.current_thread())\n"
+        "            raise ImportError('no torch here')\n"
+        "async def solve():\n"
+        "    both = [solver.asolve('4 5 6 10'), solver.asolve('1 2 3 4')]\n"
+        "    return await asyncio.gather(*both, return_exceptions=True)\n"
+        "threads, solver = [], Solver(device='cpu')\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "errors = asyncio.run(solve())\n"
+        "print(list(map(str, errors)), bool(threads), threading.main_thread() in threads)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+
+    assert done.stdout.strip() == f"{['no torch here'] * 2} True False", done.stderr
+    assert not done.stderr
 
 
 # Leaving early

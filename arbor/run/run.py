@@ -58,11 +58,9 @@ class Run:
 
     def __init__(self, setup: Setup, problem: str | Problem, request: Request) -> None:
         parsed = parse_problem(checked_task(setup.task), problem)
-        setup = dataclasses.replace(setup, task=_fitted(setup))
-        self.task = checked_task(setup.task)
+        self._given = setup
         if request.expected is not None:
             parsed = dataclasses.replace(parsed, expected=request.expected)
-        self.setup = setup
         self.problem = parsed
         self.request = request
         self.seed, self.budget = asked_of(setup, request)
@@ -179,6 +177,21 @@ class Run:
             session.stop(status, limit)
 
     # Before the search; reads no weights
+
+    @cached_property
+    def setup(self) -> Setup:
+        """The settings, with the task's prompts for the model; only a task that has others asks for
+        the model's files."""
+        given = self._given
+        if not isinstance(unchecked(given.task), PutsInWords):
+            return given
+        task = fitted(given.task, given.checkpoint.read().tokenizer)
+        return dataclasses.replace(given, task=task)
+
+    @cached_property
+    def task(self) -> Task:
+        """What is solved, checked."""
+        return checked_task(self.setup.task)
 
     @cached_property
     def prompt(self) -> list[int]:
@@ -430,14 +443,6 @@ def asked_config(setup: Setup, request: Request) -> dict[str, Any]:
     seed, budget = asked_of(setup, request)
     own = {"budget": str(budget), "seed": seed, **request.limits}
     return setup.config | own | changed_settings(request, TraceDetail)
-
-
-def _fitted(setup: Setup) -> Task:
-    """The task with the prompts for the model; only a task that has others asks for the model's
-    files."""
-    if not isinstance(unchecked(setup.task), PutsInWords):
-        return setup.task
-    return fitted(setup.task, setup.checkpoint.read().tokenizer)
 
 
 def _measured(engine: Engine) -> dict[str, str]:

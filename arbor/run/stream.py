@@ -86,6 +86,11 @@ class SearchJob:
 
     # For its readers
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the search ended before it began."""
+        return self._given_up is not None
+
     def stop(self, status: Status, limit: ReachedLimit | None = None) -> None:
         """End the search after its current forward; at once if it has not begun."""
         if self.take():
@@ -222,6 +227,8 @@ class SearchStream:
             except BaseException:  # cancelled, or closed with its event loop
                 self.stop()
                 raise
+        if self._job.given_up:  # the model may not be read yet, which the solution describes
+            return await asyncio.to_thread(self._job.solution)
         return self._job.solution()
 
     def stop(self, status: Status = "interrupted") -> None:
