@@ -38,3 +38,13 @@ def test_the_estimate_is_the_time_in_which_the_weights_are_read(
     )
     assert estimate.estimate_line(765, boundary, info, "auto") == "", "a moment"
     assert estimate.estimate_line(765, boundary, large, "cuda:0") == ""
+
+
+def test_a_search_is_not_ended_by_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: Any, **__: Any) -> list[float]:
+        raise MemoryError
+
+    monkeypatch.setattr(estimate.timeit, "repeat", none_left)
+    info = replace(Solver().describe(), weights_bytes=3_000_000_000)
+
+    assert estimate.estimate_line(765, Reasoning().boundary, info, "auto") == ""

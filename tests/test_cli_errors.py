@@ -3,6 +3,7 @@ stdout is empty."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -257,6 +258,28 @@ def test_an_error_holds_the_value_that_works(
     as_json = command(*given, "--json")
     assert as_json.code == exit_code
     assert as_json.document["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "there is no memory left for this process."),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory\nat"), "DefaultCPUAllocator"),
+    ],
+)
+def test_too_little_memory_is_no_bug(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("arbor.cli.solve.check_outputs", fail)
+
+    ran = command("solve", PUZZLE)
+
+    assert ran.code == 6 and ran.err.startswith("arbor: error: [oom] ")
+    assert words in ran.err and "a smaller --budget" in ran.err
 
 
 def test_a_bug_where_the_working_directory_is_gone_is_reported(

@@ -8,11 +8,9 @@ import torch
 
 from arbor.errors import OutOfMemory
 from arbor.memory import out_of_memory
-from arbor.memory.out_of_memory import (
-    forward_too_large,
-    is_out_of_memory,
-)
+from arbor.memory.out_of_memory import forward_too_large
 from arbor.model.loading import BUILTIN, load_model, locate_model
+from arbor.support.shortage import is_out_of_memory
 
 CPU = torch.device("cpu")
 CUDA_ERROR = torch.OutOfMemoryError(

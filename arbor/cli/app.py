@@ -33,6 +33,7 @@ from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.feature import features
 from arbor.support.atomic_write import DISK_FULL, FREE_SPACE
+from arbor.support.shortage import is_out_of_memory
 from arbor.support.stages import showing
 
 # module and purpose of each command; help, --version and TAB import none of them
@@ -159,15 +160,12 @@ def _run(words: list[str], output: Output) -> int:
             what = f"{os.fsdecode(error.filename)}: {error.strerror}."
             return _fail(output, UsageError("no-permission", what, "See its permissions: ls -ld."))
         if error.errno not in (*DISK_FULL, errno.EIO):
-            return _crash(output, words, error)
+            return _unexpected(output, words, error)
         discard(sys.stdout)
         what = f"the output cannot be written: {error.strerror}."
         return _fail(output, UsageError("output-unwritable", what, FREE_SPACE))
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, recognised without importing it
-            hint = "Try a smaller --budget, --device cpu, or a smaller model."
-            return _fail(output, OutOfMemory("oom", f"{str(error).splitlines()[0]}", hint))
-        return _crash(output, words, error)
+        return _unexpected(output, words, error)
 
 
 def _with_models(error: ArborError) -> ArborError:
@@ -211,6 +209,15 @@ def _fail(output: Output, error: ArborError) -> int:
         except OSError:
             discard(sys.stdout)
     return error.exit_code
+
+
+def _unexpected(output: Output, words: list[str], error: Exception) -> int:
+    """Reports an error that is none of this program's: too little memory, or a bug."""
+    if not is_out_of_memory(error):
+        return _crash(output, words, error)
+    what = (str(error) or "there is no memory left for this process.").splitlines()[0]
+    hint = "Try a smaller --budget, --device cpu, or a smaller model."
+    return _fail(output, OutOfMemory("oom", what, hint))
 
 
 def _crash(output: Output, words: list[str], error: Exception) -> int:

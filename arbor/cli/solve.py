@@ -501,11 +501,15 @@ def step_seconds(info: ModelInfo) -> float:
 
 def estimate_line(blocks: int, boundary: BlockLimits, info: ModelInfo, device: str) -> str:
     """How large the search may become, and about how long a path takes; empty where that is a
-    moment, or for a GPU, whose memory is not measured.
+    moment, for a GPU, whose memory is not measured, and without memory to measure with.
     """
     if device.startswith("cuda"):
         return ""
-    seconds, most = step_seconds(info), min(boundary.longest_path, blocks * boundary.max_tokens)
+    try:
+        seconds = step_seconds(info)
+    except MemoryError:
+        return ""
+    most = min(boundary.longest_path, blocks * boundary.max_tokens)
     if seconds * most < WORTH_SAYING_S:
         return ""
     return (

@@ -23,7 +23,7 @@ from arbor.engine.operation import Row
 from arbor.errors import ArborError
 from arbor.events import Forwarded, ForwardKind
 from arbor.memory import KVMemory
-from arbor.memory.out_of_memory import forward_too_large, is_out_of_memory
+from arbor.memory.out_of_memory import forward_too_large
 from arbor.memory.slots import LastTokens
 from arbor.model.layers import Leave
 from arbor.model.level_rule import LevelRule
@@ -36,6 +36,7 @@ from arbor.model.plan import (
 )
 from arbor.model.runner import ModelRunner
 from arbor.model.sharing import SharedPrefix, Sharing
+from arbor.support.shortage import is_out_of_memory
 from arbor.tree import NO_SLOT, Certainty, NodeState, ThoughtTree
 
 

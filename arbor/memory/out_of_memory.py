@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from pathlib import Path
@@ -67,25 +66,7 @@ def _lines(path: Path) -> list[str]:
 
 UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[kmgt]ib)", re.IGNORECASE)
-SIGNS = (
-    "out of memory",
-    "not enough memory",
-    "can't allocate",
-    "cannot allocate",
-    "alloc_failed",  # cuBLAS
-    "size calculation overflowed",
-)
 SPARE = 0.1  # of what is free or lacking: allocators round up and leave gaps
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether something failed for want of memory: torch's own error on CUDA, on a CPU a plain
-    `RuntimeError`, or the system's error."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
 
 
 def asked_bytes(error: BaseException) -> int | None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arbor.errors import OutOfMemory, UsageError
-from arbor.memory.out_of_memory import is_out_of_memory
 from arbor.memory.records import Records
 from arbor.support.packed_size import GROUP, packed_bytes
+from arbor.support.shortage import is_out_of_memory
 from arbor.support.texts import human_bytes
 from arbor.tree import Tier
 

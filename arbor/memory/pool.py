@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.kernels.int8 import store, stored_width
-from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
+from arbor.memory.out_of_memory import kv_too_large
+from arbor.support.shortage import is_out_of_memory
 
 if TYPE_CHECKING:
     from arbor.heads.table import HeadMoves, HeadTable

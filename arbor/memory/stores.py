@@ -20,10 +20,10 @@ from torch import Tensor
 
 from arbor.errors import UsageError
 from arbor.memory.host_copies import HostCopies, HostCopy
-from arbor.memory.out_of_memory import is_out_of_memory
 from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import KVPool
 from arbor.memory.records import Records
+from arbor.support.shortage import is_out_of_memory
 from arbor.support.texts import human_bytes
 from arbor.tree import Tier
 

@@ -27,6 +27,7 @@ from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
 from arbor.model.stored_dtype import stored_dtype
 from arbor.support.environment import environment
+from arbor.support.shortage import is_out_of_memory
 from arbor.support.stages import show
 
 if TYPE_CHECKING:
@@ -437,7 +438,7 @@ def load_model(
     import torch
     from transformers.utils.import_utils import is_accelerate_available
 
-    from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
+    from arbor.memory.out_of_memory import weights_too_large
 
     config = load_config(source)
     check_quantized(config, source.name, device.type)
@@ -459,7 +460,7 @@ def load_model(
     except ArborError:
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise weights_too_large(device if direct else torch.device("cpu"), None) from error
         torn = type(error).__name__ == "SafetensorError"
         if not torn and not _is_the_files(

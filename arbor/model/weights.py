@@ -18,7 +18,7 @@ from arbor.kernels.attention.trial import BackendUnusable
 from arbor.kernels.fused.parts import fused_ops
 from arbor.kernels.fused.rotary import rotary_ops
 from arbor.kernels.linear.layers import batch_dependent, pack_linears
-from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
+from arbor.memory.out_of_memory import weights_too_large
 from arbor.memory.pool import KVPool
 from arbor.model.agreement_cache import Agreement, agreed_before, keep_agreement
 from arbor.model.attention import IMPLEMENTATION
@@ -61,6 +61,7 @@ from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.model.threads import torch_threads
 from arbor.support.garbage import free_dropped, give_memory_back, look_for
+from arbor.support.shortage import is_out_of_memory
 from arbor.support.stages import show
 
 LENGTH = 10
