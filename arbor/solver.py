@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 
 from arbor import components
 from arbor.aggregate.base import Aggregate
@@ -161,6 +161,7 @@ class Solver:
         self._busy = threading.Lock()  # held by it
         self._next = threading.Lock()  # held by the thread that has `_busy` next
         self._thread: int | None = None  # in which it runs, or ran last
+        self._process: int | None = None  # that first used the engine
         self._worker = SearchWorker(self.setup.at_once, self._lend, self._contended)
 
     @classmethod
@@ -195,6 +196,13 @@ class Solver:
         return (
             f"{type(self).__name__}({self.checkpoint.source.name!r}, {named}, "
             f"budget={str(self.setup.budget)!r}, mode={self.setup.mode!r}, seed={self.seed})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "solver-process",
+            "a Solver is neither copied nor pickled: its model and its threads are of one process.",
+            "Make another there: Solver.from_config(solver.config, **solver.unrecorded).",
         )
 
     def __enter__(self) -> Self:
@@ -302,6 +310,7 @@ class Solver:
     def engine(self) -> Engine:
         """The engine, loaded; after a search that was not interrupted it still holds its tree,
         until the weights change."""
+        self._refuse_fork()
         with self._loading, self._computing():
             if self._engine is None or self._engine.runner is not self.checkpoint.load().runner:
                 self._engine = None  # its KV is of other weights
@@ -399,6 +408,7 @@ class Solver:
         """
         if self.setup.tp > 1:
             raise cannot(self.setup.tp, "an update of weights", "one process")
+        self._refuse_fork()
         use = self.checkpoint.use
         with use.announced():
             if use.is_read and not drain:
@@ -547,6 +557,7 @@ class Solver:
         """A stream that the worker has not been started for."""
         from arbor.run.stream import SearchStream
 
+        self._refuse_fork()
         since = self._last_stop
         job = SearchJob(Run(self._setup, problem, Request.of(options)), keeps_events=keeps_events)
         self._worker.add(job)
@@ -872,6 +883,7 @@ class Solver:
         that is given; the last of them is the one that would wait for itself."""
         from arbor.model.threads import torch_threads
 
+        self._refuse_fork()
         if self._thread == threading.get_ident():
             raise _busy()
         held = False
@@ -921,11 +933,27 @@ class Solver:
         Raises:
             UsageError: the thread would wait for itself.
         """
+        self._refuse_fork()
         here = self._thread == threading.get_ident()
         if here and not (in_loop and isinstance(self._run, Batch)):
             raise _busy()
         with self.checkpoint.use.waiting():
             yield
+
+    def _refuse_fork(self) -> None:
+        """Refuses a fork of the process that first used the engine.
+
+        The threads that search, hold locks or belong to torch are in that process alone.
+        """
+        here = os.getpid()
+        if self._process not in (None, here):
+            raise UsageError(
+                "solver-process",
+                "this process is a fork of the one that used this solver, and lacks its threads.",
+                "Begin processes by 'spawn', as multiprocessing.get_context('spawn') does, and "
+                "make a Solver in each.",
+            )
+        self._process = here
 
     def _computing(self) -> AbstractContextManager[None]:
         """The solver's number of torch threads, in this thread."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import os
+import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -319,3 +323,44 @@ def test_the_end_of_the_process_does_not_wait_for_its_streams() -> None:
 
     assert done.stderr.strip().endswith("KeyboardInterrupt")
     assert "Fatal" not in done.stderr
+
+
+# Another process
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_of_the_process_is_refused_and_never_waits(solver: Solver) -> None:
+    """The thread that holds the engine is not in the fork."""
+    solver.load()
+    uses: list[Callable[[], Any]] = [
+        lambda: solver.solve(PROBLEMS[1]),
+        lambda: solver.stream(PROBLEMS[1]),
+        lambda: next(stream),
+        lambda: stream.solution,
+        lambda: asyncio.run(solver.asolve(PROBLEMS[1])),
+        lambda: solver.solve_batch(PROBLEMS[:2]),
+        lambda: solver.generate("2+3", max_tokens=1),
+        lambda: solver.logprobs([([1], [2])]),
+        lambda: solver.load(),
+        lambda: solver.update_weights({}, drain=True),
+    ]
+    with solver._busy:  # as in a search
+        stream = solver.stream(PROBLEMS[0])
+        forked = os.fork()
+        if forked == 0:
+            signal.alarm(60)
+            try:
+                for use in uses:
+                    with pytest.raises(UsageError, match="solver-process"):
+                        use()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(forked, 0)[1] == 0
+    assert stream.solution.problem == PROBLEMS[0]
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_a_solver_is_of_one_process(copied: Callable[[Solver], Any]) -> None:
+    with pytest.raises(UsageError, match=r"solver-process.*from_config"):
+        copied(Solver())
