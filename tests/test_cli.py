@@ -300,6 +300,32 @@ def test_a_signal_during_a_command_s_import_ends_with_one_line(tmp_path: Path) -
     assert err == b"arbor: error: [interrupted] stopped at once.\n"
 
 
+@pytest.mark.parametrize("where", ["__del__", "a callback"])
+def test_a_signal_where_python_ignores_exceptions_ends_the_process(
+    where: str, tmp_path: Path
+) -> None:
+    (tmp_path / "signalling.py").write_text(
+        "import os, signal, weakref\n"
+        "def kill(*_):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "class Dropped:\n"
+        f"    {'__del__' if where == '__del__' else 'unused'} = kill\n"
+        "def solve(*_, **__):\n"
+        "    dropped = Dropped()\n"
+        "    callback = weakref.ref(dropped, kill)\n"
+        "    del dropped\n"
+        "    print('went on')\n"
+    )
+    code = "import sys; sys.path.append(sys.argv.pop()); import signalling; "
+    code += "from arbor.cli import app, main; app._run = signalling.solve; sys.exit(main())"
+
+    with spawn("solve", "4 5 6 10", str(tmp_path), code=code) as process:
+        out, err = process.communicate(timeout=60)
+
+    assert (process.returncode, out) == (128 + signal.SIGTERM, b"")
+    assert err == b"arbor: error: [interrupted] stopped at once.\n"
+
+
 # Other commands
 
 

@@ -22,6 +22,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
+        self.number = number
         self.exit_code = EXIT_SIGNAL + number
 
 
@@ -37,9 +38,23 @@ def end_at_once() -> None:
             signal.signal(number, _end)
 
 
-def raising() -> contextlib.AbstractContextManager[None]:
-    """A context in which a signal raises `Interrupted`; during an import it ends the process."""
-    return handled_by(_interrupt)
+@contextlib.contextmanager
+def raising() -> Iterator[None]:
+    """A context in which a signal raises `Interrupted`, or ends the process where Python would not
+    let that through: during an import, in a ``__del__``, in a callback of a weak reference."""
+    before = sys.unraisablehook
+
+    def hook(ignored: sys.UnraisableHookArgs) -> None:
+        if isinstance(ignored.exc_value, Interrupted):
+            _end(ignored.exc_value.number, None)
+        before(ignored)
+
+    sys.unraisablehook = hook
+    try:
+        with handled_by(_interrupt):
+            yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextlib.contextmanager
