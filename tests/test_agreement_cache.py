@@ -88,6 +88,23 @@ def test_a_damaged_record_is_not_believed(tmp_path: Path, compared: list[None]) 
     assert len(compared) == 2
 
 
+@pytest.mark.parametrize(
+    "damage",
+    ["null", "5", '"x"', "[1]", "{}", '{"digest": [1]}', "[" * 100_000, "\xff", "1" * 5000],
+)
+def test_a_damaged_record_is_none(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, "llama", ("Q4_0",))
+    source, found = locate_model(path), Agreement("one table")
+    keep_agreement(source, ("float32",), found)
+    (file,) = (cache_dir() / "models").iterdir()
+    file.write_bytes(damage.encode("latin-1"))
+
+    assert agreed_before(source, ("float32",)) is None
+    keep_agreement(source, ("float32",), found)
+    assert agreed_before(source, ("float32",)) == found
+
+
 def test_a_changed_adapter_is_compared(tmp_path: Path) -> None:
     path, adapter = tmp_path / "m.gguf", tmp_path / "adapter"
     write_random(path, "llama", ("Q4_0",))

@@ -41,8 +41,8 @@ def agreed_before(source: ModelLocation, how: tuple[object, ...]) -> Agreement |
         if record is None or record["made_from"] != _made_from(source):
             return None
         return Agreement(record["layers_form"])
-    except (ArborError, OSError, KeyError, TypeError, ValueError):
-        return None  # whatever a damaged file holds: the weights are then checked
+    except (ArborError, OSError):
+        return None
 
 
 def keep_agreement(source: ModelLocation, how: tuple[object, ...], found: Agreement) -> None:

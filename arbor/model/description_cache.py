@@ -151,7 +151,7 @@ def kept_record(source: ModelLocation, kind: str) -> Record | None:
         kind: identifies the record among those of the model.
 
     Raises:
-        OSError, KeyError, TypeError, ValueError: the file is damaged.
+        OSError, ArborError: the record, or the model, cannot be read.
     """
     return _cached(source, kind) if _is_stable(source) else None
 
@@ -233,10 +233,15 @@ def _sealed(identity: str, record: Record) -> Record:
 
 def _opened(data: bytes, identity: str) -> Record | None:
     """The record of a file; None if it is damaged, or was made from something else."""
-    sealed = json.loads(data)
-    digest = sealed.pop("digest")
-    known = (sealed["schema"], sealed["of"]) == (SCHEMA, identity)
-    return sealed if known and digest == digest_of_facts(sealed) else None
+    try:
+        sealed = json.loads(data)
+        if not isinstance(sealed, dict):
+            return None
+        digest = sealed.pop("digest", None)
+        known = (sealed.get("schema"), sealed.get("of")) == (SCHEMA, identity)
+        return sealed if known and digest == digest_of_facts(sealed) else None
+    except (ValueError, RecursionError):  # also of lists within lists, deeper than Python goes
+        return None
 
 
 def _place(source: ModelLocation, kind: str) -> str:

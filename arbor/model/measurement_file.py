@@ -32,7 +32,7 @@ def read_measurement(place: Place, schema: str, identity: dict[str, Any]) -> str
         if record["schema"] != schema or record["of"] != identity:
             return None
         return str(record["measured"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
