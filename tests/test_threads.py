@@ -17,6 +17,7 @@ from support.slow_cases import every
 
 from arbor import Solver, StopSearch
 from arbor.controllers.tot import ToT
+from arbor.errors import UsageError
 from arbor.events import Event, Selected
 from arbor.model import weights
 from arbor.model.fuse.parts import fuse
@@ -82,6 +83,12 @@ def test_a_small_model_has_one_thread(info: ModelInfo, monkeypatch: pytest.Monke
     assert thread_count(None, info) == 1
     assert thread_count(None, large) is None
     assert thread_count(4, info) == thread_count(4, large) == 4
+
+
+@pytest.mark.parametrize("count", [0, 1025, 100_000])
+def test_more_threads_than_a_system_begins_are_refused(count: int) -> None:
+    with pytest.raises(UsageError, match=f"threads is {count}.* and at most 1024"):
+        Solver(threads=count)
 
 
 @pytest.mark.slow

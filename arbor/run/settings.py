@@ -230,6 +230,7 @@ class SolverSettings:
         heading="Limits",
         shown="set",
         least=1,
+        most=1024,
         recorded="never",
     )
     listeners: tuple[Listener, ...] = setting(
