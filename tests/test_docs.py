@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import os
 import re
@@ -12,11 +13,13 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from support import warm_process
 from support.taken_out import TAKEN_OUT, WHY
 
 import arbor.errors
+from arbor.cli.app import cli
 from arbor.errors import ArborError
 
 pytestmark = [
@@ -29,6 +32,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "papers").glob("*.md")])
 LINKING = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 CODE = ("arbor", "kernels", "controllers", "verifiers", "scripts", "examples")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+OTHERS = re.compile(r"pip install|podman run|inspect eval|lm_eval")  # programs with other options
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MOST_PAGES, MOST_WORDS, MOST_WORDS_OF_A_PAGE = 24, 28_900, 2_200
 
@@ -116,6 +121,31 @@ def test_every_link_leads_somewhere() -> None:
     assert [link for page in LINKING for link in dead_links(page)] == []
 
 
+def options(text: str) -> set[str]:
+    """The long options that a text names."""
+    return set(OPTION.findall(text))
+
+
+@functools.cache
+def options_of_script(script: str) -> set[str]:
+    """The options that a script names, and those that several share."""
+    shared = ROOT / "scripts/model_and_problems.py"
+    return options("".join(path.read_text("utf-8") for path in (ROOT / script, shared)))
+
+
+def options_of_arbor(group: click.Group = cli) -> set[str]:
+    """The options of every command."""
+    context = click.Context(group)
+    commands = [group.get_command(context, name) for name in group.list_commands(context)]
+    found: set[str] = set()
+    for each in (group, *filter(None, commands)):
+        for parameter in each.get_params(click.Context(each)):
+            found |= {*parameter.opts, *parameter.secondary_opts}
+        if isinstance(each, click.Group) and each is not group:
+            found |= options_of_arbor(each)
+    return found
+
+
 def test_the_options_of_scripts_that_pages_name_exist() -> None:
     named = {
         (script, option)
@@ -123,13 +153,25 @@ def test_the_options_of_scripts_that_pages_name_exist() -> None:
         for script, rest in re.findall(
             r"python (scripts/\w+\.py)((?:[^`\n]|\\\n)*)", page.read_text("utf-8")
         )
-        for option in re.findall(r"(?<!\S)--[a-z-]+", rest)
+        for option in options(rest)
     }
 
     assert len(named) > 10
-    shared = (ROOT / "scripts/model_and_problems.py").read_text("utf-8")
-    texts = {script: (ROOT / script).read_text("utf-8") + shared for script, _ in named}
-    assert [each for each in sorted(named) if each[1] not in texts[each[0]]] == []
+    assert [each for each in sorted(named) if each[1] not in options_of_script(each[0])] == []
+
+
+def test_every_option_that_a_page_names_is_arbor_s_or_that_of_a_script_it_names() -> None:
+    known, unknown = options_of_arbor(), []
+    for page in LINKING:
+        if page.name == "CHANGELOG.md":  # it names former ones
+            continue
+        text = page.read_text("utf-8")
+        scripts = set(re.findall(r"scripts/\w+\.py", text))
+        named = options("\n".join(line for line in text.splitlines() if not OTHERS.search(line)))
+        named -= known.union(*map(options_of_script, scripts))
+        unknown += [f"{page.relative_to(ROOT)}: {option}" for option in sorted(named)]
+
+    assert unknown == []
 
 
 def test_every_page_that_a_message_names_exists() -> None:
