@@ -6,7 +6,8 @@ Written for TRL 1.16. Needs ``arbor-search[trl]``.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class TreeRollouts:
     A prompt of the data set is a problem as the task reads it; the task writes what the model
     reads. Siblings are drawn independently, as baselines need it, and without cut-offs, which the
     trainer's own log probabilities would lack. Before a search the solver gets the trainer's
-    weights, unless it has those of this step.
+    weights, unless it has them; adapters of PEFT are merged for that, and separated again.
 
     Args:
         model: as in `Solver`; its weights are replaced.
@@ -46,7 +47,7 @@ class TreeRollouts:
             )
         sampling = Sampling(temperature=temperature, top_p=1.0, arithmetic=False)
         self.solver = Solver(model, sampling=sampling, **settings)
-        self._step = -1  # of the weights
+        self._weights: object = None  # which ones the solver was given
 
     def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """What the trainer needs of each completion, and its ``reward`` and ``advantages``.
@@ -57,14 +58,11 @@ class TreeRollouts:
         """
         count = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         self._check(prompts, trainer, count)
-        step = int(trainer.state.global_step)
-        if step != self._step:
-            model: Any = trainer.accelerator.unwrap_model(trainer.model)
-            self.solver.update_weights(model.state_dict())
-            self._step = step
-        found: list[dict[str, Any]] = []
         problems = prompts[::count]
-        for tree in self.solver.rollouts(problems, seed=self.solver.seed + step * len(problems)):
+        self._update(trainer.accelerator.unwrap_model(trainer.model))
+        seed = self.solver.seed + int(trainer.state.global_step) * len(problems)
+        found: list[dict[str, Any]] = []
+        for tree in self.solver.rollouts(problems, seed=seed):
             if len(tree.leaves) != count:
                 raise UsageError(
                     "trl",
@@ -91,6 +89,43 @@ class TreeRollouts:
                 f"this process has only some of the {count} completions of a prompt.",
                 "Use a per_device_train_batch_size that num_generations divides.",
             )
+
+    def _update(self, model: Any) -> None:
+        """Give the solver the weights of a model, unless it has them."""
+        held = self.solver.checkpoint.updated
+        if held is not None and self._weights == (_contents(model), held):
+            return
+        with _merged(model) as weights:
+            self.solver.update_weights(weights)
+        self._weights = _contents(model), self.solver.checkpoint.updated
+
+
+def _contents(model: torch.nn.Module) -> dict[str, int]:
+    """The sum of the bits of each weight, which training changes."""
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return {
+        name: int(each.contiguous().view(words[each.element_size()]).sum(dtype=torch.int64))
+        for name, each in model.state_dict().items()
+    }
+
+
+@contextmanager
+def _merged(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights of a model, by its own names; while it lasts, adapters are merged into them."""
+    if not hasattr(model, "merge_adapter"):
+        yield model.state_dict()
+        return
+    model.merge_adapter()
+    try:
+        yield {
+            name.removeprefix("base_model.model.")
+            .replace(".base_layer", "")
+            .replace("modules_to_save.default.", ""): each
+            for name, each in model.state_dict().items()
+            if model.prefix not in name and "original_module" not in name
+        }
+    finally:
+        model.unmerge_adapter()
 
 
 def completions_of(tree: Rollout) -> list[dict[str, Any]]:

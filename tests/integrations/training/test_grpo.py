@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("trl", reason="the extra `trl` is not installed")
+
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,15 +31,19 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a trainer whose groups have four completions."""
     monkeypatch.setitem(os.environ, "TRL_EXPERIMENTAL_SILENCE", "1")
 
-    def make(controller: str = TREE, temperature: float = 0.8, **config: Any) -> TreeGRPOTrainer:
-        rollouts = TreeRollouts(
-            str(SAPLING), task="game24", controller=controller, verifier="exact", temperature=0.8
-        )
+    def make(
+        model: Any = None,
+        data: dict[str, list[Any]] | None = None,
+        peft_config: Any = None,
+        rollouts: TreeRollouts | dict[str, Any] | None = None,
+        **config: Any,
+    ) -> TreeGRPOTrainer:
         given = {
             "output_dir": str(tmp_path),
             "per_device_train_batch_size": 8,
+            "per_device_eval_batch_size": 4,
             "num_generations": 4,
-            "temperature": temperature,
+            "temperature": 0.8,
             "max_steps": 2,
             "learning_rate": 1e-3,
             "use_cpu": True,
@@ -46,56 +51,127 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "report_to": [],
             "save_strategy": "no",
         }
+        if not isinstance(rollouts, TreeRollouts):
+            settings = {"task": "game24", "controller": TREE, "verifier": "exact"}
+            settings |= rollouts or {}
+            rollouts = TreeRollouts(str(SAPLING), temperature=0.8, **settings)
         return TreeGRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(SAPLING, dtype=torch.float32),
+            model or AutoModelForCausalLM.from_pretrained(SAPLING, dtype=torch.float32),
             rollouts,
             args=GRPOConfig(**given | config),
-            train_dataset=Dataset.from_dict({"prompt": PUZZLES * 4}),
+            train_dataset=Dataset.from_dict(data or {"prompt": PUZZLES * 4}),
             processing_class=AutoTokenizer.from_pretrained(SAPLING),
+            peft_config=peft_config,
         )
 
     return make
 
 
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a trainer makes of each batch, with the log probabilities of its own forward."""
+
+    def listen(trainer: TreeGRPOTrainer) -> list[dict[str, Any]]:
+        made = trainer._generate_and_score_completions
+        outputs: list[dict[str, Any]] = []
+
+        def score(inputs: list[dict[str, Any]]) -> dict[str, Any]:
+            found = made(inputs)
+            ids = torch.cat([found["prompt_ids"], found["completion_ids"]], 1)
+            mask = torch.cat([found["prompt_mask"], found["completion_mask"]], 1)
+            length = found["completion_ids"].shape[1]
+            with torch.no_grad():
+                own, _, _ = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, ids, mask, length
+                )
+            outputs.append(found | {"own": own, "inputs": [dict(each) for each in inputs]})
+            return found
+
+        monkeypatch.setattr(trainer, "_generate_and_score_completions", score)
+        return outputs
+
+    return listen
+
+
+def apart(found: dict[str, Any]) -> float:
+    """The largest difference of log probabilities, of the rollouts and of the trainer's forward."""
+    drawn = found["completion_mask"].bool()
+    assert found["sampling_per_token_logps"].shape == found["own"].shape
+    return float((found["sampling_per_token_logps"] - found["own"])[drawn].abs().max())
+
+
 def test_log_probabilities_are_those_of_the_trainers_forward_at_every_step(
-    train: Any, monkeypatch: pytest.MonkeyPatch
+    train: Any, scored: Any
 ) -> None:
     trainer = train()
     before = [each.detach().clone() for each in trainer.model.parameters()]
-    made = trainer._generate_and_score_completions
-    outputs: list[dict[str, Any]] = []
-
-    def scored(inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        found = made(inputs)
-        ids = torch.cat([found["prompt_ids"], found["completion_ids"]], 1)
-        mask = torch.cat([found["prompt_mask"], found["completion_mask"]], 1)
-        length = found["completion_ids"].shape[1]
-        with torch.no_grad():
-            own, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)
-        outputs.append(found | {"own": own, "inputs": [dict(each) for each in inputs]})
-        return found
-
-    monkeypatch.setattr(trainer, "_generate_and_score_completions", scored)
+    outputs = scored(trainer)
     trainer.train()
 
     assert len(outputs) == 2
     assert any((a != b).any() for a, b in zip(before, trainer.model.parameters(), strict=True))
     for found in outputs:
-        drawn = found["completion_mask"].bool()
-        assert found["sampling_per_token_logps"].shape == found["own"].shape
-        apart = (found["sampling_per_token_logps"] - found["own"])[drawn].abs().max()
-        assert apart < 1e-4
+        assert apart(found) < 1e-4
         for row, one in zip(found["advantages"], found["inputs"], strict=True):
             assert row[: len(one["advantages"])].tolist() == pytest.approx(one["advantages"])
             assert not row[len(one["advantages"]) :].any()
     assert any(found["advantages"].any() for found in outputs)
 
 
+def test_adapters_are_merged_into_the_weights_that_draw(train: Any, scored: Any) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = train(peft_config=adapter)
+    own = AutoModelForCausalLM.from_pretrained(SAPLING, dtype=torch.float32).state_dict()
+    outputs = scored(trainer)
+
+    trainer.train()
+
+    assert len(outputs) == 2
+    assert max(map(apart, outputs)) < 1e-4
+    base = trainer.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+    torch.testing.assert_close(base, own["model.layers.0.self_attn.q_proj.weight"])
+
+
+def test_weights_are_those_of_the_moment_at_any_step(train: Any, scored: Any) -> None:
+    first = train(max_steps=1)
+    first.train()
+    other = AutoModelForCausalLM.from_pretrained(SAPLING, dtype=torch.float32)
+    for each in other.parameters():
+        each.data.add_(torch.randn_like(each) * 0.01)
+    trainer = train(other, rollouts=first.rollout_func, max_steps=1)
+    outputs = scored(trainer)
+
+    trainer.train()
+
+    assert max(map(apart, outputs)) < 1e-4
+
+
+def test_weights_are_given_again_only_where_they_differ(
+    train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = train()
+    solver, updates = trainer.rollout_func.solver, []
+    update = solver.update_weights
+    monkeypatch.setattr(solver, "update_weights", lambda new: (updates.append(0), update(new)))
+    prompts = PUZZLES[:1] * 4
+
+    trainer.rollout_func(prompts, trainer)
+    trainer.rollout_func(prompts, trainer)
+    assert len(updates) == 1
+    next(trainer.model.parameters()).data[0, 0] += 0.5
+    trainer.rollout_func(prompts, trainer)
+    assert len(updates) == 2
+    solver.close()
+    trainer.rollout_func(prompts, trainer)
+    assert len(updates) == 3
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"temperature": 1.0}, "temperature=1.0"),
-        ({"controller": "chain,samples=3"}, "num_generations=3"),
+        ({"rollouts": {"controller": "chain,samples=3"}}, "num_generations=3"),
     ],
 )
 def test_what_contradicts_the_trainer_is_refused(
