@@ -19,6 +19,8 @@ from arbor.model.sampling_params import Sampling
 from arbor.run.rollout import Rollout
 from arbor.solver import Solver
 
+PROCESS_SEEDS = 1 << 32  # trees that one process of a run may draw
+
 
 class TreeRollouts:
     """A `rollout_func` of `GRPOTrainer`: the completions of a prompt are the finished paths of one
@@ -27,7 +29,8 @@ class TreeRollouts:
     A prompt of the data set is a problem as the task reads it; the task writes what the model
     reads. Siblings are drawn independently, as baselines need it, and without cut-offs, which the
     trainer's own log probabilities would lack. Before a search the solver gets the trainer's
-    weights, unless it has them; adapters of PEFT are merged for that, and separated again.
+    weights, unless it has them; adapters of PEFT are merged for that, and separated again. No two
+    trees of a run share a seed.
 
     Args:
         model: as in `Solver`; its weights are replaced.
@@ -48,6 +51,7 @@ class TreeRollouts:
         sampling = Sampling(temperature=temperature, top_p=1.0, arithmetic=False)
         self.solver = Solver(model, sampling=sampling, **settings)
         self._weights: object = None  # which ones the solver was given
+        self._trees = 0  # drawn so far
 
     def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """What the trainer needs of each completion, and its ``reward`` and ``advantages``.
@@ -60,7 +64,9 @@ class TreeRollouts:
         self._check(prompts, trainer, count)
         problems = prompts[::count]
         self._update(trainer.accelerator.unwrap_model(trainer.model))
-        seed = self.solver.seed + int(trainer.state.global_step) * len(problems)
+        process = PROCESS_SEEDS * trainer.accelerator.process_index
+        seed = self.solver.seed + process + self._trees
+        self._trees += len(problems)
         found: list[dict[str, Any]] = []
         for tree in self.solver.rollouts(problems, seed=seed):
             if len(tree.leaves) != count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trl import GRPOConfig
 import arbor
 from arbor.errors import UsageError
 from arbor.integrations.training.grpo import TreeGRPOTrainer, TreeRollouts
+from arbor.run.rollout import Rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL's own dependencies
 
@@ -118,6 +120,25 @@ def test_log_probabilities_are_those_of_the_trainers_forward_at_every_step(
     assert any(found["advantages"].any() for found in outputs)
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The trees that a trainer's rollouts draw."""
+
+    def listen(trainer: TreeGRPOTrainer) -> list[Rollout]:
+        solver = trainer.rollout_func.solver
+        made, trees = solver.rollouts, []
+
+        def note(*problems: Any, **options: Any) -> Iterator[Rollout]:
+            for tree in made(*problems, **options):
+                trees.append(tree)
+                yield tree
+
+        monkeypatch.setattr(solver, "rollouts", note)
+        return trees
+
+    return listen
+
+
 def test_adapters_are_merged_into_the_weights_that_draw(train: Any, scored: Any) -> None:
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -165,6 +186,18 @@ def test_weights_are_given_again_only_where_they_differ(
     solver.close()
     trainer.rollout_func(prompts, trainer)
     assert len(updates) == 3
+
+
+def test_no_two_trees_share_a_seed(train: Any, drawn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = train()
+    trees = drawn(trainer)
+    trainer.rollout_func(PUZZLES[:1] * 4, trainer)
+    trainer.rollout_func(PUZZLES[:1] * 8, trainer)  # at the same step
+    monkeypatch.setattr(type(trainer.accelerator), "process_index", 1)
+    trainer.rollout_func(PUZZLES[:1] * 4, trainer)
+
+    assert len({tree.solution.seed for tree in trees}) == 4
+    assert len({tuple(tree.tokens) for tree in trees}) == 4
 
 
 @pytest.mark.parametrize(
