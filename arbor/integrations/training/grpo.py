@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,22 @@ from trl.trainer.utils import pad
 
 from arbor.errors import UsageError
 from arbor.model.sampling_params import Sampling
+from arbor.run.limits import limited
 from arbor.run.rollout import Rollout
 from arbor.solver import Solver
 
 PROCESS_SEEDS = 1 << 32  # trees that one process of a run may draw
+
+# What the trainer's arguments may be, where rollouts have no such thing.
+OFF: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, None),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0,),
+    "generation_kwargs": (None, {}),
+    "chat_template_kwargs": (None, {}),
+    "mask_truncated_completions": (False,),  # paths end where the task says, not in a token
+}
 
 
 class TreeRollouts:
@@ -28,9 +41,10 @@ class TreeRollouts:
 
     A prompt of the data set is a problem as the task reads it; the task writes what the model
     reads. Siblings are drawn independently, as baselines need it, and without cut-offs, which the
-    trainer's own log probabilities would lack. Before a search the solver gets the trainer's
-    weights, unless it has them; adapters of PEFT are merged for that, and separated again. No two
-    trees of a run share a seed.
+    trainer's own log probabilities would lack. A path has at most the trainer's
+    `max_completion_length` tokens. Before a search the solver gets the trainer's weights, unless it
+    has them; adapters of PEFT are merged for that, and separated again. No two trees of a run share
+    a seed.
 
     Args:
         model: as in `Solver`; its weights are replaced.
@@ -50,6 +64,7 @@ class TreeRollouts:
             )
         sampling = Sampling(temperature=temperature, top_p=1.0, arithmetic=False)
         self.solver = Solver(model, sampling=sampling, **settings)
+        self._boundary = self.solver.setup.boundary
         self._weights: object = None  # which ones the solver was given
         self._trees = 0  # drawn so far
 
@@ -57,12 +72,13 @@ class TreeRollouts:
         """What the trainer needs of each completion, and its ``reward`` and ``advantages``.
 
         Raises:
-            UsageError: the trainer has another temperature or another number of completions, or
-                several processes divide the completions of a prompt.
+            UsageError: the trainer has another temperature, another number of completions, or a
+                setting that rollouts lack; several processes divide the completions of a prompt.
         """
         count = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         self._check(prompts, trainer, count)
         problems = prompts[::count]
+        self._limit(trainer.max_completion_length)
         self._update(trainer.accelerator.unwrap_model(trainer.model))
         process = PROCESS_SEEDS * trainer.accelerator.process_index
         seed = self.solver.seed + process + self._trees
@@ -88,6 +104,14 @@ class TreeRollouts:
                 f"the trainer's temperature is {trainer.temperature}, that of the rollouts {own}.",
                 f"Use TreeRollouts(…, temperature={trainer.temperature}).",
             )
+        for name, values in OFF.items():
+            given = getattr(trainer.args, name)
+            if given not in values:
+                raise UsageError(
+                    "trl",
+                    f"the trainer has {name}={given!r:.60}, which rollouts do not have.",
+                    f"Use GRPOConfig(…, {name}={values[0]}).",
+                )
         groups = [prompts[begin : begin + count] for begin in range(0, len(prompts), count)]
         if any(len(each) < count or any(one != each[0] for one in each) for each in groups):
             raise UsageError(
@@ -95,6 +119,12 @@ class TreeRollouts:
                 f"this process has only some of the {count} completions of a prompt.",
                 "Use a per_device_train_batch_size that num_generations divides.",
             )
+
+    def _limit(self, tokens: int | None) -> None:
+        """Let a path have so many tokens at most, and no more than before."""
+        most = [each for each in (tokens, self._boundary.path_tokens) if each is not None]
+        boundary = limited(self._boundary, path_tokens=min(most, default=None))
+        self.solver.setup = replace(self.solver.setup, boundary=boundary)
 
     def _update(self, model: Any) -> None:
         """Give the solver the weights of a model, unless it has them."""

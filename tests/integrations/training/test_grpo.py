@@ -200,12 +200,31 @@ def test_no_two_trees_share_a_seed(train: Any, drawn: Any, monkeypatch: pytest.M
     assert len({tuple(tree.tokens) for tree in trees}) == 4
 
 
+def test_a_completion_has_no_more_tokens_than_the_trainer_allows(train: Any, drawn: Any) -> None:
+    trainer = train(max_completion_length=3)
+    trees = drawn(trainer)
+    found = trainer.rollout_func(PUZZLES[:1] * 4, trainer)
+    assert [len(each) for each in found["completion_ids"]] == [3] * 4
+    trainer.max_completion_length = None
+    found = trainer.rollout_func(PUZZLES[:1] * 4, trainer)
+    assert min(len(each) for each in found["completion_ids"]) > 3
+    assert len(trees) == 2
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"temperature": 1.0}, "temperature=1.0"),
         ({"rollouts": {"controller": "chain,samples=3"}}, "num_generations=3"),
+        ({"top_p": 0.9}, "top_p=1.0"),
+        ({"top_k": 5}, "top_k=0"),
+        ({"min_p": 0.1}, "min_p=None"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.0"),
+        ({"generation_kwargs": {"typical_p": 0.9}}, "generation_kwargs=None"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs=None"),
+        ({"mask_truncated_completions": True}, "mask_truncated_completions=False"),
     ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_what_contradicts_the_trainer_is_refused(
     settings: dict[str, Any], named: str, train: Any
