@@ -5,6 +5,7 @@ Written for TRL 1.16. Needs ``arbor-search[trl]``.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,15 @@ from trl.trainer.utils import pad
 from arbor.errors import UsageError
 from arbor.model.sampling_params import Sampling
 from arbor.run.limits import limited
+from arbor.run.planning import parse_problem
+from arbor.run.plugin_answers import checked_task
+from arbor.run.request import Request
 from arbor.run.rollout import Rollout
 from arbor.solver import Solver
+from arbor.support.setting import settings_of
+from arbor.tasks.base import Problem
 
+KEY = "expected"  # the column of a data set that holds answer keys
 PROCESS_SEEDS = 1 << 32  # trees that one process of a run may draw
 
 # What the trainer's arguments may be, where rollouts have no such thing.
@@ -73,16 +80,18 @@ class TreeRollouts:
 
         Raises:
             UsageError: the trainer has another temperature, another number of completions, or a
-                setting that rollouts lack; several processes divide the completions of a prompt.
+                setting that rollouts lack; several processes divide the completions of a prompt;
+                rewards are used, and a problem has no answer key.
         """
         count = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         self._check(prompts, trainer, count)
-        problems = prompts[::count]
+        problems = self._problems(prompts, trainer)[::count]
         self._limit(trainer.max_completion_length)
         self._update(trainer.accelerator.unwrap_model(trainer.model))
         process = PROCESS_SEEDS * trainer.accelerator.process_index
         seed = self.solver.seed + process + self._trees
         self._trees += len(problems)
+        graded = isinstance(trainer, TreeGRPOTrainer) or tree_reward in trainer.reward_funcs
         found: list[dict[str, Any]] = []
         for tree in self.solver.rollouts(problems, seed=seed):
             if len(tree.leaves) != count:
@@ -92,6 +101,12 @@ class TreeRollouts:
                     f"and the trainer wants {count} completions.",
                     f"Use controller='chain,samples={count}', or num_generations="
                     f"{len(tree.leaves)}.",
+                )
+            if graded and not math.isfinite(tree.rewards.sum()):
+                raise UsageError(
+                    "trl",
+                    f"{tree.problem.text!r:.60} has no answer key, so its paths have no rewards.",
+                    f"Use TreeGRPOTrainer, and a data set with keys as texts in '{KEY}'.",
                 )
             found += completions_of(tree)
         return {name: [each[name] for each in found] for name in found[0]}
@@ -119,6 +134,19 @@ class TreeRollouts:
                 f"this process has only some of the {count} completions of a prompt.",
                 "Use a per_device_train_batch_size that num_generations divides.",
             )
+
+    def _problems(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> list[Problem]:
+        """The problem of each prompt, with the data set's answer key where it has one."""
+        task = checked_task(self.solver.setup.task)
+        keys = trainer.keys if isinstance(trainer, TreeGRPOTrainer) else None
+        setting = settings_of(Request)[KEY]
+        problems = []
+        for prompt, key in zip(prompts, keys or [None] * len(prompts), strict=True):
+            problem = parse_problem(task, prompt)
+            if key is not None:
+                problem = replace(problem, expected=setting.checked(key))
+            problems.append(problem)
+        return problems
 
     def _limit(self, tokens: int | None) -> None:
         """Let a path have so many tokens at most, and no more than before."""
@@ -192,6 +220,9 @@ def tree_reward(reward: list[float], **others: Any) -> list[float]:
 class TreeGRPOTrainer(GRPOTrainer):
     """`GRPOTrainer` with the advantages of thoughts (`Rollout.advantages`) in place of a group's.
 
+    A column ``expected`` of the data set holds answer keys, as texts, for a task that finds none in
+    the problem.
+
     Args:
         model: as in `GRPOTrainer`.
         rollouts: of the same model.
@@ -201,9 +232,12 @@ class TreeGRPOTrainer(GRPOTrainer):
     def __init__(self, model: Any, rollouts: TreeRollouts, **arguments: Any) -> None:
         arguments.setdefault("reward_funcs", tree_reward)
         super().__init__(model, rollout_func=rollouts, **arguments)
+        self.keys: Sequence[str | None] | None = None  # of the prompts in progress
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self.keys = [one.get(KEY) for one in inputs]
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        self.keys = None
         each = [torch.tensor(one["advantages"], dtype=torch.float32) for one in inputs]
         padded = pad(each, padding_value=0.0, pad_to_multiple_of=self.pad_to_multiple_of)
         output["advantages"] = padded.to(output["advantages"].device)

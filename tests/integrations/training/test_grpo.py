@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="the extra `trl` is not installed")
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 import arbor
 from arbor.errors import UsageError
@@ -26,6 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL's own dependencies
 SAPLING = Path(arbor.__file__).parent / "sapling"
 PUZZLES = ["4 5 6 10", "3 3 8 8"]
 TREE = "eptree,chains=2,forks=2,width=1"
+REASONING = {
+    **{"task": "reasoning", "verifier": "self", "controller": "chain,samples=4"},
+    **{"max_depth": 2, "step_tokens": 8},
+}
 
 
 @pytest.fixture
@@ -198,6 +202,44 @@ def test_no_two_trees_share_a_seed(train: Any, drawn: Any, monkeypatch: pytest.M
 
     assert len({tree.solution.seed for tree in trees}) == 4
     assert len({tuple(tree.tokens) for tree in trees}) == 4
+
+
+def test_a_column_of_the_data_set_holds_answer_keys(train: Any, drawn: Any) -> None:
+    questions = ["What is 2 + 2?", "What is 3 + 3?"]
+    data = {"prompt": questions * 4, "expected": ["4", "6"] * 4}
+    trainer = train(data=data, rollouts=REASONING, max_steps=1)
+    trees = drawn(trainer)
+
+    trainer.train()
+
+    keys = {tree.problem.text: tree.problem.expected for tree in trees}
+    assert keys.items() <= {*zip(questions, ("4", "6"), strict=True)} and keys
+    assert all(bool(each.isfinite().all()) for each in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("more", [{}, {"expected": [4] * 4}], ids=["missing", "not a text"])
+def test_a_problem_without_an_answer_key_is_refused(more: dict[str, Any], train: Any) -> None:
+    data = {"prompt": ["What is 2 + 2?"] * 4}
+    trainer = train(data=data | more, rollouts=REASONING)
+    with pytest.raises(UsageError) as error:
+        trainer.train()
+    assert "expected" in f"{error.value.message} {error.value.hint}"
+
+
+def test_another_reward_needs_no_answer_key(train: Any) -> None:
+    trees = train(data={"prompt": ["What is 2 + 2?"] * 4}, rollouts=REASONING)
+    trainer = GRPOTrainer(
+        trees.model,
+        lambda completions, **others: [float(len(each)) for each in completions],
+        args=trees.args,
+        train_dataset=trees.train_dataset,
+        processing_class=trees.processing_class,
+        rollout_func=trees.rollout_func,
+    )
+
+    trainer.train()
+
+    assert all(bool(each.isfinite().all()) for each in trainer.model.parameters())
 
 
 def test_a_completion_has_no_more_tokens_than_the_trainer_allows(train: Any, drawn: Any) -> None:
