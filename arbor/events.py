@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from arbor.components import ONLY_IF_SET
 
+MOST_INTEGER = 2**63 - 1  # in a trace; the least is one further from 0
+
 
 @dataclass(frozen=True, slots=True)
 class Integers:

@@ -345,6 +345,20 @@ def test_a_path_that_outgrows_an_amount_ends_the_search_with_its_tree_and_what_i
     assert again.text == enough.text
 
 
+def test_the_trace_of_the_largest_seed_can_be_read_back(tmp_path: Path) -> None:
+    most, path = 2**63 - 1, tmp_path / "run.arbor.jsonl"
+    with Solver(controller="chain", seed=most) as solver:
+        solver.solve(PUZZLE, trace=path)
+        header = read_trace(path).header
+        assert header is not None and header.seed == most
+        with pytest.raises(UsageError, match=f"at most {most}"):
+            solver.solve(PUZZLE, seed=most + 1)
+        with pytest.raises(UsageError, match=f"at most {most}"):
+            list(solver.rollouts([PUZZLE], group=2))
+    with pytest.raises(UsageError, match=f"at most {most}"):
+        Solver(seed=most + 1)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

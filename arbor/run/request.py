@@ -8,7 +8,7 @@ from typing import Any, Self, TypedDict
 
 from arbor.budget import Budget
 from arbor.errors import UsageError, did_you_mean
-from arbor.events import Detail
+from arbor.events import MOST_INTEGER, Detail
 from arbor.retention.future_reads import FutureReads
 from arbor.run.limits import First, RunLimits
 from arbor.support.setting import setting, settings_of
@@ -82,7 +82,7 @@ class Request(RunLimits, TraceDetail):
     budget: float | str | Budget | None = setting(
         None, "Instead of the solver's.", read=Budget.parse
     )
-    seed: int | None = setting(None, "Instead of the solver's.", least=0)
+    seed: int | None = setting(None, "Instead of the solver's.", least=0, most=MOST_INTEGER)
     trace: str | os.PathLike[str] | TraceWriter | None = setting(None, "Where to write the trace.")
     recorded: str | os.PathLike[str] | FutureReads | None = setting(None, "An earlier run.")
 

@@ -15,7 +15,7 @@ from arbor.controllers.base import Controller
 from arbor.engine.hooks import HookSettings
 from arbor.engine.mode_names import default_policy, have_own_budgets
 from arbor.errors import UsageError
-from arbor.events import Listener
+from arbor.events import MOST_INTEGER, Listener
 from arbor.model.fetch_costs import FetchSettings
 from arbor.model.level_rule import LevelSettings
 from arbor.model.sampling_params import Sampling
@@ -213,6 +213,7 @@ class SolverSettings:
         heading="Sampling",
         shown="short",
         least=0,
+        most=MOST_INTEGER,
         recorded="always",
     )
     max_expansions: int | None = setting(

@@ -161,8 +161,8 @@ def checked_number(
     low = -math.inf if least is None else least
     high = math.inf if most is None else most
     if not low <= number <= high or (above and number == low):
-        words = [f"{'above' if above else 'of at least'} {low:g}"] if least is not None else []
-        words += [] if most is None else [f"at most {most:g}"]
+        words = [f"{'above' if above else 'of at least'} {least}"] if least is not None else []
+        words += [] if most is None else [f"at most {most}"]
         bounds = " and ".join(words)
         raise UsageError(
             "limit",

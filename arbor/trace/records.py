@@ -12,11 +12,11 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NoReturn, cast
 
-from arbor.events import EVENTS, Event, Integers
+from arbor.events import EVENTS, MOST_INTEGER, Event, Integers
 from arbor.trace.write import PRIVATE, SCHEMA
 
 NO_TOKEN = -1  # in place of each token id that was left out
-LEAST_INTEGER, MOST_INTEGER = -(2**63), 2**63 - 1
+LEAST_INTEGER = -MOST_INTEGER - 1
 MOST_DEPTH = 64  # of lists and objects in each other, where a type leaves open what is in it
 MOST_TOKENS_LEFT_OUT = 1 << 22  # of one block
 SHOWN_CHARACTERS = 40  # of a value in a reason

@@ -28,6 +28,7 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from arbor.errors import ArborError, InputError, UsageError
+from arbor.events import MOST_INTEGER
 from arbor.model.sampling_params import Sampling
 from arbor.run.choices import PathTokens, PlainAnswers, RunCost, TextStream, TextToken
 from arbor.run.conversation import (
@@ -446,7 +447,7 @@ class _MessageRequest:
                 "stop sequences of a search whose task says where a text ends.",
                 "Leave out stop_seqs, or the task.",
             )
-        seed = secrets.randbits(32) if config.seed is None else config.seed % 2**64
+        seed = secrets.randbits(32) if config.seed is None else config.seed % (MOST_INTEGER + 1)
         return cls(
             tuple(_turn(message) for message in messages),
             search,

@@ -11,7 +11,7 @@ from typing import Any
 
 from arbor.budget import Budget
 from arbor.errors import UsageError
-from arbor.events import Detail
+from arbor.events import MOST_INTEGER, Detail
 from arbor.integrations.server.refusals import Refusal, without_paths
 from arbor.integrations.server.schema import (
     ChatRequest,
@@ -230,7 +230,7 @@ class _Planning:
         self._settings = settings
         self._with_logprobs = with_logprobs
         self._choices = body.n or 1
-        self._seed = secrets.randbits(32) if body.seed is None else body.seed % 2**64
+        self._seed = secrets.randbits(32) if body.seed is None else body.seed % (MOST_INTEGER + 1)
         asked = None if body.arbor is None else body.arbor.timeout
         self._timeout_s = settings.timeout if asked is None else min(asked, settings.timeout)
         self._check_stops()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
-from arbor.events import Detail
+from arbor.events import MOST_INTEGER, Detail
 from arbor.run.limits import RunLimits
 from arbor.run.request import TraceDetail
 from arbor.run.settings import Settings
@@ -25,7 +25,7 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 Words = Annotated[str, Field(max_length=256)]
 Tokens = Annotated[int, Field(ge=1)]  # any number: as many are generated as there may be
 Token = Annotated[int, Field(ge=0, le=2**31)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+Seed = Annotated[int, Field(ge=-MOST_INTEGER - 1, le=MOST_INTEGER)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]

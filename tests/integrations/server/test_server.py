@@ -224,6 +224,8 @@ def test_the_seed_decides_and_is_reported(client: Any) -> None:
     other = client.chat.completions.create(**fields, seed=free.arbor["seed"] + 1)
 
     assert again.choices[0].message.content == free.choices[0].message.content
+    below = client.chat.completions.create(**fields, seed=-1)
+    assert below.arbor["seed"] == 2**63 - 1
     assert other.choices[0].message.content != free.choices[0].message.content
 
 
@@ -845,7 +847,8 @@ DEEP = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         ({"prompt": "x", "temperature": -1}, 400, "invalid_request"),
         ({"prompt": "x", "temperature": 3}, 400, "invalid_request"),
         ({"prompt": "x", "top_p": -0.1}, 400, "invalid_request"),
-        ({"prompt": "x", "seed": 10**40}, 400, "invalid_request"),
+        ({"prompt": "x", "seed": 2**63}, 400, "invalid_request"),
+        ({"prompt": "x", "seed": -(2**63) - 1}, 400, "invalid_request"),
         ({"prompt": "x", "stop": [f"s{i}" for i in range(10**5)]}, 400, "limit_exceeded"),
         ({"prompt": "x", "stop": [""]}, 400, "invalid_request"),
         ({"prompt": "x", "stop": ["y" * 1000]}, 400, "invalid_request"),
