@@ -422,14 +422,15 @@ class _MessageRequest:
         """
         if tools:
             raise UsageError("inspect-tools", "arbor calls no tools.", "Leave them out.")
+        body = config.extra_body or {}
         unknown = [name for name in WITHOUT if getattr(config, name, None)]
+        unknown += [f"{name} (in extra_body)" for name in body if name != "arbor"]
         if unknown:
             raise UsageError(
                 "inspect-option",
                 f"options of a generation that arbor does not have: {', '.join(unknown)}.",
                 "Leave them out.",
             )
-        body = config.extra_body or {}
         given = body.get("arbor")
         if given is not None and not isinstance(given, Mapping):
             raise UsageError(
@@ -546,9 +547,12 @@ def _turn(message: ChatMessage) -> dict[str, str]:
         UsageError: it has something other than text.
     """
     parts = [] if isinstance(message.content, str) else message.content
-    other = [part.type for part in parts if part.type not in ("text", "reasoning")]
+    other: list[str] = [part.type for part in parts if part.type != "text"]
+    if isinstance(message, ChatMessageAssistant) and message.tool_calls:
+        other.append("tool calls")
     if other:
-        raise UsageError("inspect-messages", f"a message has {other[0]}.", "arbor reads text only.")
+        hint = "Give reasoning_history='none'." if other[0] == "reasoning" else "Give text only."
+        raise UsageError("inspect-messages", f"a message has {other[0]}.", hint)
     return {"role": message.role, "content": message.text}
 
 

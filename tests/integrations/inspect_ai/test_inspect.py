@@ -16,12 +16,18 @@ import pytest
 pytest.importorskip("inspect_ai", reason="the extra `inspect` is not installed")
 import anyio
 import torch
+from inspect_ai._util.error import PrerequisiteError
 from inspect_ai.model import (
     ChatMessage,
+    ChatMessageAssistant,
     ChatMessageUser,
+    ContentImage,
+    ContentReasoning,
+    ContentText,
     GenerateConfig,
     ModelOutput,
 )
+from inspect_ai.tool import ToolCall
 from support.run_cli import ROOT, environment
 
 from arbor import Solver, __version__
@@ -98,6 +104,37 @@ def test_a_search_of_a_task_finds_what_the_solver_finds() -> None:
 
 
 # Refusals
+
+
+@pytest.mark.parametrize(
+    ("turn", "named"),
+    [
+        (
+            ChatMessageAssistant(
+                content="", tool_calls=[ToolCall(id="1", function="add", arguments={"a": 1})]
+            ),
+            "tool calls",
+        ),
+        (
+            ChatMessageAssistant(content=[ContentReasoning(reasoning="x"), ContentText(text="y")]),
+            "reasoning_history",
+        ),
+        (ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AA==")]), "image"),
+    ],
+    ids=["tool calls", "reasoning", "image"],
+)
+def test_a_message_with_more_than_text_is_refused(
+    turn: ChatMessage, named: str, plain: ArborAPI
+) -> None:
+    first, last = ChatMessageUser(content="4 5"), ChatMessageUser(content="6 10")
+    with pytest.raises(PrerequisiteError, match=named):
+        message(plain, text=[first, turn, last])
+
+
+def test_an_unknown_option_of_the_body_is_refused(plain: ArborAPI) -> None:
+    config = GenerateConfig(extra_body={"min_p": 0.5, "arbor": {"controller": "beam"}})
+    with pytest.raises(PrerequisiteError, match="min_p"):
+        message(plain, config)
 
 
 def test_a_cancelled_message_gives_its_kv_back(plain: ArborAPI) -> None:
