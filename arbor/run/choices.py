@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from arbor.engine.text import LOOK_BACK, Decode, added
 from arbor.events import Boundary, Ended, Event, Opened, Sampled, Shared
+from arbor.model.sampling_params import Sampling
 from arbor.run.solution import Solution
 
 
@@ -189,6 +190,11 @@ class Choices(Protocol):
     def end(self, solution: Solution) -> Iterator[Delta]:
         """What the end of the run adds."""
         ...
+
+
+def copies_of(choices: int, sampling: Sampling) -> int:
+    """How many choices of plain decoding are one that is decoded once: greedy ones are equal."""
+    return choices if sampling.temperature == 0 else 1
 
 
 class PlainAnswers:

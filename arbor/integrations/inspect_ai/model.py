@@ -30,7 +30,7 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from arbor.errors import ArborError, InputError, UsageError
 from arbor.events import MOST_INTEGER
 from arbor.model.sampling_params import Sampling
-from arbor.run.choices import PathTokens, PlainAnswers, RunCost, TextStream, TextToken
+from arbor.run.choices import PathTokens, PlainAnswers, RunCost, TextStream, TextToken, copies_of
 from arbor.run.conversation import (
     conversation_tokens,
     plain_decoding,
@@ -298,7 +298,8 @@ class ArborAPI(ModelAPI):
         text, left = self._conversation(shared, asked)
         most = min(asked.max_tokens, left)
         if search is None:
-            changes = plain_decoding(asked.ends, most, sampling, asked.choices)
+            choices = asked.choices // copies_of(asked.choices, sampling)
+            changes = plain_decoding(asked.ends, most, sampling, choices)
         else:
             step = search.step_tokens or STEP_TOKENS
             changes = self._parts(shared, search, sampling)
@@ -468,8 +469,14 @@ def _decoded(
     job: SearchJob, asked: _MessageRequest, left: int | None, decode: Any
 ) -> tuple[list[Choice], RunCost]:
     """The choices of plain decoding."""
+    copies = copies_of(asked.choices, job.run.setup.resolved_sampling)
     answers = PlainAnswers(
-        decode, job.run.prompt, asked.choices, asked.ends, with_logprobs=asked.with_logprobs
+        decode,
+        job.run.prompt,
+        asked.choices // copies,
+        asked.ends,
+        with_logprobs=asked.with_logprobs,
+        copies=copies,
     )
     texts = [""] * asked.choices
     tokens: list[list[TextToken]] = [[] for _ in texts]

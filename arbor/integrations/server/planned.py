@@ -26,6 +26,7 @@ from arbor.integrations.server.settings import ServerSettings
 from arbor.integrations.server.tool_calls import writes_calls
 from arbor.model.control_tokens import encode_raw
 from arbor.model.sampling_params import Sampling
+from arbor.run.choices import copies_of
 from arbor.run.conversation import conversation_tokens, plain_decoding, problem_of, with_system
 from arbor.run.request import Options
 from arbor.run.run import Run
@@ -250,7 +251,7 @@ class _Planning:
             form: what each choice has to match; None: anything.
         """
         self._check_count(len(prompts))
-        copies = self._choices if self._sampling().temperature == 0 else 1
+        copies = copies_of(self._choices, self._sampling())
         choices = self._choices // copies
         runs = [self._plain_run(*prompt, choices, max_tokens, form) for prompt in prompts]
         return self._planned(runs, searched=False, copies=copies)

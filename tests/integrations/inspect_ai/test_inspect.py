@@ -81,6 +81,16 @@ def test_a_greedy_message_is_that_of_transformers(plain: ArborAPI) -> None:
     assert output.usage.output_tokens == len(own)
 
 
+def test_equal_choices_are_decoded_once(plain: ArborAPI) -> None:
+    one = message(plain)
+    three = message(plain, GenerateConfig(temperature=0, max_tokens=24, num_choices=3))
+
+    assert [each.message.text for each in three.choices] == [one.completion] * 3
+    assert {each.stop_reason for each in three.choices} == {one.stop_reason}
+    assert one.usage is not None and three.usage is not None
+    assert three.usage.output_tokens == one.usage.output_tokens
+
+
 # Searches
 
 
