@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -117,6 +118,69 @@ def test_a_thought_may_end_with_any_stop_text(stop: str, tokenizer: Any) -> None
         row.tokens.append(token)
 
 
+# JSON schemas
+
+
+def allows(schema: dict[str, Any], value: Any, tokenizer: Any) -> bool:
+    """Whether a thought may be the JSON of a value."""
+    grammar = Grammar(StepFormat.parse(schema), ("\n",), tokenizer, (2,))
+    row = Row()
+    for token in tokenizer.encode(f"{json.dumps(value)}\n", add_special_tokens=False):
+        if grammar.mask([row], torch.zeros(1, 640))[0, token] != 0.0:  # type: ignore[list-item]
+            return False
+        row.tokens.append(token)
+    return True
+
+
+A = {"a": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"minimum": 5}, [5, 7.5], [1]),
+        ({"maxLength": 1}, ["a"], ["abc"]),
+        ({"required": ["a"]}, [{"a": [1]}], [{}]),
+        ({"minItems": 1, "minimum": 5}, [[0], 6], [[], 4]),
+        ({"type": "array", "maxItems": 2}, [[], [1, "a"]], [[1, 2, 3]]),
+        ({"type": "array", "minItems": 1}, [[1]], [[]]),
+        (
+            {"type": "array", "prefixItems": [{"type": "null"}], "minItems": 2},
+            [[None, 1]],
+            [[None]],
+        ),
+        ({"type": "object", "minProperties": 1}, [{"b": 1}], [{}]),
+        ({"type": "object", "maxProperties": 1}, [{}, {"b": 1}], [{"b": 1, "c": 2}]),
+        ({"properties": A, "required": ["a", "b"]}, [{"a": 1, "b": "x"}], [{"a": 1}]),
+        (
+            {"required": ["b"], "additionalProperties": {"type": "null"}},
+            [{"b": None}],
+            [{"b": 1}, {}],
+        ),
+        ({"type": "number", "multipleOf": 2}, [4, -6], [3, 0.5]),
+        ({"type": "integer", "multipleOf": 1, "minimum": 3}, [3], [2]),
+        ({"type": "integer", "enum": [1, 2.5, "a", True]}, [1], [2.5, "a", True]),
+        ({"type": "number", "anyOf": [{"type": "integer"}, {"maximum": 2}, A["a"]]}, [1], ["a"]),
+        ({"type": ["string", "null"], "oneOf": [{"type": "integer"}, {"const": "a"}]}, ["a"], [3]),
+        (
+            {"type": "string", "allOf": [{"$ref": "#/$defs/n"}], "$defs": {"n": {"maxLength": 2}}},
+            ["ab"],
+            ["abc", 1],
+        ),
+        (
+            {"type": "array", "$ref": "#/$defs/n", "$defs": {"n": {"maxItems": 1}}},
+            [[1]],
+            [[1, 2], 1],
+        ),
+    ],
+)
+def test_a_schema_allows_what_is_valid_by_it(
+    schema: dict[str, Any], valid: list[Any], invalid: list[Any], tokenizer: Any
+) -> None:
+    assert [each for each in valid if not allows(schema, each, tokenizer)] == []
+    assert [each for each in invalid if allows(schema, each, tokenizer)] == []
+
+
 # What is refused
 
 
@@ -129,6 +193,27 @@ def test_a_thought_may_end_with_any_stop_text(stop: str, tokenizer: Any) -> None
         ({"anyOf": [{"type": "integer"}], "minimum": 50}, "'minimum' beside 'anyOf'"),
         ({"type": "string", "pattern": "a+", "maxLength": 3}, "a length beside 'pattern'"),
         ({"$defs": {"x": {"pattern": "(?=z)a"}}}, "the pattern"),
+        ({"$ref": "#/$defs/n", "maximum": 5, "$defs": {"n": {}}}, r"'maximum' beside '\$ref'"),
+        ({"allOf": [{"enum": [7, 8]}], "maximum": 5}, "'maximum' beside 'allOf'"),
+        ({"allOf": [{"type": "object"}], "properties": A}, "'properties' beside 'allOf'"),
+        ({"enum": ["a", "bb"], "minLength": 2}, "'minLength' beside 'enum'"),
+        ({"const": 1, "enum": [1, 2]}, "'enum' beside 'const'"),
+        ({"anyOf": [{}], "additionalProperties": False}, "'additionalProperties' beside 'anyOf'"),
+        ({"type": "string", "enum": [1]}, "a 'type' that nothing of its 'enum' has"),
+        ({"type": "null", "$ref": "#"}, "'#' to itself"),
+        ({"$ref": "http://x/y"}, "the reference 'http://x/y'"),
+        ({"multipleOf": 0.5}, "'multipleOf' 0.5"),
+        ({"multipleOf": 2, "minimum": 0}, "'multipleOf' beside one bound"),
+        ({"multipleOf": 2, "minimum": 0, "maximum": 10_000}, "10,000 or more apart"),
+        ({"type": "string", "format": "date", "maxLength": 3}, "a length beside 'format'"),
+        ({"format": "date", "pattern": "a"}, "'pattern' beside 'format'"),
+        ({"required": ["b"], "additionalProperties": False}, "'required' 'b'"),
+        ({"type": "object", "minProperties": 2}, "'minProperties' 2"),
+        ({"propertyNames": {}, "additionalProperties": False}, "'propertyNames' beside"),
+        ({"properties": A, "patternProperties": {"a": {}}}, "the property 'a' and a pattern"),
+        ({"patternProperties": {"a": {}, "b": {"type": "null"}}}, "several schemas"),
+        ({"required": 5}, "It has to be of the type array of strings"),
+        ({"exclusiveMinimum": True}, "'exclusiveMinimum' True"),
     ],
 )
 def test_what_a_schema_asks_for_in_vain_is_refused(schema: dict[str, Any], word: str) -> None:
@@ -137,5 +222,8 @@ def test_what_a_schema_asks_for_in_vain_is_refused(schema: dict[str, Any], word:
 
 
 def test_properties_may_have_the_names_of_keywords() -> None:
-    named = {name: {"type": "string", "pattern": r"\(?(?:a|b)"} for name in ("not", "if", "anyOf")}
-    check_format(StepFormat.parse({"type": "object", "properties": named, "enum": [{"not": 1}]}))
+    named: dict[str, Any] = {
+        name: {"type": "string", "pattern": r"\(?(?:a|b)"} for name in ("not", "if", "anyOf")
+    }
+    named["then"] = {"enum": [{"not": 1}]}
+    check_format(StepFormat.parse({"type": "object", "properties": named}))

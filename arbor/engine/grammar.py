@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
+from arbor.engine.json_schema import applied
 from arbor.errors import UsageError
 from arbor.model.plain_tokenizer import PlainTokenizer
 from arbor.tasks.step_format import EXAMPLE, StepFormat
@@ -110,13 +110,6 @@ def check_format(form: StepFormat) -> None:
             "a step format needs xgrammar, which is not installed.",
             "pip install 'arbor-search[structured]', or leave step_format out.",
         ) from error
-    ignored = _ignored(json.loads(form.text)) if form.kind == "json" else ""
-    if ignored:
-        raise UsageError(
-            "step-format",
-            f"the JSON schema has {ignored}, which a format cannot apply.",
-            "Leave it out and check it afterwards.",
-        )
     try:
         _grammar_of(form, xgrammar)
     except RuntimeError as error:
@@ -129,8 +122,9 @@ def check_format(form: StepFormat) -> None:
 def _grammar_of(form: StepFormat, xgrammar: Any) -> Any:
     if form.kind == "regex":
         return xgrammar.Grammar.from_regex(form.text)
+    schema = json.dumps(applied(json.loads(form.text)))
     # on one line: a line break ends most thoughts
-    return xgrammar.Grammar.from_json_schema(form.text, any_whitespace=False)
+    return xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)
 
 
 @lru_cache(maxsize=8)
@@ -155,46 +149,3 @@ def _compiler(tokenizer: Any, vocabulary: int, ends: tuple[int, ...]) -> Any:
         tokenizer, vocab_size=vocabulary, stop_token_ids=list(ends) or None
     )
     return xgrammar.GrammarCompiler(known)
-
-
-# keywords of JSON schemas that xgrammar reads over
-_IGNORED = (
-    *("not", "if", "then", "else", "contains", "uniqueItems"),
-    *("dependentRequired", "dependentSchemas", "dependencies"),
-)
-_LOOKS = re.compile(r"(?<!\\)\(\?(?!:)")  # ahead or back, or sets a flag
-_CHOICES = ("anyOf", "oneOf")
-_BOUNDS = (
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "pattern"),
-    *("minLength", "maxLength", "minItems", "maxItems", "properties", "required", "items"),
-)
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # names, not keywords
-_VALUES = ("enum", "const", "default", "examples")
-
-
-def _ignored(schema: Any) -> str:
-    """What a JSON schema asks for that xgrammar would leave out in silence; empty if nothing."""
-    if isinstance(schema, list):
-        return next(filter(None, map(_ignored, schema)), "")
-    if not isinstance(schema, dict):
-        return ""
-    for word in _IGNORED:
-        if schema.get(word, False) is not False:
-            return f"'{word}'"
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
-        return "several schemas in 'allOf'"
-    if {"propertyNames", "properties"} <= schema.keys():
-        return "'propertyNames' beside 'properties'"
-    choice = next((word for word in _CHOICES if word in schema), None)
-    beside = next((word for word in _BOUNDS if word in schema), None)
-    if choice and beside:
-        return f"'{beside}' beside '{choice}'"
-    if "pattern" in schema:
-        if schema.keys() & {"minLength", "maxLength"}:
-            return "a length beside 'pattern'"
-        if _LOOKS.search(str(schema["pattern"])):
-            return f"the pattern {schema['pattern']}"
-    named = [schema[word] for word in _BY_NAME if isinstance(schema.get(word), dict)]
-    inner = [each for names in named for each in names.values()]
-    inner += [each for word, each in schema.items() if word not in (*_BY_NAME, *_VALUES)]
-    return _ignored(inner)
