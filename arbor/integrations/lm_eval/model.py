@@ -9,6 +9,7 @@ Needs ``arbor-search[lm-eval]``.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -104,6 +105,9 @@ class ArborLM(TemplateLM):
         self._add_bos = add_bos_token
         self._prefix = prefix_token_id
         self.tokenizer = self._solver.tokenizer
+        if add_bos_token is not None:
+            self.tokenizer = copy.deepcopy(self.tokenizer)
+            self.tokenizer.add_bos_token = add_bos_token
         self._device = self._solver.device
 
     # What lm-eval asks of every model
@@ -138,13 +142,15 @@ class ArborLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Token ids of a text; no second prefix where it begins with one."""
-        special = self._add_bos if add_special_tokens is None else add_special_tokens
-        if add_special_tokens is None and string.startswith(
-            self.tokenizer.decode([self.prefix_token_id]) or "\0"
-        ):
-            special = False
+        prefix = self.tokenizer.decode([self.prefix_token_id])
+        return self._encoded(string, prefix, add_special_tokens)
+
+    def _encoded(self, text: str, prefix: str | None, special: bool | None = None) -> list[int]:
+        """Token ids of a text; without special ones if it begins with `prefix`, unless given."""
+        if special is None:
+            special = False if prefix and text.startswith(prefix) else self._add_bos
         given = {} if special is None else {"add_special_tokens": special}
-        return list(self.tokenizer.encode(string, **given))
+        return list(self.tokenizer.encode(text, **given))
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -248,7 +254,7 @@ class ArborLM(TemplateLM):
             sampling = Sampling(**{"temperature": 1.0, "top_p": 1.0, **chosen})
         else:
             sampling = Sampling(temperature=0.0)
-        prompt = self.tok_encode(context)[-(self._context - most) :]
+        prompt = self._encoded(context, self.tokenizer.bos_token)[-(self._context - most) :]
         return prompt, tuple(end for end in ends if end), most, sampling
 
     def _run(

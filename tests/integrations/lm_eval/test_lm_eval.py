@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,32 @@ def test_continuations_are_those_of_hf(both: tuple[ArborLM, HFLM], until: list[s
     arbor, hf = (model.generate_until(asked) for model in both)
 
     assert arbor == hf
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Path:
+    """A copy of the model whose files a test may change."""
+    return Path(shutil.copytree(MODEL, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"add_bos_token": True}, {"prefix_token_id": 5, "add_bos_token": True}]
+)
+def test_a_first_token_is_added_where_hf_adds_it(changed: Path, settings: dict[str, Any]) -> None:
+    tokenizer = json.loads((changed / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["post_processor"] = None
+    (changed / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    lines = [*LINES, *(f"<bos>{line}" for line in LINES)]
+    scored = requests("loglikelihood", *((line, CHOICES[0]) for line in lines))
+    continued = requests("generate_until", *((line, {"max_gen_toks": 8}) for line in lines))
+    both = ArborLM(str(changed), **settings), HFLM(str(changed), device="cpu", **settings)
+
+    (arbor, written), (hf, wanted) = (
+        (model.loglikelihood(scored), model.generate_until(continued)) for model in both
+    )
+
+    assert [value for value, _ in arbor] == pytest.approx([value for value, _ in hf], abs=1e-3)
+    assert written == wanted
 
 
 def test_the_numbers_of_tasks_are_those_of_hf(tmp_path: Path, both: tuple[ArborLM, HFLM]) -> None:
