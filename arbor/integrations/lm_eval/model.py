@@ -215,12 +215,19 @@ class ArborLM(TemplateLM):
         self._solver.load()
         shared = self._solver.shared(self._at_once, self._kv_tokens)
         asked = [self._asked(*request.args) for request in requests]
-        jobs = [shared.begin(self._run(shared, *each)) for each in asked]
+        runs = [self._run(shared, *each) for each in asked]
+        jobs: list[SearchJob] = []
         texts = []
-        for request, (_, ends, *_), job in zip(requests, asked, jobs, strict=True):
-            text = cut_at(self._text(job), ends)
-            texts.append(text)
-            self.cache_hook.add_partial("generate_until", request.args, text)
+        try:
+            for run in runs:
+                jobs.append(shared.begin(run))
+            for request, (_, ends, *_), job in zip(requests, asked, jobs, strict=True):
+                text = cut_at(self._text(job), ends)
+                texts.append(text)
+                self.cache_hook.add_partial("generate_until", request.args, text)
+        finally:
+            for job in jobs:
+                job.abandon()
         return texts
 
     def _asked(

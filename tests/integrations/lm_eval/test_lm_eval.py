@@ -17,9 +17,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from support.run_cli import ROOT, environment
 
-from arbor.errors import UsageError
+from arbor.errors import BudgetInfeasible, UsageError
 from arbor.integrations.lm_eval.model import ArborLM
 from arbor.model.loading import BUILTIN
+from arbor.run.stream import SearchJob
+from arbor.run.worker import SharedEngine
 
 pytestmark = [
     pytest.mark.slow,
@@ -174,6 +176,29 @@ def test_what_arbor_does_not_have_is_refused(both: tuple[ArborLM, HFLM]) -> None
     ):
         with pytest.raises(UsageError, match=words):
             both[0].generate_until(requests("generate_until", ("x", arguments)))
+
+
+def test_an_error_leaves_no_continuation_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, begun = ArborLM(MODEL, kv_tokens=80), []
+    begin = SharedEngine.begin
+
+    def noted(shared: SharedEngine, run: Any) -> SearchJob:
+        begun.append(begin(shared, run))
+        return begun[-1]
+
+    def unreadable(job: SearchJob) -> str:
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr(SharedEngine, "begin", noted)
+    fitting = [(line, {"max_gen_toks": 40}) for line in LINES]
+    with pytest.raises(BudgetInfeasible):
+        model.generate_until(requests("generate_until", *fitting, ("4 5\n" * 40, {})))
+    assert begun == []
+
+    monkeypatch.setattr(model, "_text", unreadable)
+    with pytest.raises(RuntimeError, match="no text"):
+        model.generate_until(requests("generate_until", *fitting))
+    assert len(begun) == len(LINES) and all(job.abandoned or job.ended for job in begun)
 
 
 def test_the_command_evaluates_arbor(tmp_path: Path) -> None:
