@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -38,6 +39,22 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 PASSED_OVER = ("max_length", "num_beams", "num_return_sequences", "use_cache")
 
 
+class Asked(NamedTuple):
+    """A continuation that is asked for.
+
+    Attributes:
+        prompt: token ids.
+        ends: texts that end it.
+        most: tokens of it.
+        sampling: of its tokens.
+    """
+
+    prompt: tuple[int, ...]
+    ends: tuple[str, ...]
+    most: int
+    sampling: Sampling
+
+
 @register_model("arbor")
 class ArborLM(TemplateLM):
     """A model of lm-eval that runs on arbor's engine.
@@ -56,7 +73,8 @@ class ArborLM(TemplateLM):
         max_length: tokens of a context; by default the model's.
         max_gen_toks: tokens of a continuation where the task names no number.
         add_bos_token, prefix_token_id: as for ``hf``.
-        seed: of the run; that of a continuation follows from it and the prompt's tokens.
+        seed: of the run; that of a continuation follows from it, the prompt's tokens, and how many
+            equal requests are before it.
         device: as in `Solver`; lm-eval's default is a GPU, or the CPU where there is none.
         batch_size, max_batch_size: without effect; batches are as large as their KV.
         settings: others of `Solver`: dtype, device, backend, revision, threads, policy and so on.
@@ -211,18 +229,27 @@ class ArborLM(TemplateLM):
     # Continuations
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """A continuation of each context, up to the first string that ends it."""
+        """A continuation of each context, up to the first string that ends it.
+
+        Raises:
+            ArborError: before any is begun: arguments that arbor does not have, or a context that
+                needs more KV than there is. Later: the error that ended one, and with it all.
+        """
         self._solver.load()
         shared = self._solver.shared(self._at_once, self._kv_tokens)
         asked = [self._asked(*request.args) for request in requests]
-        runs = [self._run(shared, *each) for each in asked]
+        before: Counter[Asked] = Counter()
+        runs = []
+        for each in asked:
+            runs.append(self._run(shared, each, before[each]))
+            before[each] += 1
         jobs: list[SearchJob] = []
         texts = []
         try:
             for run in runs:
                 jobs.append(shared.begin(run))
-            for request, (_, ends, *_), job in zip(requests, asked, jobs, strict=True):
-                text = cut_at(self._text(job), ends)
+            for request, each, job in zip(requests, asked, jobs, strict=True):
+                text = cut_at(self._text(job), each.ends)
                 texts.append(text)
                 self.cache_hook.add_partial("generate_until", request.args, text)
         finally:
@@ -230,10 +257,8 @@ class ArborLM(TemplateLM):
                 job.abandon()
         return texts
 
-    def _asked(
-        self, context: str, arguments: dict[str, Any]
-    ) -> tuple[list[int], tuple[str, ...], int, Sampling]:
-        """Prompt, ends, most tokens and sampling of a request."""
+    def _asked(self, context: str, arguments: dict[str, Any]) -> Asked:
+        """What a request asks for."""
         given = dict(arguments)
         until = given.pop("until", None) or []
         ends = [until] if isinstance(until, str) else list(until)
@@ -262,18 +287,14 @@ class ArborLM(TemplateLM):
         else:
             sampling = Sampling(temperature=0.0)
         prompt = self._encoded(context, self.tokenizer.bos_token)[-(self._context - most) :]
-        return prompt, tuple(end for end in ends if end), most, sampling
+        return Asked(tuple(prompt), tuple(end for end in ends if end), most, sampling)
 
-    def _run(
-        self,
-        shared: SharedEngine,
-        prompt: list[int],
-        ends: tuple[str, ...],
-        most: int,
-        sampling: Sampling,
-    ) -> Run:
-        problem = plain_problem(prompt or [self.prefix_token_id], "")
-        options: Options = {"seed": sample_seed(self._seed, " ".join(map(str, prompt)))}
+    def _run(self, shared: SharedEngine, asked: Asked, before: int) -> Run:
+        """The search of a continuation that is asked for, after `before` equal ones."""
+        prompt, ends, most, sampling = asked
+        problem = plain_problem(list(prompt) or [self.prefix_token_id], "")
+        sample = " ".join(map(str, prompt)) + f"\n{before}" * bool(before)
+        options: Options = {"seed": sample_seed(self._seed, sample)}
         if self._searches:
             changes = stepped_search(ends, most, self._step_tokens, sampling)
             changes["max_expansions"] = self._max_expansions

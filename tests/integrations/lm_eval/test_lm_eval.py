@@ -105,6 +105,17 @@ def test_a_first_token_is_added_where_hf_adds_it(changed: Path, settings: dict[s
     assert written == wanted
 
 
+def test_equal_requests_have_samples_of_their_own(both: tuple[ArborLM, HFLM]) -> None:
+    drawn = {"max_gen_toks": 8, "do_sample": True, "temperature": 10.0}
+    alone = both[0].generate_until(requests("generate_until", (LINES[0], drawn)))
+    asked = requests("generate_until", *((line, drawn) for line in (*LINES, *LINES, *LINES)))
+
+    texts = both[0].generate_until(asked)
+
+    assert len(set(texts)) == len(texts) and texts[0] == alone[0]
+    assert both[0].generate_until(asked) == texts
+
+
 def test_the_numbers_of_tasks_are_those_of_hf(tmp_path: Path, both: tuple[ArborLM, HFLM]) -> None:
     rows = [
         {"line": line, "choices": CHOICES, "gold": number % 4, "next": CHOICES[number % 4]}
