@@ -21,6 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from arbor.errors import UsageError
 from arbor.measure.evaluation.dataset import sample_seed
+from arbor.model.loading import load_generation_config
 from arbor.model.sampling_params import Sampling
 from arbor.run.choices import PathTokens
 from arbor.run.conversation import plain_decoding, stepped_search
@@ -34,9 +35,10 @@ from arbor.tasks.plain_text import SteppedText, cut_at, plain_problem
 
 MAX_GEN_TOKS = 256  # lm-eval's default
 ANY_DEVICE = (None, "cuda", "cuda:0")  # what lm-eval asks for by default: a GPU where there is one
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens")
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-PASSED_OVER = ("max_length", "num_beams", "num_return_sequences", "use_cache")
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# transformers' values where neither the request nor the model's generation config has one
+SAMPLING: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}
+ONE_TEXT = {"num_beams": 1, "num_return_sequences": 1}
 
 
 class Asked(NamedTuple):
@@ -120,6 +122,7 @@ class ArborLM(TemplateLM):
         context = self._solver.describe().context
         self._context = min(max_length or context, context)
         self._kv_tokens = check_count("kv_tokens", kv_tokens)
+        self._sampling = _sampling_of_hf(load_generation_config(self._solver.checkpoint.source))
         self._add_bos = add_bos_token
         self._prefix = prefix_token_id
         self.tokenizer = self._solver.tokenizer
@@ -258,32 +261,38 @@ class ArborLM(TemplateLM):
         return texts
 
     def _asked(self, context: str, arguments: dict[str, Any]) -> Asked:
-        """What a request asks for."""
-        given = dict(arguments)
-        until = given.pop("until", None) or []
+        """What a request asks for; None stands for what `hf` takes.
+
+        Raises:
+            UsageError: arguments that arbor does not have.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        until = given.pop("until", [])
         ends = [until] if isinstance(until, str) else list(until)
         ends.append(self.tokenizer.decode([self.eot_token_id]))
         asked = [int(given.pop(name)) for name in LENGTHS if name in given]
         most = asked[0] if asked else self._max_gen_toks
-        sampled = bool(given.pop("do_sample", float(given.get("temperature") or 0) > 0))
+        sampled = bool(given.pop("do_sample", float(given.get("temperature", 0)) > 0))
         chosen = {name: given.pop(name) for name in SAMPLING if name in given}
-        unknown = sorted(given.keys() - set(PASSED_OVER))
+        given.pop("use_cache", None)
+        unknown = sorted(name for name in given if given[name] != ONE_TEXT.get(name))
         if unknown:
             raise UsageError(
                 "lm-eval-argument",
-                f"generation arguments that arbor does not have: {', '.join(unknown)}.",
+                "generation arguments that arbor does not have: "
+                f"{', '.join(f'{name}={given[name]!r:.40}' for name in unknown)}.",
                 "Leave them out of --gen_kwargs.",
             )
-        if most >= self._context:
+        if not 1 <= most < self._context:
             raise UsageError(
                 "lm-eval-argument",
                 f"{most:,} tokens to generate, and the context has {self._context:,}.",
-                "Lower max_gen_toks.",
+                f"Give max_gen_toks between 1 and {self._context - 1:,}.",
             )
         if self._searches:
             sampling = dataclasses.replace(self._solver.sampling, **(chosen if sampled else {}))
         elif sampled:
-            sampling = Sampling(**{"temperature": 1.0, "top_p": 1.0, **chosen})
+            sampling = dataclasses.replace(self._sampling, **chosen)
         else:
             sampling = Sampling(temperature=0.0)
         prompt = self._encoded(context, self.tokenizer.bos_token)[-(self._context - most) :]
@@ -311,3 +320,10 @@ class ArborLM(TemplateLM):
             paths.feed(event)
         tokens = paths.ids(solution.path[-1]) if solution.path else []
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _sampling_of_hf(generation: Any) -> Sampling:
+    """How `hf` samples: by a model's generation config, whether that samples or not, then by
+    `SAMPLING`."""
+    found = {name: getattr(generation, name, None) for name in SAMPLING}
+    return Sampling(**{**SAMPLING, **{n: each for n, each in found.items() if each is not None}})

@@ -105,6 +105,28 @@ def test_a_first_token_is_added_where_hf_adds_it(changed: Path, settings: dict[s
     assert written == wanted
 
 
+@pytest.mark.parametrize(
+    ("configured", "most"), [({}, 50), ({"top_k": 2}, 2), ({"do_sample": True, "top_p": 1e-9}, 1)]
+)
+def test_samples_are_cut_as_those_of_hf(
+    changed: Path, configured: dict[str, Any], most: int
+) -> None:
+    (changed / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 2, **configured}), encoding="utf-8"
+    )
+    asked = requests(
+        "generate_until",
+        *(("4", {"max_gen_toks": 1, "do_sample": True, "temperature": 1e4}) for _ in range(400)),
+    )
+
+    arbor, hf = (
+        model.generate_until(asked)
+        for model in (ArborLM(str(changed)), HFLM(str(changed), device="cpu", batch_size=400))
+    )
+
+    assert len(set(arbor)) == pytest.approx(len(set(hf)), rel=0.05) and len(set(arbor)) <= most
+
+
 def test_equal_requests_have_samples_of_their_own(both: tuple[ArborLM, HFLM]) -> None:
     drawn = {"max_gen_toks": 8, "do_sample": True, "temperature": 10.0}
     alone = both[0].generate_until(requests("generate_until", (LINES[0], drawn)))
@@ -114,6 +136,18 @@ def test_equal_requests_have_samples_of_their_own(both: tuple[ArborLM, HFLM]) ->
 
     assert len(set(texts)) == len(texts) and texts[0] == alone[0]
     assert both[0].generate_until(asked) == texts
+
+
+def test_none_stands_for_what_is_not_given(both: tuple[ArborLM, HFLM]) -> None:
+    given = {"max_gen_toks": 8, "do_sample": True}
+    nothing = {"temperature": None, "top_k": None, "max_tokens": None, "until": None}
+
+    left_out, none = (
+        both[0].generate_until(requests("generate_until", (LINES[0], arguments)))
+        for arguments in (given, given | nothing)
+    )
+
+    assert left_out == none
 
 
 def test_the_numbers_of_tasks_are_those_of_hf(tmp_path: Path, both: tuple[ArborLM, HFLM]) -> None:
@@ -184,9 +218,15 @@ def test_what_arbor_does_not_have_is_refused(both: tuple[ArborLM, HFLM]) -> None
     for arguments, words in (
         ({"repetition_penalty": 1.2}, "repetition_penalty"),
         ({"max_gen_toks": 10**6}, "context"),
+        ({"max_gen_toks": 0}, "0 tokens to generate"),
+        ({"num_beams": 4}, "num_beams=4"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2"),
+        ({"max_length": 20}, "max_length=20"),
     ):
         with pytest.raises(UsageError, match=words):
             both[0].generate_until(requests("generate_until", ("x", arguments)))
+    one = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "max_gen_toks": 1}
+    both[0].generate_until(requests("generate_until", ("x", one)))
 
 
 def test_an_error_leaves_no_continuation_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
