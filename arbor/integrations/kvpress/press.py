@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import typing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _READS = "Presses work that read keys, values and the attention of the last queries"
+_MOST_REMOVED = math.nextafter(1, 0)  # kvpress takes what is below 1
 _SUCH_AS = f"{_READS}, such as SnapKVPress, TOVAPress, KeyDiffPress, KnormPress and LagKVPress."
 
 
@@ -34,7 +36,9 @@ class PressScorer(HeadKVScorer):
     own order of position, without those that left; SnapKVPress and TOVAPress read the attention
     that the last queries gave from their own positions, which kvpress, while decoding, computes
     from one position for all; in a tree, a press sees all tokens of the tree, and the last queries
-    of all its paths. Hidden states and weights of the model are not kept for it.
+    of all its paths. Hidden states and weights of the model are not kept for it. A press that
+    scores by its `compression_ratio`, as StreamingLLMPress does, is asked with the greatest one:
+    tokens that it would remove at some budget rank below those that it never removes.
 
     Attributes:
         compression_ratio: of kvpress, the part removed; the budget says how much is kept, so it is
@@ -110,7 +114,9 @@ class PressScorer(HeadKVScorer):
             config=SimpleNamespace(num_attention_heads=query_heads, num_key_value_heads=heads),
         )
         try:
-            scores = self.press(**own).score(
+            press = self.press(**own)
+            press.compression_ratio = _MOST_REMOVED
+            scores = press.score(
                 read_by_presses,
                 keys.new_zeros(1, count, 0),  # hidden states, of which presses read the number
                 keys.transpose(0, 1)[None],

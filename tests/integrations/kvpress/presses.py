@@ -70,6 +70,20 @@ class SnapKVPress(ScorerPress):
 
 
 @dataclass
+class SinkPress(ScorerPress):
+    """Removes tokens after the first ones, as many as its ratio says."""
+
+    n_sink: int = 4
+
+    def score(self, module: Any, hidden_states: Tensor, keys: Tensor, *given: Any) -> Tensor:
+        count = keys.shape[2]
+        removed = count - int(count * (1 - self.compression_ratio))
+        scores = keys.new_ones(keys.shape[:3])
+        scores[:, :, self.n_sink : self.n_sink + removed] = 0
+        return scores
+
+
+@dataclass
 class ProjectingPress(ScorerPress):
     """Needs weights of the model."""
 
@@ -101,6 +115,7 @@ class NoPress:
 for _each in (
     ScorerPress,
     NormPress,
+    SinkPress,
     SnapKVPress,
     ProjectingPress,
     FlatPress,

@@ -77,6 +77,17 @@ def test_press_policies_keep_the_rules(name: str) -> None:
     check_policy(policy_of(f"kvpress:{name},granularity=head"))
 
 
+@pytest.mark.usefixtures("stand_ins")
+def test_a_press_that_scores_by_its_ratio_keeps_what_it_never_removes() -> None:
+    policy = policy_of("kvpress:SinkPress,n_sink=7")
+    lab, block = grown(policy)
+    found = sequence_of(lab, block)
+
+    for layer in found.layers:
+        scores = policy.scorer.of_heads(found, layer)  # type: ignore[attr-defined]
+        assert (scores[:, :7] == 1).all() and (scores[:, 7:] == 0).all()
+
+
 # kvpress itself
 
 
@@ -93,13 +104,14 @@ def real(name: str, **settings: Any) -> Any:
         "KnormPress",
         "LagKVPress",
         "SnapKVPress",
+        "StreamingLLMPress",
         "TOVAPress",
     ],
 )
 def test_scores_are_those_of_kvpress_after_a_prompt(name: str) -> None:
     """The press, asked by arbor, and asked with the model's own layer and hidden states."""
     settings = {"SnapKVPress": {"window_size": 6}, "LagKVPress": {"lag_size": 8}}.get(name, {})
-    press = real(name, **settings)
+    press = real(name, **settings, compression_ratio=0.9999)
     policy = policy_of(",".join([f"kvpress:{name}", *(f"{k}={v}" for k, v in settings.items())]))
     lab, block = grown(policy)
     found = sequence_of(lab, block)

@@ -61,7 +61,7 @@ def test_likelihoods_are_those_of_hf(both: tuple[ArborLM, HFLM]) -> None:
 
 def test_rolling_likelihoods_are_those_of_hf() -> None:
     asked = requests("loglikelihood_rolling", *((line * 9,) for line in LINES))
-    settings = {"pretrained": MODEL, "max_length": 24, "device": "cpu"}
+    settings: dict[str, Any] = {"pretrained": MODEL, "max_length": 24, "device": "cpu"}
 
     arbor, hf = (model(**settings).loglikelihood_rolling(asked) for model in (ArborLM, HFLM))
 
