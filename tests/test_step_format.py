@@ -214,6 +214,7 @@ def test_a_schema_allows_what_is_valid_by_it(
         ({"patternProperties": {"a": {}, "b": {"type": "null"}}}, "several schemas"),
         ({"required": 5}, "It has to be of the type array of strings"),
         ({"exclusiveMinimum": True}, "'exclusiveMinimum' True"),
+        ({"const": 10**400}, "a number in it is too large"),
     ],
 )
 def test_what_a_schema_asks_for_in_vain_is_refused(schema: dict[str, Any], word: str) -> None:

@@ -113,7 +113,8 @@ def check_format(form: StepFormat) -> None:
     try:
         _grammar_of(form, xgrammar)
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0].split(": ", 1)[-1]
+        line = next(iter(str(error).strip().splitlines()), "a number in it is too large")
+        reason = line.split(": ", 1)[-1]
         raise UsageError(
             "step-format", f"the {form.kind} of the step format is invalid: {reason}", EXAMPLE
         ) from error
