@@ -158,6 +158,14 @@ A = {"a": {"type": "integer"}}
             [{"b": 1}, {}],
         ),
         ({"type": "number", "multipleOf": 2}, [4, -6], [3, 0.5]),
+        (  # in the order of the schema: what is thought of first comes first
+            {
+                "properties": {"why": {"const": 1}, "answer": {"const": 2}},
+                "required": ["answer", "why"],
+            },
+            [{"why": 1, "answer": 2}],
+            [{"answer": 2, "why": 1}],
+        ),
         ({"type": "integer", "multipleOf": 1, "minimum": 3}, [3], [2]),
         ({"type": "integer", "enum": [1, 2.5, "a", True]}, [1], [2.5, "a", True]),
         ({"type": "number", "anyOf": [{"type": "integer"}, {"maximum": 2}, A["a"]]}, [1], ["a"]),

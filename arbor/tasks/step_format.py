@@ -42,7 +42,7 @@ class StepFormat:
         if isinstance(value, cls):
             return value
         if isinstance(value, Mapping):
-            return cls("json", json.dumps(value, sort_keys=True))
+            return cls("json", json.dumps(value))
         kind, _, text = str(value).partition(":")
         if not isinstance(value, str) or kind not in ("regex", "json") or not text.strip():
             raise UsageError("step-format", f"{value!r:.80} is not a step format.", EXAMPLE)
@@ -75,4 +75,4 @@ def _schema(text: str) -> str:
         raise UsageError(
             "step-format", "the JSON schema of the step format has to be an object.", EXAMPLE
         )
-    return json.dumps(schema, sort_keys=True)
+    return json.dumps(schema)
