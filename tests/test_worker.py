@@ -299,10 +299,13 @@ def test_an_engine_that_nobody_else_has_is_freed_before_its_last_search_ends() -
         engine = weakref.ref(solver.engine)
         shared = solver.shared(at_once=1)
         job = shared.begin(shared.prepare(PROBLEMS[0]))
+        ended = threading.Event()
         job.at_end(lambda: freed.append(engine() is None))
+        job.at_end(ended.set)
         job.events.get()
         solver.close()
         job.solution()
+        ended.wait(60)
 
     assert freed == [True]
 
