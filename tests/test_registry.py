@@ -175,7 +175,7 @@ def with_words() -> Iterator[tuple[type[Any], str]]:
 
 def test_a_word_that_a_setting_does_not_have_is_refused_in_python_too() -> None:
     settings = list(with_words())
-    assert {"Hierarchy.evict", "RSBCM.unit", "CGEE.levels", "LayerExit.measure"} <= {
+    assert {"Policy.idle", "ToT.strategy", "Combined.rule", "GSM8K.steps"} <= {
         f"{cls.__name__}.{name}" for cls, name in settings
     }
     for cls, name in settings:
