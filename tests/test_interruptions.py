@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+from support.reward_models import OWN
 
 import arbor
 from arbor import Solver
@@ -21,7 +22,6 @@ from arbor.events import Event, Selected
 from arbor.run.searches import completed
 from arbor.run.solution import Solution
 from arbor.support.read_write_lock import ReadWriteLock
-from arbor.verifiers.reward_model import OutcomeRewardModel
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -31,17 +31,6 @@ PROBLEM = "4 5 6 10"
 LATER = (PROBLEM, "2 7 8 9", PROBLEM)
 CHAIN = {"controller": "chain", "max_depth": 2, "step_tokens": 4, "verifier": "exact"}
 BEAM = {"controller": "tot,beam=2,width=2", "max_depth": 2, "step_tokens": 4, "verifier": "self"}
-
-# a copy of the built-in model, in an engine of its own
-OWN = OutcomeRewardModel(
-    "builtin:sapling",
-    family="text",
-    head="tags",
-    prompt="{prompt}",
-    end="Reachable?",
-    good=" yes",
-    bad=" no",
-)
 
 Line = tuple[CodeType, int]
 Traced = Callable[[FrameType, str, Any], Any]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.reward_models import OWN
 from support.slow_cases import every
 
 from arbor import Solution, Solver, StopSearch
@@ -17,22 +18,11 @@ from arbor.measure.replay import replay
 from arbor.trace.read import read_trace
 from arbor.verifiers.combined import Combined
 from arbor.verifiers.reward.engine import RewardEngine
-from arbor.verifiers.reward_model import OutcomeRewardModel
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
 PROBLEMS = ("4 5 6 10", "1 1 4 6", "3 3 8 8")
 SMALL: Mapping[str, Any] = {"controller": "tot,width=4,beam=2", "deterministic": True}
-# a second copy of the built-in model, which is asked the question that the verifier self asks
-OWN = OutcomeRewardModel(
-    "builtin:sapling",
-    family="text",
-    head="tags",
-    prompt="{prompt}",
-    end="Reachable?",
-    good=" yes",
-    bad=" no",
-)
 TOLERANCE = 1e-4  # the two engines divide the work into other batches
 
 

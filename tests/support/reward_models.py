@@ -20,12 +20,23 @@ from arbor.controllers.base import Expansion
 from arbor.tasks.base import BlockLimits, Problem
 from arbor.tree import Node, ThoughtTree
 from arbor.verifiers.base import SearchShape
+from arbor.verifiers.reward_model import OutcomeRewardModel
 
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}"
 )
 PROBLEM = Problem("0", "fake", "What is 2+3?")
+# a second copy of the built-in model, which is asked the question that the verifier self asks
+OWN = OutcomeRewardModel(
+    "builtin:sapling",
+    family="text",
+    head="tags",
+    prompt="{prompt}",
+    end="Reachable?",
+    good=" yes",
+    bad=" no",
+)
 
 
 def byte_tokenizer(*tags: str, chat: bool = False, merges: Sequence[str] = ()) -> Any:
