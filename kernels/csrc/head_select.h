@@ -74,8 +74,6 @@ void mark_up_to(const uint32_t* keys, int64_t count, uint32_t limit, int64_t beg
     }
 }
 
-inline bool has(const uint64_t* bits, int64_t place) { return bits[place / 64] >> place % 64 & 1; }
-
 inline void clear(uint64_t* bits, int64_t place) {
     bits[place / 64] &= ~(uint64_t{1} << place % 64);
 }

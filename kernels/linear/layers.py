@@ -92,26 +92,6 @@ DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CODES = (torch.int8, torch.uint8, torch.int16, torch.int32)  # of quantized weights
 
 
-@dataclass(frozen=True, slots=True)
-class PackReport:
-    """What `pack_linears` did.
-
-    Attributes:
-        packed: names of the layers packed, by packing.
-        dense: names of the layers that keep their weight (chunked if deterministic).
-        extra_bytes: memory that packing added: weights shared with an embedding exist twice, upcast
-            ones grow.
-        upcast: layers whose bfloat16 weights were packed as float32.
-        note: advice for the user, or "".
-    """
-
-    packed: dict[str, tuple[str, ...]]
-    dense: tuple[str, ...]
-    extra_bytes: int
-    upcast: int = 0
-    note: str = ""
-
-
 class PackedLinear(nn.Module):
     """An `nn.Linear` for inference whose weight lies in the layout of a matmul library.
 
@@ -424,61 +404,42 @@ def pack_linears(
     model: nn.Module,
     *,
     deterministic: bool = False,
-    tied: bool = True,
-    upcast: bool | None = None,
     choose: Packing | None = None,
-) -> PackReport:
+) -> None:
     """Replaces every plain `nn.Linear` of a loaded model by a `PackedLinear`, in place.
 
     Dense weights are dropped one by one while packing, so the peak is one layer above the model. A
     weight that an embedding (or another layer) shares stays for it: packing it as well costs its
     size once more, and is worth it (the largest matmul of the model runs 2.7x faster at 8 rows,
-    1.4x at 64); `tied=False` leaves such layers alone. Subclasses of `nn.Linear` and
-    quantized layers are left alone.
+    1.4x at 64). Subclasses of `nn.Linear` and quantized layers are left alone. Where the CPU has no
+    bfloat16 instructions, bfloat16 weights are packed as float32 (2-4x faster, twice the weights'
+    bytes) if that takes at most half of the machine's memory.
 
     Args:
         model: on the CPU, weights loaded; on other devices only `deterministic` has an effect.
         deterministic: results bitwise independent of the batch; every layer is replaced, packed or
             not, and those that an earlier call packed compute so too from now on (`batch_dependent`
             names the other layers).
-        tied: also pack weights that something else shares.
-        upcast: pack bfloat16 weights as float32 where the CPU has no bfloat16 instructions (2-4x
-            faster, twice the weights' bytes); None = if that takes at most half of the machine's
-            memory.
         choose: a packing for all layers instead of the rule of `packing`; layers it cannot do stay
             dense.
 
-    Returns:
-        What was packed.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-        >>> report = pack_linears(model, deterministic=True, choose="dense")
-        >>> report.dense, type(model[0]).__name__
-        (('0',), 'PackedLinear')
+        >>> pack_linears(model, deterministic=True, choose="dense")
+        >>> type(model[0]).__name__
+        'PackedLinear'
     """
     if deterministic:
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.deterministic = True
         _transpose(model)
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[parameter.data_ptr()] = owners.get(parameter.data_ptr(), 0) + 1
-    packed: dict[str, list[str]] = {}
-    dense: list[str] = []
-    extra_bytes = 0
-    slow = False
-    upcasts = 0
-    if upcast is None:
-        upcast = 2 * 4 * sum(p.numel() for p in model.parameters()) <= _memory_bytes()
-    for name, parent, child_name in _linears(model):
+    upcast = 2 * 4 * sum(p.numel() for p in model.parameters()) <= _memory_bytes()
+    for _, parent, child_name in _linears(model):
         linear = getattr(parent, child_name)
         if isinstance(linear, BlockLinear):
             continue
         weight = linear.weight
-        shared = owners[weight.data_ptr()] > 1
         emulated = (
             weight.dtype == torch.bfloat16
             and weight.is_cpu
@@ -487,27 +448,14 @@ def pack_linears(
         )
         compute = torch.float32 if emulated and upcast else weight.dtype
         kind = packing(weight, compute) if choose is None else _supported(choose, weight, compute)
-        if shared and not tied:
-            kind = "dense"
         if kind == "dense":
             compute = weight.dtype
-        slow = slow or (emulated and compute == torch.bfloat16)
-        if kind == "dense":
-            dense.append(name)
             if not deterministic:
                 continue
-        else:
-            packed.setdefault(kind, []).append(name)
-            packed_bytes = weight.numel() * compute.itemsize
-            extra_bytes += packed_bytes - (0 if shared else weight.nbytes)
-            upcasts += compute != weight.dtype
         replacement = PackedLinear(linear, kind, deterministic, compute)
         replacement.train(linear.training)
         setattr(parent, child_name, replacement)
         del linear, weight
-    note = "this CPU has no bfloat16 instructions: float32 is 3-5x faster" if slow else ""
-    layers = {kind: tuple(names) for kind, names in packed.items()}
-    return PackReport(layers, tuple(dense), extra_bytes, upcasts, note)
 
 
 def encode_linears(model: nn.Module) -> tuple[str, ...]:

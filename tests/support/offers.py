@@ -161,23 +161,6 @@ def evict(blocks: Blocks, chosen: list[np.ndarray]) -> Blocks:
     return dataclasses.replace(blocks, resident=resident, floor=floor, see=after.only)
 
 
-def permuted(blocks: Blocks, order: np.ndarray) -> Blocks:
-    """The same blocks under other ids: block j is what block order[j] was."""
-    tokens = blocks.tokens
-    at = np.concatenate(
-        [np.empty(0, np.int64), *(np.flatnonzero(tokens.block == old) for old in order)]
-    ).astype(np.int64)
-    fields = {f.name: getattr(tokens, f.name)[at] for f in dataclasses.fields(Tokens)}
-    fields["block"] = np.repeat(np.arange(len(order)), blocks.resident[order])
-    moved = Tokens(**fields)
-    columns = {
-        f.name: getattr(blocks, f.name)[order]
-        for f in dataclasses.fields(Blocks)
-        if f.name not in ("ids", "see")
-    }
-    return Blocks(ids=blocks.ids, **columns, see=moved.only)
-
-
 def blocks_of(count: int, **columns: object) -> Blocks:
     """Blocks of 10 resident tokens that differ in these columns only."""
     zeros = np.zeros(count, np.int64)

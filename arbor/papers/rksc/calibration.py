@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from arbor.engine.operation import NO_LOGITS
@@ -22,7 +22,7 @@ from arbor.papers.rksc.exit_watch import Exiting, ways_of
 from arbor.registry import name_of
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
-from arbor.verifiers.base import Asker, ChecksQuestions, Encoder, Inquires, Verdict
+from arbor.verifiers.base import Asker, Encoder, Verdict
 from arbor.verifiers.self_eval import SelfEval
 
 if TYPE_CHECKING:
@@ -137,10 +137,9 @@ class ExitCalibration:
 
 
 class Recorder:
-    """A verifier whose values are another's, and which records what each layer would give.
+    """`SelfEval`, every question through all layers, which records what each would give.
 
     Args:
-        verifier: asked, every question through all layers.
         measure, norm: of the uncertainties, as in `LayerExit`.
 
     Attributes:
@@ -151,10 +150,8 @@ class Recorder:
 
     needs_model = True
 
-    def __init__(
-        self, verifier: Inquires | None = None, measure: Measure = "entropy", norm: bool = True
-    ) -> None:
-        self.verifier: Inquires = verifier or SelfEval()
+    def __init__(self, measure: Measure = "entropy", norm: bool = True) -> None:
+        self.verifier = SelfEval()
         self.found: list[Verification] = []
         self.solver: Solver | None = None
         self.problem = 0
@@ -162,25 +159,13 @@ class Recorder:
 
     def check(self, task: Task, problem: Problem, encoder: Encoder) -> None:
         """The verifier's own check."""
-        if isinstance(self.verifier, ChecksQuestions):
-            self.verifier.check(task, problem, encoder)
+        self.verifier.check(task, problem, encoder)
 
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
-        """The verifier's values.
-
-        Raises:
-            UsageError: the verifier does not give its questions at once, by candidate.
-        """
+        """The verifier's values."""
         inquiry = self.verifier.inquire(task, problem, candidates, engine)
-        if inquiry is None or not inquiry.rows:
-            raise UsageError(
-                "calibrate-exit",
-                "calibration needs a verifier that gives all of its questions at once, with the "
-                "question of each candidate.",
-                "Use the verifier self or vote.",
-            )
         if not inquiry.nodes:  # nothing to compare
             return inquiry.verdict(NO_LOGITS)
         assert self.solver is not None, "it has not been given its solver"
@@ -307,16 +292,10 @@ def _paper(
     if settled:
         rule = dataclasses.replace(rule, threshold=round(statistics.median(settled), 4))
     return ExitThresholds(
-        _percentile([each.confidence for each in mine], 0.75),
-        _percentile(gaps, 0.25) if gaps else 1.0,
+        float(np.percentile([each.confidence for each in mine], 75, method="inverted_cdf")),
+        float(np.percentile(gaps, 25, method="inverted_cdf")) if gaps else 1.0,
         rule,
     )
-
-
-def _percentile(numbers: Sequence[float], share: float) -> float:
-    """The smallest number with at least this share at or below it."""
-    ordered = sorted(numbers)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def _skipping(

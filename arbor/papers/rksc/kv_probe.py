@@ -35,19 +35,17 @@ _NO_LEVELS = 1 << 60  # key reads that no span saves
 Seconds = Callable[[ForwardPlan], float]
 
 
-def measure(runner: ModelRunner, *, buckets: int = BUCKETS) -> LevelRule:
+def measure(runner: ModelRunner) -> LevelRule:
     """From how many rows on a level pays, by length of the shared span.
 
     Each bucket is measured in its middle, for 2, 4, 8 and 16 rows that decode a token, until a
     level pays.
 
     Args:
-        runner: the model.
-        buckets: of 64 tokens each; fewer where the model's context is shorter.
+        runner: the model; where its context is shorter than `BUCKETS` buckets, fewer are measured.
     """
     longest = getattr(runner.config, "max_position_embeddings", None)
-    if isinstance(longest, int):
-        buckets = max(1, min(buckets, longest // BUCKET))
+    buckets = max(1, min(BUCKETS, longest // BUCKET)) if isinstance(longest, int) else BUCKETS
     pool = KVPool(runner.layer_kv, buckets * BUCKET + max(ROWS), runner.kv_dtype, runner.device)
 
     def seconds(plan: ForwardPlan) -> float:
