@@ -30,7 +30,9 @@ _BYTES = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_SIZE = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+)")
+_WHOLE = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*"
+_SIZE = re.compile(rf"((?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+)")
+_COMMA = re.compile(r"([0-9]{1,9}),([0-9]{1,9})\s*([A-Za-z]*)")  # for a decimal point
 _BINARY = ("TiB", "GiB", "MiB", "KiB")
 
 
@@ -304,7 +306,7 @@ class Budget:
         Args:
             value: ``full``; a ratio ``0 < x <= 1`` of full retention (the part kept; 1 is
                 ``full``); ``8192tok``; or KV bytes as ``6GiB``, ``512MiB``, ``1.5GB`` (B, KiB to
-                TiB, KB to TB; any case). Digits may be grouped with ``,`` or ``_``.
+                TiB, KB to TB; any case). Digits may be grouped: ``8,192tok``, ``8_192tok``.
 
         Raises:
             BudgetRange: any other value; suggests the likely form.
@@ -332,9 +334,14 @@ class Budget:
                     raise _too_small(text, "at least one byte")
                 return cls("bytes", size)
             raise _unreadable(text, _nearest_unit(match[1], unit))
-        if re.fullmatch(r"0,[0-9]{1,9}", text) and float(point := text.replace(",", ".")) > 0:
-            guess = f"Did you mean {point} (keep {100 * float(point):g} %)?"
-            raise _unreadable(text, guess)
+        if (comma := _COMMA.fullmatch(text)) is not None:
+            point, unit = float(f"{comma[1]}.{comma[2]}"), comma[3]
+            if unit.lower() in _BYTES:
+                raise _unreadable(text, f"Did you mean {point:g}{unit}?")
+            if not unit and 0 < point < 1:
+                raise _unreadable(text, f"Did you mean {point:g} (keep {100 * point:g} %)?")
+            if not unit and not re.fullmatch(_WHOLE, text):
+                raise _not_a_ratio(text, point)
         ratio = _number(text)
         if 0 < ratio <= 1:
             return cls("ratio", ratio)

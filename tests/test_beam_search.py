@@ -252,6 +252,15 @@ def test_a_staging_buffer_takes_its_part_of_the_budget_and_changes_nothing_else(
         assert staged.generate("hi", beams=2, max_tokens=1, budget=f"{least}tok")
 
 
+def test_the_budget_that_a_refusal_names_works() -> None:
+    with Solver() as solver:
+        for budget in ("5tok", "17tok"):
+            with pytest.raises(BudgetInfeasible) as caught:
+                solver.generate("4 5 6 10", beams=6, max_tokens=7, budget=budget)
+            enough = f"{caught.value.needed}tok"
+            assert solver.generate("4 5 6 10", beams=6, max_tokens=7, budget=enough)
+
+
 def test_there_are_no_more_continuations_than_the_vocabulary_has() -> None:
     with Solver() as solver:
         every = len(solver.tokenizer)

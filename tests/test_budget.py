@@ -85,6 +85,12 @@ def test_a_budget_is_read_from_each_form(written: float | str, unit: str, amount
         (True, "neither a ratio"),
         (None, "neither a ratio"),
         ("0.25max", "Did you mean 0.25?"),
+        ("0,25", "Did you mean 0.25 (keep 25 %)?"),
+        ("1,5", "Did you mean 0.015 (keep 1.5 %)?"),
+        ("1,5GiB", "Did you mean 1.5GiB?"),
+        ("0,500MiB", "Did you mean 0.5MiB?"),
+        ("2,5tok", "neither a ratio"),
+        ("1,,,2tok", "neither a ratio"),
         ("0.5 of prompt+5", "neither a ratio"),
     ],
 )

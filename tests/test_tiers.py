@@ -18,6 +18,7 @@ from support.slow_cases import every
 
 from arbor import Solver
 from arbor.controllers.tot import ToT
+from arbor.errors import UsageError
 from arbor.events import Discarded, Event, Evicted, Rehydrated
 from arbor.memory import KVMemory, stores
 from arbor.memory.host_copies import HostCopies, HostCopy
@@ -182,6 +183,33 @@ def test_a_flipped_bit_is_found(place: int) -> None:
     (byte,) = os.pread(store._file, 1, at)
     os.pwrite(store._file, bytes([byte ^ 64]), at)
     assert store.read(records, CPU)[1].tolist() == [True, True, False, True]
+
+
+def test_a_tier_that_no_machine_has_memory_for_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few: dict[str, Any] = {"controller": ToT(beam=2, width=2), "max_depth": 2, "budget": "60tok"}
+    packed = {"mode": "lossy", "policy": "snapkv", "rehydrate": "selective", "host_bits": 8}
+    many = {"disk": "8192TiB"}, {"host": "9" * 20 + "tok"}, {"host": "9999999TiB", **packed}
+    for tiers in many:
+        with (
+            pytest.raises(UsageError, match=r"tier-size.*at most 2147483647tok"),
+            Solver(**few, **tiers) as solver,
+        ):
+            solver.solve(PUZZLE)
+    zeros = np.zeros
+
+    def limited(shape: Any, *rest: Any) -> Any:
+        if shape == 10**9:
+            raise MemoryError
+        return zeros(shape, *rest)
+
+    monkeypatch.setattr(np, "zeros", limited)
+    with (
+        pytest.raises(UsageError, match=r"host-memory.*Lower host or disk"),
+        Solver(**few, disk="1000000000tok") as solver,
+    ):
+        solver.solve(PUZZLE)
 
 
 def test_nothing_is_left_on_disk_however_the_process_ends(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.forest import Forest
+from arbor.memory.out_of_memory import lower_tier
 from arbor.memory.pool import KVPool
-from arbor.memory.records import GroupedRecords, Records, RecordTable, Tokens
+from arbor.memory.records import RECORD_BYTES, GroupedRecords, Records, RecordTable, Tokens
 from arbor.memory.stores import Store
 from arbor.tree import NO_RECORD, Node, Tier
 
@@ -62,9 +63,15 @@ class Loaded:
 
 
 def _table_of(store: Store) -> RecordTable:
-    if store.group == 1:
-        return RecordTable(store.records)
-    return GroupedRecords(store.records, store.group)
+    """The account of a store's records.
+
+    Raises:
+        UsageError: the machine has no memory for so many.
+    """
+    with lower_tier(store.records * RECORD_BYTES):
+        if store.group == 1:
+            return RecordTable(store.records)
+        return GroupedRecords(store.records, store.group)
 
 
 class LowerTiers:

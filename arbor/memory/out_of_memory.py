@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from arbor.errors import OutOfMemory
+from arbor.errors import OutOfMemory, UsageError
+from arbor.support.shortage import is_out_of_memory
 
 PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
@@ -112,6 +115,28 @@ def kv_too_large(
         weights_bytes=weights,
         fitting_tokens=fits,
     )
+
+
+@contextlib.contextmanager
+def lower_tier(wanted: int) -> Iterator[None]:
+    """Around the allocation of what a tier below the device needs.
+
+    Args:
+        wanted: bytes.
+
+    Raises:
+        UsageError: the machine has less memory than that.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            "host-memory",
+            f"the host has no {size(wanted)} for KV that leaves the device.",
+            "Lower host or disk.",
+        ) from error
 
 
 def forward_too_large(

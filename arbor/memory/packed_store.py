@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from arbor.errors import OutOfMemory, UsageError
+from arbor.errors import OutOfMemory
+from arbor.memory.out_of_memory import lower_tier
 from arbor.memory.records import Records
 from arbor.support.packed_size import GROUP, packed_bytes
 from arbor.support.shortage import is_out_of_memory
-from arbor.support.texts import human_bytes
 from arbor.tree import Tier
 
 
@@ -150,21 +150,14 @@ class PackedStore:
         groups = -(-records // self.group)
         half = torch.float16
         value_groups = -(-self._values // GROUP)
-        self._packed = np.zeros(groups, np.bool_)
         self._open = -1  # the group whose tokens wait
-        try:
-            with torch.inference_mode(False):
-                self._waiting = torch.empty(self.group, numbers, dtype=dtype)
-                self._codes = torch.empty(records, packed_width(numbers, bits), dtype=torch.uint8)
-                self._key_scales = torch.empty(2, groups, keys, dtype=half)
-                self._value_scales = torch.empty(2, records, value_groups, dtype=half)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            size = human_bytes(packed_bytes(records, numbers, dtype.itemsize, bits))
-            raise UsageError(
-                "host-memory", f"the host has no {size} for KV.", "Lower --host."
-            ) from error
+        wanted = packed_bytes(records, numbers, dtype.itemsize, bits)
+        with lower_tier(wanted), torch.inference_mode(False):
+            self._packed = np.zeros(groups, np.bool_)
+            self._waiting = torch.empty(self.group, numbers, dtype=dtype)
+            self._codes = torch.empty(records, packed_width(numbers, bits), dtype=torch.uint8)
+            self._key_scales = torch.empty(2, groups, keys, dtype=half)
+            self._value_scales = torch.empty(2, records, value_groups, dtype=half)
 
     @property
     def nbytes(self) -> int:

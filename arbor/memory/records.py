@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Records = NDArray[np.int32]
+RECORD_BYTES = 20  # of a record's columns in `RecordTable`
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +137,13 @@ class GroupedRecords(RecordTable):
         groups = -(-records // group)
         self._count = np.zeros(groups, np.int64)  # records in use
         self._empty = list(range(groups - 1, -1, -1))  # groups, as a stack
+        self._in_empty = records  # records of these
         self._next = self._end = 0  # what the open group has left
 
     @property
     def free(self) -> int:
         """Records that can be taken."""
-        return self._end - self._next + sum(map(self._size, self._empty))
+        return self._end - self._next + self._in_empty
 
     def _size(self, group: int) -> int:
         return min(self.group, self.records - group * self.group)
@@ -162,6 +164,7 @@ class GroupedRecords(RecordTable):
                 first = self._empty.pop()
                 self._next = first * self.group
                 self._end = self._next + self._size(first)
+                self._in_empty -= self._size(first)
             stop = min(self._end, self._next + len(tokens) - len(taken))
             taken.extend(range(self._next, stop))
             self._next = stop
@@ -181,6 +184,7 @@ class GroupedRecords(RecordTable):
                 self._next = group * self.group
             else:
                 self._empty.append(group)
+                self._in_empty += self._size(group)
 
     def oldest(self, count: int, spared: Records) -> Records:
         """The records in use of groups that make `count` of them free, or of as many as can: those

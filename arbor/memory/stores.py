@@ -20,11 +20,10 @@ from torch import Tensor
 
 from arbor.errors import UsageError
 from arbor.memory.host_copies import HostCopies, HostCopy
+from arbor.memory.out_of_memory import lower_tier
 from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import KVPool
 from arbor.memory.records import Records
-from arbor.support.shortage import is_out_of_memory
-from arbor.support.texts import human_bytes
 from arbor.tree import Tier
 
 logger = logging.getLogger(__name__)
@@ -108,16 +107,8 @@ class HostStore:
         self.records = records
         self._copies = copies
         self._due: deque[tuple[Tensor, HostCopy]] = deque()
-        try:
-            with torch.inference_mode(False):
-                self._rows = torch.empty(records, numbers, dtype=dtype)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            size = human_bytes(records * numbers * dtype.itemsize)
-            raise UsageError(
-                "host-memory", f"the host has no {size} for KV.", "Lower --host."
-            ) from error
+        with lower_tier(records * numbers * dtype.itemsize), torch.inference_mode(False):
+            self._rows = torch.empty(records, numbers, dtype=dtype)
 
     def write(self, records: Records, rows: Tensor) -> NDArray[np.bool_]:
         """See `Store`; always succeeds."""
@@ -173,7 +164,7 @@ class DiskStore:
         folder: where the file lies; by default the system's folder for temporary files.
 
     Raises:
-        UsageError: the folder cannot be written.
+        UsageError: the machine has no memory for its checksums, or the folder cannot be written.
     """
 
     tier = Tier.DISK
@@ -186,8 +177,9 @@ class DiskStore:
         self.records = records
         self._dtype = dtype
         self._bytes = numbers * dtype.itemsize
-        self._checksums = np.zeros(records, np.uint32)
         self._failed = False
+        with lower_tier(records * np.dtype(np.uint32).itemsize):
+            self._checksums = np.zeros(records, np.uint32)
         try:
             with tempfile.TemporaryFile(prefix="arbor-kv-", dir=folder) as file:
                 self._file = os.dup(file.fileno())

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_TOKENS = 2**31 - 1  # of a tier: records have 32-bit numbers
+
 
 def _size(name: str, given: str | int | Budget | None) -> Budget | None:
     """A size as a user writes it; None for none.
@@ -65,11 +67,27 @@ def _folder(given: str | os.PathLike[str]) -> Path:
     raise UsageError("keep-kv", f"keep_kv={name}: {reason}.", "Name a folder.")
 
 
-def _tokens(size: Budget | None, bytes_per_token: int) -> int:
+def _tokens(name: str, size: Budget | None, bytes_per_token: int) -> int:
+    """Tokens of a tier; errors as for `_fewer`."""
     if size is None:
         return 0
     amount = int(size.amount)
-    return amount if size.unit == "tokens" else amount // bytes_per_token
+    return _fewer(name, size, amount if size.unit == "tokens" else amount // bytes_per_token)
+
+
+def _fewer(name: str, size: Budget, tokens: int) -> int:
+    """The tokens of a tier.
+
+    Raises:
+        UsageError: more than there may be.
+    """
+    if tokens > MOST_TOKENS:
+        raise UsageError(
+            "tier-size",
+            f"{name}={size}: that is {tokens:,} tokens.",
+            f"Take at most {MOST_TOKENS}tok.",
+        )
+    return tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +255,7 @@ class TierSettings(ModelSettings, ModeSettings):
     def staging_tokens(self, bytes_per_token: int) -> int:
         """Tokens of the staging buffer, at least 1 where there is one; argument as for
         `tier_tokens`."""
-        return max(1, _tokens(self.staging, bytes_per_token)) if self.staged else 0
+        return max(1, _tokens("staging", self.staging, bytes_per_token)) if self.staged else 0
 
     def tier_tokens(self, bytes_per_token: int, itemsize: int) -> tuple[int, int]:
         """Tokens that host and disk may hold.
@@ -245,13 +263,20 @@ class TierSettings(ModelSettings, ModeSettings):
         Args:
             bytes_per_token: KV bytes of one token over all layers.
             itemsize: bytes of a number.
+
+        Raises:
+            UsageError: more than `MOST_TOKENS`.
         """
         host = self.host
         if host is not None and host.unit == "bytes" and self.host_bits is not None:
             numbers = bytes_per_token // itemsize
             exact = bytes_per_token if self.staged else 0
-            return packed_tokens(int(host.amount), numbers, itemsize, self.host_bits, exact), 0
-        return _tokens(host, bytes_per_token), _tokens(self.disk, bytes_per_token)
+            packed = packed_tokens(int(host.amount), numbers, itemsize, self.host_bits, exact)
+            return _fewer("host", host, packed), 0
+        return (
+            _tokens("host", host, bytes_per_token),
+            _tokens("disk", self.disk, bytes_per_token),
+        )
 
     def tier_room(self, bytes_per_token: int, itemsize: int) -> LowerRoom:
         """The tiers of an engine; arguments as for `tier_tokens`."""

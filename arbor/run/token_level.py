@@ -106,10 +106,10 @@ class Generation:
         self.slots = budget.tokens(most, info.kv_bytes_per_token)
         if self.slots < least:
             raise BudgetInfeasible(
-                least,
+                most,
                 self.slots,
-                f"a search with {counted(settings.beams, 'beam')}",
-                "Use a larger --budget, or fewer --beams.",
+                f"a search with {counted(settings.beams, 'beam')} of {settings.max_tokens:,} tokens",
+                "Use a larger --budget, fewer --beams or fewer --max-tokens.",
             )
 
     def stop(self, status: str = "interrupted") -> None:
