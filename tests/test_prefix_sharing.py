@@ -14,6 +14,7 @@ from support.trees import QUESTIONS, SAMPLED, Lab, relative_error
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
 from arbor.events import Event, Evicted, Rehydrated, Shared
+from arbor.memory.prefix_cache import MOST_PREFIXES
 from arbor.memory.stores import LowerRoom
 from arbor.model.fetch_costs import FetchCosts
 from arbor.tasks.base import BlockLimits
@@ -164,6 +165,21 @@ def test_kept_prompts_leave_before_any_block_does() -> None:
     assert relative_error(answers, fresh.ask([tree.root], [(7, 8, 9)])) < 1e-5
     assert lab.memory.used == len(FIRST) and not lab.memory.prefixes
     assert not any(isinstance(event, Evicted) for event in lab.events)
+
+
+def test_a_prompt_that_comes_again_pushes_out_no_other() -> None:
+    lab = Lab(build("llama"), debug=True, policy="full")
+    for prompt in (FIRST, *[SECOND] * (MOST_PREFIXES + 1)):
+        (tree,) = opened(lab, prompt)
+        extended(lab, tree)
+        lab.close(tree)
+
+    assert len(lab.memory.prefixes) == 2
+    assert lab.memory.used == len(FIRST) + len(SECOND) - len(EXAMPLES)
+    (tree,) = opened(lab, FIRST)
+    lab.events.clear()
+    extended(lab, tree)
+    assert [each.nodes for each in lab.events if isinstance(each, Shared)] == [((0, len(FIRST)),)]
 
 
 def test_shared_tokens_leave_last_and_come_back_once() -> None:

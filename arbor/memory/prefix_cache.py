@@ -28,6 +28,14 @@ class Kept:
     depth: NDArray[np.int16]
     prompt: int
 
+    def same_text(self, other: Kept) -> bool:
+        """Whether another one has the same tokens, as a prompt, in as many layers."""
+        return (
+            self.prompt == other.prompt
+            and np.array_equal(self.tokens, other.tokens)
+            and np.array_equal(self.depth, other.depth)
+        )
+
     def of_prompt(self) -> Kept:
         """The same without what was generated after the prompt."""
         end = self.prompt
@@ -62,12 +70,13 @@ class PrefixCache:
         count = int(missing[0]) if len(missing) else len(tokens)
         if count < LEAST_COMMON:
             return
-        if len(self) == MOST_PREFIXES:
-            table.release(self.oldest(), NO_TREE)
         slots = np.concatenate([node.span.slot for node in path])[:count]
         prompt = len(path[0].tokens)
         prefix = Kept(tokens[:count], slots, depth[:count], prompt if prompt <= count else 0)
         table.retain(prefix.slots)
+        again = [place for place, kept in enumerate(self._prefixes) if kept.same_text(prefix)]
+        if again or len(self) == MOST_PREFIXES:
+            table.release(self._prefixes.pop(again[0] if again else 0).slots, NO_TREE)
         self._prefixes.append(prefix)
 
     def take(self, prompt: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int16]] | None:
