@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import transformers
 from support import flashinfer_standin as standin
 from support import tree_standin
 from support.flashinfer_standin import Events, Wrapper
+from support.models import build
 from torch import Tensor
 
 from arbor import Solver
@@ -32,6 +34,7 @@ from arbor.kernels.attention.triton_tree import TritonTree
 from arbor.model import loading
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.plan import Piece, Segment, plan_forward
+from arbor.model.runner import ModelRunner
 
 SLOTS = 96
 ACCELERATE = "transformers.utils.import_utils.is_accelerate_available"
@@ -201,7 +204,22 @@ def test_a_kernel_that_computes_something_else_is_not_used(
 
 
 @pytest.fixture
-def on_cuda(package: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """GPUs that were made the current one and still are, the last one last."""
+    found: list[torch.device] = []
+
+    @contextmanager
+    def made(device: torch.device) -> Iterator[None]:
+        found.append(device)
+        yield
+        found.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", made)
+    return found
+
+
+@pytest.fixture
+def on_cuda(package: Any, current: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Solvers believe in a GPU and in FlashInfer; what they compute is on the CPU."""
     monkeypatch.setattr(
         "arbor.model.placement.find_spec", lambda name: object() if name == "flashinfer" else None
@@ -274,6 +292,44 @@ def test_auto_is_triton_where_it_is_measured_to_be_the_fastest(with_triton: None
     assert chosen(Solver(dtype="bfloat16", backend="flashinfer").checkpoint) is FlashInferCascade
     whole = Solver(dtype="float32", kv_dtype="int8").checkpoint
     assert whole.backend_name(whole.read().info) == "triton"
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_kernels_are_tried_on_the_gpu_of_the_model(
+    with_triton: None, current: list[torch.device], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    second, tried = torch.device("cuda:1"), []
+    monkeypatch.setattr("arbor.model.checkpoint.resolve_device", lambda device: second)
+    kernel = sys.modules[tree_standin.KERNEL]
+
+    def noted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*given: Any, **named: Any) -> Any:
+            tried.append(current[-1:])
+            return run(*given, **named)
+
+        return noting
+
+    monkeypatch.setattr(kernel, "attend", noted(tree_standin.attend))
+    monkeypatch.setattr(Wrapper, "run", noted(Wrapper.run))
+    monkeypatch.setattr(Wrapper, "plan", noted(Wrapper.plan))
+
+    Solver(dtype="bfloat16", backend=name).load()
+
+    assert tried[0] == [second] and current == []
+
+
+def test_all_that_runs_a_model_runs_it_on_its_gpu(current: list[torch.device]) -> None:
+    runner, second = ModelRunner(build("llama"), TorchCascade()), torch.device("cuda:1")
+    runner.device, ran = second, []
+    model: Any = runner.model
+    for part in (model.lm_head, model.model.layers[0].self_attn):
+        part.register_forward_pre_hook(lambda *given: ran.append(current[-1:]))
+    state = torch.randn(2, model.config.hidden_size)
+
+    runner.unembed(state)
+    runner.rotations([0])
+
+    assert len(ran) > 1 and all(each == [second] for each in ran)
 
 
 def no_compiler(*given: Any) -> Any:

@@ -32,6 +32,7 @@ from arbor.model.placement import (
     TRITON,
     check_backend,
     check_int8,
+    current,
     device_of_model,
     flashinfer_computes,
     resolve_backend,
@@ -387,7 +388,7 @@ class Checkpoint:
             from arbor.model.weights import load_weights
 
             model = self._updated or self._ready_model(files)
-            with nullcontext() if model is None else put_back(model):
+            with nullcontext() if model is None else put_back(model), current(self.device):
                 return load_weights(
                     self.source,
                     model,

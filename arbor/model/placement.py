@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,16 @@ def resolve_device(device: str) -> torch.device:
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device", "--device cuda, but torch sees no GPU.", "Use --device cpu.")
     return chosen
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Within, a device is torch's current one.
+
+    Triton and FlashInfer launch there, wherever their tensors are.
+    """
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def device_of_model(model: Any, dtype: str, device: str) -> torch.device:
