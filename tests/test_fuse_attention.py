@@ -187,8 +187,17 @@ def test_plain_projections_are_one_product_where_that_gives_the_same(
     assert relative_error(bits(runner)[0].logits, before.logits) < tolerance
     assert seen == ["k_proj"]
     handle.remove()
+    with torch.no_grad():  # as training does
+        for each in hooked.parameters():
+            each.mul_(3)
+    trained = bits(runner)[0].logits
 
     unfuse(model)
+
+    assert relative_error(bits(runner)[0].logits, trained) < tolerance
+    with torch.no_grad():
+        for each in hooked.parameters():
+            each.div_(3)
 
     assert relative_error(bits(runner)[0].logits, before.logits) < tolerance
 

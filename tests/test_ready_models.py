@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fused_standin import TorchFusedOps, TorchRotary
 from support.models import Words, build, config_of, random_model
 from torch import Tensor
 from transformers import LlamaForSequenceClassification, LlamaModel
@@ -98,6 +99,47 @@ def test_a_model_whose_loading_is_interrupted_computes_and_is_loaded_again(
         assert model.state_dict().keys() == fresh.state_dict().keys()
     with Solver(model, **SAME) as again, Solver(fresh, **SAME) as solver:
         assert again.logprobs(pairs) == solver.logprobs(pairs)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_model_whose_projections_were_joined_is_trained_after_it_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, fresh = build(name).train(), build(name).train()
+
+    def gradients(of: Any) -> dict[str, Tensor]:
+        of.zero_grad()
+        of(input_ids=IDS, labels=IDS).loss.backward()
+        return {name: each.grad for name, each in of.named_parameters()}
+
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    wanted, joints = gradients(fresh), []
+    model.lm_head.weight.requires_grad_(False)
+    frozen = {name: each.requires_grad for name, each in model.named_parameters()}
+    made = layers.DenseJoint.__init__
+    with monkeypatch.context() as patch:  # as on a GPU: it packs no weights, and joins them
+        patch.setattr(weights, "pack_linears", lambda *given, **named: None)
+        patch.setattr(weights, "fused_ops", lambda device: TorchFusedOps())
+        patch.setattr(weights, "rotary_ops", lambda device: TorchRotary())
+        for module in ("parts", "attention"):
+            patch.setattr(f"arbor.model.fuse.{module}.joins_dense", lambda x: True)
+        patch.setattr(
+            layers.DenseJoint,
+            "__init__",
+            lambda self, given: made(self, given) or joints.append(self),
+        )
+        patch.setattr(weights, "eos_ids", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Solver(model, **SAME).load()
+
+    assert len(joints) == 2 * model.config.num_hidden_layers
+    assert {name: each.requires_grad for name, each in model.named_parameters()} == frozen
+    model.lm_head.weight.requires_grad_(True)
+    found = gradients(model)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], each) for name, each in wanted.items())
 
 
 @needs_native

@@ -243,8 +243,8 @@ def joint_linear(layers: Sequence[nn.Module]) -> JointLinear | None:
 class DenseJoint:
     """Linear layers of one input as one product, on a device whose library packs no weights.
 
-    Its weight holds those of the layers, which become parts of it: they compute alone as before and
-    no memory is added. A library may round a product of another size differently.
+    Its weight holds those of the layers, which become parts of it: they compute and are trained as
+    before and no memory is added. A library may round a product of another size differently.
 
     Args:
         layers: as `dense_joint` accepts them.
@@ -259,27 +259,35 @@ class DenseJoint:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
         self.out_features = sum(each.out_features for each in layers)
-        sizes = [each.out_features for each in layers]
-        self._weight = torch.cat([each.weight.data for each in layers])
-        for layer, part in zip(layers, self._weight.split(sizes), strict=True):
-            layer.weight.data = part
-        biases = [each.bias.data for each in layers if each.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
-        self._places = self._weights()
+        self._weight = _made_parts([each.weight for each in layers])
+        biases = [each.bias for each in layers if each.bias is not None]
+        self._bias = _made_parts(biases) if biases else None
+        self._places = self._parameters()
 
-    def _weights(self) -> list[int]:
-        return [each.weight.data_ptr() for each in self.layers]
+    def _parameters(self) -> list[int]:
+        parts = (part for each in self.layers for part in (each.weight, each.bias))
+        return [part.data_ptr() for part in parts if part is not None]
 
     @property
     def hooked(self) -> bool:
-        """Whether a layer has hooks, which a joint product does not run, or another weight by now:
+        """Whether a layer has hooks, which a joint product does not run, or other weights by now:
         a model that was moved or copied."""
         hooks = (each._forward_hooks or each._forward_pre_hooks for each in self.layers)
-        return any(hooks) or self._weights() != self._places
+        return any(hooks) or self._parameters() != self._places
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[M, in] -> [M, out of all layers], in the order of the layers."""
         return F.linear(rows, self._weight, self._bias)
+
+
+def _made_parts(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor of the numbers of several, next to each other; they become its parts."""
+    # whatever the caller's mode: numbers made in inference mode cannot be trained
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([each.data for each in parameters])
+        for each, part in zip(parameters, whole.split([*map(len, parameters)]), strict=True):
+            each.data = part
+    return whole
 
 
 def dense_joint(layers: Sequence[nn.Module]) -> DenseJoint | None:
