@@ -27,6 +27,7 @@ from gpu_stages import (  # noqa: E402
     agreement,
     attention,
     engines,
+    environment,
     floors,
     processes,
     report,
@@ -232,7 +233,7 @@ def test_the_last_level_by_the_decode_kernel_is_a_row_where_there_is_one(
     shape = trees.AttentionShape(8, 2, 64, 64, 0.125)
     torch.manual_seed(0)
     q, *kv = (torch.randn(size).bfloat16() for size in ((6, 8, 64), (58, 2, 64), (58, 2, 64)))
-    base = trees.timed(trees.backend_of("rowwise", CPU), layout, shape, (q, *kv))
+    base = trees.timed(RowwiseAttention(), layout, shape, (q, *kv))
     plans: list[Any] = []
     plan = standin.DecodeWrapper.plan
     monkeypatch.setattr(
@@ -249,6 +250,64 @@ def test_the_last_level_by_the_decode_kernel_is_a_row_where_there_is_one(
     assert row(replace(base, out=1.1 * base.out))["ok"] is False
     monkeypatch.delattr(package, "BatchDecodeWithPagedKVCacheWrapper")
     assert row(base)["status"] == rows.NOT_AVAILABLE
+
+
+# Without FlashInfer
+
+
+@pytest.fixture
+def without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setattr(environment, "versions", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
+
+
+@pytest.mark.usefixtures("without_flashinfer")
+def test_where_flashinfer_is_not_installed_the_others_pass(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    for stage, name in ((environment, "all"), (attention, "flashinfer")):
+        job = rows.Job(stage.__name__.split(".")[1], name, "cuda", out, 60, 1)
+        with job.checking("stage"):
+            stage.run(job)
+    with job.checking("stage"):
+        engines.make_engine(None, engines.Variant(), "flashinfer")
+    with job.checking("stage"):
+        engines.make_engine(None, engines.Variant(flashinfer=True))
+    found = rows.read(out)
+
+    missing = [row for row in found if row.get("status") == rows.NOT_AVAILABLE]
+    assert [row["reason"] for row in missing] == ["flashinfer is not installed"] * 4
+    assert not [row for row in found if row.get("ok") is False]
+    rows.append(out, {"stage": "attention", "backend": "triton", "ok": True})
+    for required, passes in (("triton", True), ("flashinfer", False)):
+        reasons = processes.verdict(rows.read(out), required, gpu_check.CHECKING)
+        assert (not reasons) is passes
+
+
+def test_trees_are_timed_by_the_backends_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = attention.backend_of
+
+    def backend_of(name: str, device: torch.device) -> Any:
+        if name in missing:
+            raise rows.NotAvailable(name)
+        return made(name, device)
+
+    monkeypatch.setattr(attention, "backend_of", backend_of)
+    job = rows.Job("trees", "all", "cpu", tmp_path / "rows.jsonl", 60, 1)
+
+    missing = {"rowwise"}
+    trees.run(job)
+    first, *found = rows.read(job.out)
+    assert first["status"] == rows.NOT_AVAILABLE
+    assert len(found) == len(trees.HEADS) * len(trees.SMALL_TREES)
+    assert all(row["tree_us"] > 0 and "ok" not in row for row in found)
+    assert "two launches, us" in report.trees(found)
+
+    missing = {"rowwise", "torch"}
+    trees.run(job)
+    assert len(rows.read(job.out)) == 1 + len(found) + 2
 
 
 def test_problems_together_are_timed_by_the_wall_where_there_is_a_gpu(

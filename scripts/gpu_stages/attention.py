@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_stages.rows import Job
+from gpu_stages.rows import Job, needs
 from torch import Tensor
 
 from arbor import components, registry
@@ -283,8 +283,13 @@ def without_key(layout: CascadeLayout, index: int, place: int) -> CascadeLayout:
 
 
 def backend_of(part: str, device: torch.device) -> AttentionBackend:
-    """The backend of a part."""
+    """The backend of a part.
+
+    Raises:
+        NotAvailable: FlashInfer's, which is not installed.
+    """
     if part == "flashinfer":
+        needs(part)
         return FlashInferCascade(device)
     backend: AttentionBackend = components.build("backend", part)
     return backend
@@ -299,20 +304,26 @@ def backends_of(part: str, device: torch.device) -> list[str]:
     return [part, *sorted(others)]
 
 
+def built(job: Job, names: Sequence[str]) -> dict[str, AttentionBackend]:
+    """Backends by their names, without those that cannot be made; each of these is a row."""
+    found: dict[str, AttentionBackend] = {}
+    for name in names:
+        with job.checking(name, backend=name):
+            found[name] = backend_of(name, torch.device(job.device))
+    return found
+
+
 def run(job: Job) -> None:
     """Check every case with the part's backends; a case that raises does not stop the others."""
     device = torch.device(job.device)
-    names = backends_of(job.part, device)
-    todo = [(name, case) for name in names for case in cases(job.small)]
-    backends: dict[str, AttentionBackend] = {}
+    backends = built(job, backends_of(job.part, device))
+    todo = [(name, case) for name in backends for case in cases(job.small)]
     while todo and job.left_s > 0:
         name, case = todo.pop(0)
         if job.part == "rowwise" and case.kind == "prefill":
             continue  # reads a list per row
         about: dict[str, Any] = {"backend": name, "seed": job.seed}
         with job.checking(case.name, **about), torch.inference_mode():
-            if name not in backends:
-                backends[name] = backend_of(name, device)
             problem = problem_of(case, job.seed, device)
             job.row(case.name, **about, **errors(backends[name], problem, problem.layout))
             if name == "triton" and case.kind == "short" and case.shape.group == STORED_GROUP:

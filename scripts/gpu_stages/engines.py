@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from gpu_stages.floors import ModelShape, TreeShape
-from gpu_stages.rows import NotAvailable
+from gpu_stages.rows import NotAvailable, needs
 from random_llama import NoText
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -95,15 +95,17 @@ def make_engine(
     Raises:
         NotAvailable: not on this device.
     """
+    if variant.deterministic:
+        backend = "auto"
+    elif variant.flashinfer:
+        backend = "flashinfer"
+    if backend == "flashinfer":
+        needs(backend)
     try:
         solver = Solver(
             model,
             tokenizer=NoText(),
-            backend="auto"
-            if variant.deterministic
-            else "flashinfer"
-            if variant.flashinfer
-            else backend,
+            backend=backend,
             deterministic=variant.deterministic,
             policy="h2o" if variant.statistics else policy,
             debug=debug,

@@ -11,7 +11,7 @@ from typing import Any
 
 import gpu_bundle
 import torch
-from gpu_stages.rows import Job
+from gpu_stages.rows import Job, needs
 
 from arbor.kernels.attention.base import AttentionShape
 from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
@@ -37,13 +37,15 @@ def run(job: Job) -> None:
             problem = problem_of(Case("tiny", shape), job.seed, device)
             job.row("tiny attention", backend="torch", **errors(cascade, problem, problem.layout))
         return
-    for name, kernel in gpu_bundle.KERNELS.items():
-        if kernel.head_dim:
-            with job.checking(f"kernel {name}", backend="flashinfer"):
-                began = time.perf_counter()
-                FlashInferCascade(device).probe([shape_of(kernel)])
-                seconds = time.perf_counter() - began
-                job.row(f"kernel {name}", backend="flashinfer", ok=True, seconds=seconds)
+    with job.checking("kernels", backend="flashinfer"):
+        needs("flashinfer")
+        for name, kernel in gpu_bundle.KERNELS.items():
+            if kernel.head_dim:
+                with job.checking(f"kernel {name}", backend="flashinfer"):
+                    began = time.perf_counter()
+                    FlashInferCascade(device).probe([shape_of(kernel)])
+                    seconds = time.perf_counter() - began
+                    job.row(f"kernel {name}", backend="flashinfer", ok=True, seconds=seconds)
 
 
 def shape_of(kernel: gpu_bundle.Kernel) -> AttentionShape:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,19 @@ NOT_AVAILABLE = "not available"
 
 class NotAvailable(Exception):
     """The installed code or the machine lacks what a check needs; the message names it."""
+
+
+def needs(package: str) -> None:
+    """Return if a package is installed, damaged or not.
+
+    Raises:
+        NotAvailable: it is not.
+    """
+    try:
+        import_module(package)
+    except Exception as error:  # a damaged installation fails in any way
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise NotAvailable(f"{package} is not installed") from error
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_stages.attention import ERROR, backend_of
+from gpu_stages.attention import ERROR, built
 from gpu_stages.decode import machine_of
 from gpu_stages.floors import BYTES, Machine
 from gpu_stages.predictions import TREE_RATIO
@@ -195,17 +195,31 @@ def by_decoding(
         job.row(name, backend="flashinfer", ok=ok, error=error, decode_us=found.us, base_us=base.us)
 
 
+def compared(base: Timed | None, ours: Timed | None) -> dict[str, Any]:
+    """The numbers of a tree by two backends, or by one where the other is missing."""
+    found: dict[str, Any] = {}
+    for word, each in (("base", base), ("tree", ours)):
+        if each is not None:
+            found |= {f"{word}_us": each.us, f"{word}_plan_ms": each.plan_ms}
+    if base is not None and ours is not None:
+        error = row_error(ours.out, base.out)
+        found |= {"ok": error < 2 * ERROR, "error": error}  # of both
+        found["times_as_fast"] = base.us / ours.us
+    return found
+
+
 def run(job: Job) -> None:
     """Measure every tree with the backends, one after the other, and the ratio of two."""
     device = torch.device(job.device)
     names = ("rowwise", "torch") if job.small else ("flashinfer", "triton")
+    backends = built(job, names)
     todo = [
         (f"{tree} {heads}/{kv_heads}", tree, AttentionShape(heads, kv_heads, 128, 128, 128**-0.5))
         for heads, kv_heads in HEADS
         for tree in (SMALL_TREES if job.small else TREES)
+        if backends
     ]
-    backends = [backend_of(name, device) for name in names]
-    decode = None if job.small else DecodeLast(device)
+    decode = DecodeLast(device) if "flashinfer" in backends else None
     machine = machine_of(job)
     ratios = []
     while todo and job.left_s > 0:
@@ -215,23 +229,16 @@ def run(job: Job) -> None:
             slots = sum(len(level.kv_indices) for level in layout.levels)
             q = torch.randn(layout.rows, shape.num_qo_heads, 128, device=device).bfloat16()
             kv = torch.randn(2, slots, shape.num_kv_heads, 128, device=device).bfloat16()
-            base, ours = (timed(each, layout, shape, (q, *kv)) for each in backends)
-            error = row_error(ours.out, base.out)
+            times = {
+                each: timed(backend, layout, shape, (q, *kv)) for each, backend in backends.items()
+            }
+            base, ours = map(times.get, names)
+            found = compared(base, ours)
             floor = floor_us(layout, shape, machine)
-            ratios.append(base.us / ours.us)
-            job.row(
-                name,
-                backend=names[1],
-                ok=error < 2 * ERROR,  # of both
-                error=error,
-                base_us=base.us,
-                tree_us=ours.us,
-                times_as_fast=base.us / ours.us,
-                tree_floor_us=floor,
-                base_plan_ms=base.plan_ms,
-                tree_plan_ms=ours.plan_ms,
-            )
-            if decode is not None and shape.group in DECODE_GROUPS:
+            job.row(name, backend=names[1], **found, tree_floor_us=floor)
+            if "times_as_fast" in found:
+                ratios.append(found["times_as_fast"])
+            if decode is not None and base is not None and shape.group in DECODE_GROUPS:
                 by_decoding(job, f"{name}, decode kernel", decode, layout, shape, (q, *kv), base)
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
