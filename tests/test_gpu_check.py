@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -178,6 +179,38 @@ def test_parts_end_with_the_time_of_all_and_those_left_are_named(tmp_path: Path)
     assert first["ok"] is False and first["reason"].startswith("killed after 1")
     assert second["part"] == "second" and second["reason"] == "out of time"
     assert second["status"] == rows.SKIPPED
+
+
+def test_what_a_part_started_ends_with_it(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(started)!r}, 'w').write(str(child.pid))\n"
+        "sys.exit(3)"
+    )
+
+    processes.run_part(part("all"), python(code), tmp_path / "rows.jsonl", {**os.environ})
+
+    (row,) = rows.read(tmp_path / "rows.jsonl")
+    assert row["reason"] == "exit code 3"
+    child = int(started.read_text())
+    until = time.monotonic() + 5
+    while is_running(child) and time.monotonic() < until:
+        time.sleep(0.01)
+    running = is_running(child)
+    if running:
+        os.kill(child, signal.SIGKILL)
+    assert not running
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 # Trees

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,10 @@ def run_part(part: Part, command: Sequence[str], out: Path, environment: dict[st
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a process and its group."""
-    if process.poll() is None:
+    """Kill what is left of a process and its group, which may outlive it."""
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def verdict(rows: Sequence[dict[str, Any]], require: str, checking: Sequence[str]) -> list[str]:
