@@ -26,6 +26,7 @@ from arbor.model.parallel.devices import SHARE, devices_of, nccl_settings
 from arbor.model.parallel.layers import Summed, divide, put_on
 from arbor.model.parallel.shards import division_of
 from arbor.model.parallel.watch import Watch
+from arbor.model.placement import resolve_device
 from arbor.model.runner import ModelRunner
 from arbor.model.weights import shapes_of_rank
 
@@ -80,8 +81,15 @@ def test_too_few_gpus_are_refused_before_anything_loads(
 
 def test_gpus_that_are_not_there_are_refused(gpus: Any) -> None:
     gpus(0)
-    with pytest.raises(UsageError, match="torch sees no GPU"):
-        Solver(device="cuda", tp=2)
+    for settings in ({"device": "cuda", "tp": 2}, {"device": "cuda:1"}):
+        with pytest.raises(UsageError, match=f"--device {settings['device']}, but torch sees no"):
+            Solver(**settings)
+    for count, number in ((1, 7), (2, 2), (2, 300)):
+        gpus(count)
+        with pytest.raises(UsageError, match=f"cuda:{number}, but torch sees {count} GPU") as error:
+            Solver("no/such-model", device=f"cuda:{number}")
+        assert error.value.code == "device" and f"cuda:{count - 1}" in error.value.hint
+        assert resolve_device(f"cuda:0{count - 1}") == torch.device("cuda", count - 1)
 
 
 def test_a_plan_counts_the_weights_of_one_gpu(gpus: Any) -> None:

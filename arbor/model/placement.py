@@ -37,10 +37,23 @@ def resolve_device(device: str) -> torch.device:
 
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device", "--device cuda, but torch sees no GPU.", "Use --device cpu.")
-    return chosen
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "device", f"--device {device}, but torch sees no GPU.", "Use --device cpu."
+        )
+    if not number:
+        return torch.device(kind)
+    last = torch.cuda.device_count() - 1
+    if int(number) > last:
+        seen = f"{last + 1} GPUs, cuda:0 to cuda:{last}" if last else "1 GPU, cuda:0"
+        raise UsageError(
+            "device",
+            f"--device {device}, but torch sees {seen}.",
+            f"Use --device cuda:{last}.",
+            gpus=last + 1,
+        )
+    return torch.device(kind, int(number))
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
