@@ -247,8 +247,10 @@ def row_sum(x: Tensor) -> Tensor:
 
 
 def applies(x: Tensor) -> bool:
-    """Whether torch's reduction of a tensor may depend on the number of its rows."""
-    return x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    """Whether torch's reduction of a tensor may depend on the number of its rows: not of one
+    without any, nor of a single number."""
+    sums = x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return sums and x.dim() > 0 and x.numel() > 0
 
 
 def _reduced(
@@ -321,7 +323,9 @@ def _norm(
 def _batched_product(left: Tensor, right: Tensor) -> Tensor:
     """``bmm`` as row sums of products: small ones only, such as mixtures of residual streams."""
     depth = left.shape[-1]
-    if not applies(left) or depth == 1:  # one product per element has one rounding
+    if (
+        not (applies(left) and applies(right)) or depth == 1
+    ):  # one product per element has one rounding
         return torch.ops.aten.bmm(left, right)
     batch, rows, columns = left.shape[0], left.shape[1], right.shape[2]
     step = max(1, LARGEST_PRODUCT // (rows * columns * depth))

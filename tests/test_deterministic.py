@@ -278,3 +278,35 @@ def test_a_function_of_an_element_does_not_depend_on_its_place(
                 torch.testing.assert_close(whole, call(x.clone()), msg=name)
     finally:
         torch.set_num_threads(1)
+
+
+# Reductions of CUDA
+
+
+class OnCuda(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("size", [(), (0,), (0, 8), (3, 0), (0, 0)])
+def test_reductions_of_a_number_or_none_are_torchs(size: tuple[int, ...]) -> None:
+    x = torch.ones(size, dtype=torch.float32)
+    for name, reduced in invariant.REDUCTIONS.items():
+        if name == "bmm":
+            continue
+        own: Any = invariant._operator(name)
+        for dim in ([0], [-1], None):
+            before = [2.0] if name == "linalg_vector_norm" else []
+            wanted = own(x, *before, dim)
+            found = reduced(x.as_subclass(OnCuda), *before, dim)
+            assert torch.allclose(found.as_subclass(Tensor), wanted, equal_nan=True), (name, dim)
+            assert found.shape == wanted.shape
+
+
+@pytest.mark.parametrize("size", [(0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 0, 4), (2, 3, 2, 0)])
+def test_products_without_numbers_are_torchs(size: tuple[int, ...]) -> None:
+    batch, rows, depth, columns = size
+    left = torch.ones(batch, rows, depth, dtype=torch.float32).as_subclass(OnCuda)
+    right = torch.ones(batch, depth, columns, dtype=torch.float32).as_subclass(OnCuda)
+    assert torch.equal(invariant.REDUCTIONS["bmm"](left, right), torch.bmm(left, right))
