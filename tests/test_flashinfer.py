@@ -31,7 +31,7 @@ from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.attention.trial import BackendUnusable
 from arbor.kernels.attention.triton_tree import TritonTree
-from arbor.model import loading
+from arbor.model import loading, weights
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
@@ -282,7 +282,7 @@ def with_triton(on_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         TritonTree,
         "probe",
-        lambda self, shapes, dtype, device: probe(self, shapes, dtype, CPU),
+        lambda self, shapes, dtype, device, **named: probe(self, shapes, dtype, CPU, **named),
     )
 
 
@@ -359,6 +359,39 @@ def test_without_a_right_kernel_of_triton_auto_falls_back_to_flashinfer(
     for settings in ({"backend": "triton"}, {"kv_dtype": "int8"}):
         with pytest.raises(UsageError, match=words):
             Solver(dtype="bfloat16", **settings).load()
+
+
+def test_kernels_for_8_bit_kv_are_tried_before_the_weights_are_read(
+    with_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, load = [], weights.load_model
+
+    def attend(*given: Any) -> Any:
+        read.append(given[-1].dtype)
+        return tree_standin.attend(*given) if read[-1] == torch.bfloat16 else wrong(*given)
+
+    def loaded(*given: Any, **named: Any) -> Any:
+        read.append(None)
+        return load(*given, **named)
+
+    monkeypatch.setattr(sys.modules[tree_standin.KERNEL], "attend", attend)
+    monkeypatch.setattr(weights, "load_model", loaded)
+    with pytest.raises(UsageError, match="heads of 64 in bfloat16 over 8-bit KV wrongly") as error:
+        Solver(dtype="bfloat16", kv_dtype="int8").load()
+    assert "leave kv_dtype out" in error.value.hint
+    assert read == [torch.bfloat16, torch.int8]
+    assert chosen(Solver(dtype="bfloat16").checkpoint) is TritonTree
+    assert read[2:4] == [torch.bfloat16, None] and torch.int8 not in read[4:]
+
+
+def test_8_bit_kv_of_an_odd_number_of_channels_is_refused_on_a_gpu(
+    with_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Solver(dtype="bfloat16", kv_dtype="int8").checkpoint
+    info = replace(checkpoint.read().info, head_dims=(64, 65))
+    with pytest.raises(UsageError, match="channels, and the model's have 65") as error:
+        checkpoint.backend_name(info)
+    assert error.value.code == "kv-dtype"
 
 
 def test_a_device_too_full_for_flashinfer_is_out_of_memory(

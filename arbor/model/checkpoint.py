@@ -456,7 +456,7 @@ class Checkpoint:
         if self._weights is not None:
             return self._weights.backend
         if self.kv_dtype == INT8:
-            check_int8(self.backend, str(self.device))
+            check_int8(self.backend, str(self.device), info.head_dims)
         native = runs_native(info, self.device)
         if self.deterministic:
             if self.backend == NATIVE and not native:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -186,19 +187,28 @@ def _check_deterministic(backend: str, device: torch.device) -> None:
         )
 
 
-def check_int8(backend: str, device: str) -> None:
+def check_int8(backend: str, device: str, head_dims: Sequence[int] = ()) -> None:
     """Refuse 8-bit KV where nothing reads it.
 
     Args:
         backend: by name, or ``auto``.
         device: by name.
+        head_dims: channels of the model's heads, once they are known.
 
     Raises:
         UsageError: names the value that works.
     """
     if device.startswith("cuda"):
         if backend in ("auto", TRITON) and find_spec("triton") is not None:
-            return
+            odd = next((dim for dim in head_dims if dim % 2), None)
+            if odd is None:
+                return
+            raise UsageError(
+                "kv-dtype",
+                f"kv_dtype={INT8}: on a GPU heads need an even number of channels, and the "
+                f"model's have {odd}.",
+                "Leave kv_dtype out, or use --device cpu.",
+            )
         raise UsageError(
             "kv-dtype",
             f"kv_dtype={INT8}: on a GPU the package triton and --backend {TRITON} read 8-bit KV, "

@@ -251,7 +251,7 @@ def load_weights(
     division = None if ranks is None else division_of(load_config(source), ranks.count)
     if division is not None and isinstance(files, Files):
         files = replace(files, shapes=shapes_of_rank(files.shapes, division))
-    name, attend = _backend(files, device, backend, required)
+    name, attend = _backend(files, device, backend, required, int8_kv)
     if given is None:
         free_dropped()  # earlier models, before this one takes room
         model = load_model(source, getattr(torch, info.dtype), device, division=division)
@@ -365,12 +365,13 @@ def shapes_of_rank(
 
 
 def _backend(
-    files: Description, device: torch.device, name: str, required: bool
+    files: Description, device: torch.device, name: str, required: bool, int8_kv: bool
 ) -> tuple[str, AttentionBackend]:
     """The attention backend and its name; on CUDA with every kernel this model needs tried once.
 
     Args:
         required: no other backend takes its place.
+        int8_kv: kernels for 8-bit KV too.
 
     Raises:
         UsageError: it is required and cannot run; the message names the module.
@@ -378,23 +379,23 @@ def _backend(
     while name in (TRITON, FLASHINFER):
         assert isinstance(files, Files), "read for a GPU"
         try:
-            return name, _tried(files, device, name)
+            return name, _tried(files, device, name, int8_kv)
         except BackendUnusable as error:
             if required:
+                other = "leave kv_dtype out" if int8_kv else "use --backend torch"
                 raise UsageError(
                     "backend",
                     f"--backend {name}: {error}",
                     "Install arbor-search[cuda] and a C compiler (for FlashInfer the CUDA "
-                    "toolkit), or use --backend torch.",
+                    f"toolkit), or {other}.",
                     module=error.name,
                 ) from error
-            other = name == TRITON and flashinfer_computes(files.info)
-            name = FLASHINFER if other else "torch"
+            name = FLASHINFER if name == TRITON and flashinfer_computes(files.info) else "torch"
             logger.warning("attention runs in %s, slower: %s", name, error)
     return name, cast(AttentionBackend, components.build("backend", name))
 
 
-def _tried(files: Files, device: torch.device, name: str) -> AttentionBackend:
+def _tried(files: Files, device: torch.device, name: str, int8_kv: bool) -> AttentionBackend:
     """Triton's backend or FlashInfer's, tried.
 
     Raises:
@@ -406,7 +407,7 @@ def _tried(files: Files, device: torch.device, name: str) -> AttentionBackend:
             from arbor.kernels.attention.triton_tree import TritonTree
 
             tree = TritonTree()
-            tree.probe(files.shapes, dtype, device)
+            tree.probe(files.shapes, dtype, device, int8_kv=int8_kv)
             return tree
         from arbor.kernels.attention.flashinfer_cascade import FlashInferCascade
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -66,17 +67,31 @@ class TritonTree:
         self._torch = TorchCascade()
 
     def probe(
-        self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Iterable[AttentionShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        int8_kv: bool = False,
     ) -> None:
-        """Compile and try the kernels of these shapes.
+        """Compile and try the kernels of these shapes, over KV in their dtype.
+
+        Args:
+            shapes: of the layers.
+            dtype: of queries, keys and values.
+            device: that computes.
+            int8_kv: over 8-bit KV as well, and its writing.
 
         Raises:
             BackendUnusable: one cannot be compiled or run here, or computes something else.
         """
-        for shape in dict.fromkeys(shapes):
+        kinds = (False, True) if int8_kv else (False,)
+        for shape, stored in product(dict.fromkeys(shapes), kinds):
             what = f"heads of {shape.head_dim_qk} in {str(dtype).removeprefix('torch.')}"
+            if stored:
+                what += " over 8-bit KV"
             try:
-                right = computes_a_tiny_attention(self, shape, dtype, device)
+                right = computes_a_tiny_attention(self, shape, dtype, device, int8_kv=stored)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # compilers and CUDA fail in many ways
