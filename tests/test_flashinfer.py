@@ -384,6 +384,16 @@ def test_kernels_for_8_bit_kv_are_tried_before_the_weights_are_read(
     assert read[2:4] == [torch.bfloat16, None] and torch.int8 not in read[4:]
 
 
+def test_8_bit_kv_on_a_gpu_is_for_triton_that_is_not_deterministic(with_triton: None) -> None:
+    assert chosen(Solver(dtype="bfloat16", kv_dtype="int8", backend="triton").checkpoint) is (
+        TritonTree
+    )
+    for device in ("auto", "cuda"):
+        with pytest.raises(UsageError, match="--deterministic does not read 8-bit KV") as error:
+            Solver(dtype="bfloat16", kv_dtype="int8", deterministic=True, device=device).load()
+        assert error.value.code == "kv-dtype"
+
+
 def test_8_bit_kv_of_an_odd_number_of_channels_is_refused_on_a_gpu(
     with_triton: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

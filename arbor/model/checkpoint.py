@@ -212,7 +212,7 @@ class Checkpoint:
         model, device, backend = settings.model, self._devices[0], settings.backend
         self.kv_dtype = settings.kv_dtype
         if self.kv_dtype == INT8:
-            check_int8(backend, device)
+            check_int8(backend, device, settings.deterministic)
         self.weights = settings.weights
         if self.weights == INT8:
             check_int8_weights(device)
@@ -456,7 +456,7 @@ class Checkpoint:
         if self._weights is not None:
             return self._weights.backend
         if self.kv_dtype == INT8:
-            check_int8(self.backend, str(self.device), info.head_dims)
+            check_int8(self.backend, str(self.device), self.deterministic, info.head_dims)
         native = runs_native(info, self.device)
         if self.deterministic:
             if self.backend == NATIVE and not native:

@@ -187,18 +187,27 @@ def _check_deterministic(backend: str, device: torch.device) -> None:
         )
 
 
-def check_int8(backend: str, device: str, head_dims: Sequence[int] = ()) -> None:
+def check_int8(
+    backend: str, device: str, deterministic: bool, head_dims: Sequence[int] = ()
+) -> None:
     """Refuse 8-bit KV where nothing reads it.
 
     Args:
         backend: by name, or ``auto``.
-        device: by name.
+        device: by name, or ``auto``, which may become a GPU.
+        deterministic: as in `Solver`.
         head_dims: channels of the model's heads, once they are known.
 
     Raises:
         UsageError: names the value that works.
     """
     if device.startswith("cuda"):
+        if deterministic:
+            raise UsageError(
+                "kv-dtype",
+                f"kv_dtype={INT8}: on a GPU --deterministic does not read 8-bit KV.",
+                "Leave one of them out, or use --device cpu.",
+            )
         if backend in ("auto", TRITON) and find_spec("triton") is not None:
             odd = next((dim for dim in head_dims if dim % 2), None)
             if odd is None:
@@ -215,7 +224,7 @@ def check_int8(backend: str, device: str, head_dims: Sequence[int] = ()) -> None
             f"not {backend}.",
             f"Use --backend {TRITON}, or leave kv_dtype out.",
         )
-    if backend not in ("auto", *INT8_BACKENDS):
+    if backend not in ("auto", *INT8_BACKENDS) and (device, backend) != ("auto", TRITON):
         raise UsageError(
             "kv-dtype",
             f"kv_dtype={INT8}: --backend {backend} does not read 8-bit KV.",
