@@ -55,5 +55,17 @@ def test_free_memory_is_what_machine_and_container_leave(
     assert free_bytes(CPU) == free
 
 
+def test_what_torch_keeps_of_a_gpu_without_a_tensor_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after weights were joined: the parts that were freed stay with torch."""
+    kept = {"reserved": 70, "active": 40, "allocated": 39, "inactive_split": 10}
+    seen = {f"{name}_bytes.all.current": count for name, count in kept.items()}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    for stats, free in ((seen, 1020), ({}, 1000)):
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, stats=stats: stats)
+        assert free_bytes(torch.device("cuda")) == free
+
+
 def test_this_machine_has_some() -> None:
     assert free_bytes(CPU) > 2**20

@@ -23,12 +23,23 @@ _VERSIONS = (
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a device; on a CPU what a program can have without swapping, within the limit
-    of its container. 0 where the system does not report it (macOS, Windows)."""
+    """Free memory of a device, with what torch keeps there unused and gives back when it is needed;
+    on a CPU what a program can have without swapping, within the limit of its container. 0 where
+    the system does not report it (macOS, Windows)."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return int(torch.cuda.mem_get_info(device)[0]) + _kept_unused(device)
     known = [each for each in (_of_machine(), _of_group()) if each is not None]
     return min(known, default=0)
+
+
+def _kept_unused(device: torch.device) -> int:
+    """Bytes that torch has reserved in whole segments without a tensor."""
+    found = torch.cuda.memory_stats(device)
+    reserved, active, split = (
+        found.get(f"{name}_bytes.all.current", 0)
+        for name in ("reserved", "active", "inactive_split")
+    )
+    return max(0, int(reserved - active - split))
 
 
 def _of_machine() -> int | None:
