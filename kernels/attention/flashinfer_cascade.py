@@ -20,7 +20,7 @@ from arbor.kernels.attention.fixed import (
     pad_last,
     pad_shared,
 )
-from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import MassByTorch
 from arbor.kernels.attention.trial import BackendUnusable, computes_a_tiny_attention, reason_of
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -64,7 +64,7 @@ class FlashInferPlan:
     by_hand: Any = None
 
 
-class FlashInferCascade:
+class FlashInferCascade(MassByTorch):
     """FlashInfer's `BatchPrefillWithPagedKVCacheWrapper` at page size 1, one call per level.
 
     `MultiLevelCascadeAttentionWrapper` does the same with a fixed number of levels and keeps no
@@ -93,6 +93,7 @@ class FlashInferCascade:
     most_shared_levels = MOST_LEVELS - 1
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
         if dtype not in DTYPES:
             raise ValueError(f"FlashInfer runs float16 and bfloat16, not {dtype}.")
         try:
@@ -112,7 +113,6 @@ class FlashInferCascade:
         self._placed: list[tuple[CascadeLevel, Tensor]] = []
         self._fixed_workspaces: list[Tensor] = []
         self._fixed_indices: dict[tuple[AttentionShape, int], IndexBuffer] = {}
-        self._torch = TorchCascade()
 
     def probe(self, shapes: Iterable[AttentionShape]) -> None:
         """Load and try the kernels of these shapes, and size the workspace for all of them.
@@ -386,21 +386,6 @@ class FlashInferCascade:
         self._flashinfer.merge_state_in_place(
             out.view(values), lse.view(sums), other.view(values), other_lse.view(sums)
         )
-
-    def mass(
-        self,
-        plan: FlashInferPlan,
-        q: Tensor,
-        k_pool: Tensor,
-        lse: Tensor,
-        heads: Tensor | None = None,
-        *,
-        by_head: bool = False,
-    ) -> Tensor:
-        """See `AttentionBackend.mass`; `TorchCascade`'s, as no shipped kernel returns sums."""
-        if plan.by_hand is None:
-            plan.by_hand = self._torch.plan(plan.layout, plan.shape)
-        return self._torch.mass(plan.by_hand, q, k_pool, lse, heads, by_head=by_head)
 
 
 def workspace_bytes(shape: AttentionShape, multiprocessors: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -226,6 +227,41 @@ class TorchCascade:
             received = chosen.transpose(0, 1).flatten(1).float()
             mass.index_add_(-1, task.slots.view(-1), received if by_head else received.sum(0))
         return mass
+
+
+class PlanWithMass(Protocol):
+    """The plan of a backend that derives from `MassByTorch`.
+
+    Attributes:
+        shape, layout: as given.
+        by_hand: the plan of `TorchCascade`, made when attention mass is asked for.
+    """
+
+    shape: AttentionShape
+    layout: CascadeLayout
+    by_hand: Any
+
+
+class MassByTorch:
+    """The attention mass of backends whose kernels return no sums: that of `TorchCascade`."""
+
+    def __init__(self) -> None:
+        self._torch = TorchCascade()
+
+    def mass(
+        self,
+        plan: PlanWithMass,
+        q: Tensor,
+        k_pool: Tensor,
+        lse: Tensor,
+        heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
+    ) -> Tensor:
+        """See `AttentionBackend.mass`."""
+        if plan.by_hand is None:
+            plan.by_hand = self._torch.plan(plan.layout, plan.shape)
+        return self._torch.mass(plan.by_hand, q, k_pool, lse, heads, by_head=by_head)
 
 
 def level_tasks(

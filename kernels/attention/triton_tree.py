@@ -18,7 +18,7 @@ from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout, apply_sinks
 from arbor.kernels.attention.fixed import Bucket, bucket_of, key_capacity, pad_last
-from arbor.kernels.attention.torch_cascade import TorchCascade
+from arbor.kernels.attention.torch_cascade import MassByTorch
 from arbor.kernels.attention.tree_work import COLUMNS, ROOM, appends, most_work, tree_work
 from arbor.kernels.attention.trial import BackendUnusable, computes_a_tiny_attention, reason_of
 
@@ -47,7 +47,7 @@ class TreePlan:
     by_hand: Any = None
 
 
-class TritonTree:
+class TritonTree(MassByTorch):
     """The `AttentionBackend` ``triton``: float32, float16 and bfloat16, heads of any size.
 
     Equal to `RowwiseAttention` up to rounding; every row needs at least one key. Numbers of 8-bit
@@ -62,9 +62,6 @@ class TritonTree:
     """
 
     least_saved_reads, most_shared_levels = SAVED_READS, DEPTHS[-1] - 1
-
-    def __init__(self) -> None:
-        self._torch = TorchCascade()
 
     def probe(
         self,
@@ -123,21 +120,6 @@ class TritonTree:
         if plan.lists[0].device != q.device:
             plan.lists = tuple(each.to(q.device, non_blocking=True) for each in plan.lists)
         return _attend(plan.shape, plan.lists, q, k_pool, v_pool, sinks)
-
-    def mass(
-        self,
-        plan: TreePlan,
-        q: Tensor,
-        k_pool: Tensor,
-        lse: Tensor,
-        heads: Tensor | None = None,
-        *,
-        by_head: bool = False,
-    ) -> Tensor:
-        """See `AttentionBackend.mass`; `TorchCascade`'s, which on CUDA is a Triton kernel too."""
-        if plan.by_hand is None:
-            plan.by_hand = self._torch.plan(plan.layout, plan.shape)
-        return self._torch.mass(plan.by_hand, q, k_pool, lse, heads, by_head=by_head)
 
     def bucket(self, layouts: Sequence[CascadeLayout]) -> Bucket | None:
         """See `FixedBackend.bucket`; steps with several tokens of a path have one too."""

@@ -280,8 +280,8 @@ class DenseJoint:
         return F.linear(rows, self._weight, self._bias)
 
 
-def _made_parts(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor of the numbers of several, next to each other; they become its parts."""
+def _made_parts(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor of the numbers of several parameters, next to each other; they become its parts."""
     # whatever the caller's mode: numbers made in inference mode cannot be trained
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat([each.data for each in parameters])
