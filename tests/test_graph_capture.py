@@ -54,3 +54,20 @@ def test_a_capture_that_fails_leaves_the_next_a_pool_of_its_own(pools: list[int]
     assert gc.isenabled()
     recorder.record(step)
     assert pools == [0, 0, 1]
+
+
+def test_a_first_run_that_fails_is_waited_for(
+    pools: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, current = MagicMock(), MagicMock()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
+
+    def step() -> None:
+        current.wait_stream.assert_not_called()
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        CudaRecorder(torch.device("cuda")).record(step)
+    current.wait_stream.assert_called_once_with(stream)
+    assert pools == []

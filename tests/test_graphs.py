@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from support import flashinfer_standin as standin
 from support import tree_standin
-from support.flashinfer_standin import MULTIPROCESSORS, demand
+from support.flashinfer_standin import MULTIPROCESSORS, Wrapper, demand
 from support.graph_tape import Broken, Tape, nothing
 from support.models import config_of, copy_of, random_model
 from support.slow_cases import every
@@ -290,6 +291,28 @@ def test_a_budget_of_fewer_slots_than_a_wide_step_has_rows_gives_the_same_tree(
 
     assert found == wanted
     assert widest == 24 and narrow <= 16 and lab.memory.peak <= 20  # the prompt, then two rows
+
+
+def test_wrappers_are_freed_when_their_plans_are_copied(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, made = standin.install(monkeypatch)[1].log, Wrapper.__init__
+
+    def init(self: Wrapper, *given: Any, **settings: Any) -> None:
+        made(self, *given, **settings)
+        weakref.finalize(self, lambda: log.append(("freed", None)))
+
+    monkeypatch.setattr(Wrapper, "__init__", init)
+    pool, tree = pool_of(runner), Tree(3, 0)
+    for _ in range(3):
+        runner.forward(tree.step(), pool)
+    assert log[-1][0] == "record"
+
+    runner.forward(tree.step(), pool_of(runner, SLOTS + 1))
+
+    before = log[: log.index(("freed", None))]
+    last = max(at for at, (what, _) in enumerate(before) if what == "record")
+    assert ("wait", before[last][1]) in before[last:]
 
 
 def test_a_bucket_is_captured_after_some_steps(

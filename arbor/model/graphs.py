@@ -86,9 +86,11 @@ class CudaRecorder:
                 self._pool = torch.cuda.graph_pool_handle()
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):  # libraries prepare themselves for the stream
-                step()
-            current.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream):  # libraries prepare themselves for the stream
+                    step()
+            finally:  # what the step has written is read by the current stream, whole or not
+                current.wait_stream(self._stream)
             before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
             try:
@@ -305,11 +307,11 @@ class DecodeGraphs:
             self._place = place
 
     def _forget(self) -> None:
+        self._backend.release_fixed()
         self._steps.clear()
         self._bytes.clear()
         self._outputs.clear()
         self._met.clear()
-        self._backend.release_fixed()
 
     def _end(self, error: Exception) -> None:
         """Use no graph any more."""

@@ -178,5 +178,6 @@ class FixedBackend(Protocol):
         ...
 
     def release_fixed(self) -> None:
-        """Give up the buffers that belong to no bucket alone; no fixed attention is used again."""
+        """Give up the buffers that belong to no bucket alone; no fixed attention is used again, and
+        each may be freed from then on."""
         ...

@@ -113,6 +113,7 @@ class FlashInferCascade(MassByTorch):
         self._placed: list[tuple[CascadeLevel, Tensor]] = []
         self._fixed_workspaces: list[Tensor] = []
         self._fixed_indices: dict[tuple[AttentionShape, int], IndexBuffer] = {}
+        self._last_planned: PlannedWrapper | None = None
 
     def probe(self, shapes: Iterable[AttentionShape]) -> None:
         """Load and try the kernels of these shapes, and size the workspace for all of them.
@@ -232,7 +233,10 @@ class FlashInferCascade(MassByTorch):
         return sum(each.nbytes for each in (*self._fixed_workspaces, *indices))
 
     def release_fixed(self) -> None:
-        """See `FixedBackend.release_fixed`."""
+        """See `FixedBackend.release_fixed`; the copies of their plans are waited for."""
+        if self._last_planned is not None:
+            _wait(self._last_planned)  # the others come before it in the same stream
+            self._last_planned = None
         self._fixed_workspaces.clear()
         self._fixed_indices.clear()
 
@@ -349,6 +353,7 @@ class FlashInferCascade(MassByTorch):
             planned.copied = torch.cuda.Event()
         planned.copied.record(torch.cuda.current_stream(self.device))
         planned.level = level
+        self._last_planned = planned
 
     def run(
         self,

@@ -281,7 +281,7 @@ class DenseJoint:
 
 
 def _made_parts(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor of the numbers of several parameters, next to each other; they become its parts."""
+    """One tensor of the numbers of parameters, next to each other; they become its parts."""
     # whatever the caller's mode: numbers made in inference mode cannot be trained
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat([each.data for each in parameters])
