@@ -104,8 +104,7 @@ class FakeCluster:
     def news(self, seconds: float) -> list[News]:
         chances = [("load", each) for each in self.loading]
         chances += [("work", each) for each, jobs in self.jobs.items() if jobs]
-        if not chances:
-            return []
+        assert chances, "no worker begins or has a job, and yet the loop is not over"
         kind, worker = self.random.choice(chances)
         if kind == "load":
             self.loading.remove(worker)
@@ -203,6 +202,21 @@ def test_problems_that_kill_their_worker_fail_and_harm_no_other(
     assert {place for place, each in enumerate(found) if each.error is not None} == poison
     assert all(cluster.given[place] == TRIES for place in poison)
     assert all(cluster.given[place] <= 2 for place in set(range(12)) - poison)
+
+
+@pytest.mark.parametrize("given", [["deadly"], ["deadly", "a", "b"], ["a", "deadly", "b"]])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_second_loop_ends_though_the_workers_of_the_first_die_at_once(
+    given: list[str], size: int
+) -> None:
+    cluster = FakeCluster(size, poison=["deadly"])
+    with workers(cluster) as many:
+        assert [each.error for each in many.imap(problems(size))] == [None] * size
+
+        found = list(many.imap(given, on_error="return"))
+
+    failed = [each.problem for each in found if each.error is not None]
+    assert ([each.problem for each in found], failed) == (given, ["deadly"])
 
 
 # Settings

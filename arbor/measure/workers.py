@@ -83,7 +83,7 @@ class HandOut:
         self._again: deque[Ticket] = deque()
         self._held: dict[int, dict[int, Ticket]] = {}
         self._alone: set[int] = set()  # those that have a job which is tried again
-        self._read_ahead()
+        self.read_ahead()
 
     @property
     def waiting(self) -> int:
@@ -113,7 +113,6 @@ class HandOut:
             self._alone.add(worker)
             given = [self._again.popleft()]
         else:
-            self._read_ahead()
             busy = sum(bool(held) for other, held in self._held.items() if other != worker)
             part = math.ceil(len(self._ready) / max(1, self._workers - busy))
             count = min(self._places - len(held), part)
@@ -137,7 +136,7 @@ class HandOut:
             (failed if ticket.deaths >= self._tries else self._again).append(ticket)
         return failed
 
-    def _read_ahead(self) -> None:
+    def read_ahead(self) -> None:
         """Read jobs until every place of every worker could have one."""
         wanted = self._workers * self._places - len(self._ready)
         read = [Ticket(job) for job in itertools.islice(self._source, max(0, wanted))]
@@ -337,6 +336,7 @@ class Workers:
 
     def _hand_out(self, hand_out: HandOut) -> None:
         """Give jobs to every worker with a free place, and begin workers for those left."""
+        hand_out.read_ahead()
         for worker in list(self._ready):
             tickets = hand_out.give(worker)
             if tickets:
