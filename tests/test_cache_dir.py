@@ -39,12 +39,9 @@ def test_what_is_fitted_to_a_model_of_any_path_can_be_written(
 ) -> None:
     monkeypatch.setenv("ARBOR_CACHE", str(tmp_path))
     folder = "/千问与其他语言模型的量化版本/" + 200 * "a"
-    places = (f"{folder}/one.gguf", f"{folder}/two.gguf", "Some/Model")
-    files = [
-        fitted_file("msve", place, revision)
-        for place in places
-        for revision in (None, "v1", 300 * "v")
-    ]
+    models = (f"{folder}/one.gguf", f"{folder}/two.gguf", "Some/Model")
+    versions = ("main", "v1", 300 * "v")
+    files = [fitted_file("msve", model, version) for model in models for version in versions]
 
     assert len(set(files)) == len(files)
     assert files[-2] == tmp_path / "msve" / "Some%2FModel" / "v1.json"

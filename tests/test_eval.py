@@ -24,6 +24,7 @@ from arbor.cli.progress import Progress
 from arbor.engine.rehydration import Rehydration
 from arbor.measure.evaluation.page import index_page
 from arbor.model.loading import locate_model
+from arbor.retention.alpha import save_alpha
 from arbor.trace import Replay, read_trace
 
 RIGHT = "(10 - 4) * 5 - 6"  # what the fake solver answers
@@ -170,6 +171,24 @@ def test_resuming_with_other_weights_is_refused(command: Arbor, tmp_path: Path) 
         assert (ran.code, ran.document["error"]["code"]) == (2, "run-differs")
         assert "other weights: the files of m have changed" in ran.err
     assert (fresh.code, fresh.document["n"]) == (0, 3)
+
+
+def test_resuming_with_another_alpha_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, real = Path("m"), in_process(capsys)
+    shutil.copytree(locate_model("builtin:sapling").path, model)
+    words = ["eval", "chains", "--model", "m", "--controller", "chain", "--limit", "1"]
+    words += ["--policy", "raas", "--mode", "lossy", "--output", "out", "--json"]
+    first = real(*words)
+    save_alpha(model / "alpha.json", 0.002, {"task": "chains"})
+
+    changed = real(*words)
+
+    assert (first.code, changed.code) == (0, 2)
+    assert changed.document["error"]["code"] == "run-differs"
+    assert changed.document["error"]["data"]["keys"] == ["policy.protect.threshold"]
 
 
 def test_an_internal_error_ends_its_own_sample_and_no_other(

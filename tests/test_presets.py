@@ -44,5 +44,5 @@ def test_the_command_and_the_solver_have_the_same_defaults(given: tuple[str, ...
     }:  # the model's, once it is known
         wanted = getattr(asked.settings, name)
         if name == "policy":  # without a calibration
-            wanted = with_alpha(wanted, "", None)
+            wanted = with_alpha(wanted, None)
         assert wanted == getattr(solver.setup, name), name

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from arbor.engine.engine import Companion
     from arbor.engine.hooks import Way
+    from arbor.model.loading import ModelLocation
     from arbor.model.model_info import ModelInfo
 
 
@@ -213,12 +214,11 @@ class Compares(Protocol):
 class TakesCalibration(Protocol):
     """The part of a verifier that takes what was calibrated for the model and the task."""
 
-    def calibrated(self, model: str, revision: str | None, task: str) -> Verifier:
+    def calibrated(self, source: ModelLocation, task: str) -> Verifier:
         """The verifier with what was; itself where nothing was.
 
         Args:
-            model: its directory, or its id on the Hub.
-            revision: of the Hub; None: its main branch.
+            source: the model.
             task: its name.
         """
         ...

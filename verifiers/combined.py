@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from arbor import components
 from arbor.errors import UsageError, check_settings
+from arbor.model.loading import ModelLocation
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
@@ -75,10 +76,10 @@ class Combined:
     def compares(self) -> bool:
         return any(isinstance(part, Compares) and part.compares for part in self.parts)
 
-    def calibrated(self, model: str, revision: str | None, task: str) -> Combined:
+    def calibrated(self, source: ModelLocation, task: str) -> Combined:
         """With the parts that were calibrated for a model and a task."""
         parts = tuple(
-            part.calibrated(model, revision, task) if isinstance(part, TakesCalibration) else part
+            part.calibrated(source, task) if isinstance(part, TakesCalibration) else part
             for part in self.parts
         )
         return replace(self, parts=parts)

@@ -20,7 +20,6 @@ from arbor.cli.record_options import options_of, read_options
 from arbor.errors import UsageError
 from arbor.feature import features
 from arbor.model.checkpoint import ModelSource
-from arbor.support.cache_dir import fitted_file
 from arbor.support.setting import setting, settings_of
 
 if TYPE_CHECKING:
@@ -147,11 +146,12 @@ class Fitted(ColumnOptions, ModelSource):
         return out
 
     def _default_file(self, name: str) -> Path:
+        from arbor.model.fitted_files import file_to_fit
         from arbor.model.loading import locate_model
 
-        place = locate_model(self.model, self.revision).place
-        path = fitted_file(name, place, self.revision)
-        if Path(place).is_dir():
+        source = locate_model(self.model, self.revision)
+        path = file_to_fit(name, source)
+        if Path(source.file).is_dir():
             return Path(path.name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -169,8 +169,8 @@ class HookSettings(ModeSettings):
     Attributes:
         msve: the scores of blocks, for the policies that read them: an `MSVE`, its numbers
             (``2,1,1,-2``), or a file of ``arbor calibrate msve``; by default the model directory's
-            ``msve.json``, what was calibrated for this revision of a Hub model, or the defaults of
-            `MSVE` (docs/papers/arborkv.md).
+            ``msve.json``, what was calibrated for this GGUF file or revision of a Hub model, or the
+            defaults of `MSVE` (docs/papers/arborkv.md).
         branch_stop: a `BranchHook` or its text, by which blocks of one expansion end early where
             one of them is confident (docs/papers/rksc.md); None: never.
     """

@@ -33,7 +33,7 @@ from arbor.model.model_info import Description, ModelInfo
 from arbor.model.plain_tokenizer import PlainTokenizer, plain_parts
 from arbor.model.sampling_params import Sampling
 from arbor.support.atomic_write import write_atomically
-from arbor.support.cache_dir import description_file, tokenizer_file
+from arbor.support.cache_dir import FITTED, description_file, tokenizer_file
 from arbor.support.digests import digest_of_code, digest_of_facts
 from arbor.support.garbage import no_collection
 
@@ -44,7 +44,7 @@ PACKAGES = ("tokenizers", "torch", "transformers")
 # files of a model's directory that hold none of its settings
 WEIGHTS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
 OTHER_FILES = (
-    *(SHIPPED, "exit.json", "msve.json"),
+    *(SHIPPED, *(f"{name}.json" for name in FITTED)),
     *("README.md", "LICENSE", ".gitattributes", ".gitignore"),
 )
 TEMPLATES = "additional_chat_templates"  # the only folder that transformers reads

@@ -111,13 +111,9 @@ class ModelLocation:
     adapter: str | None = None
 
     @property
-    def place(self) -> str:
-        """What identifies the weights on this machine; empty for a ready model."""
-        return self.file if self.adapter is None else f"{self.file}+{self.adapter}"
-
-    @property
     def file(self) -> str:
-        """Where config, tokenizer and weights are: a directory, a Hub id, or a GGUF file."""
+        """A directory, a Hub id, or a GGUF file, with config, tokenizer and weights; empty for a
+        ready model."""
         return self.path if self.gguf is None else f"{self.path}/{self.gguf}"
 
     @property

@@ -86,7 +86,7 @@ def _base_identity(source: ModelLocation) -> str | None:
             return content_digest(folder / source.gguf)
         return _folder_identity(folder)
     commit = cached_commit(source)
-    return None if commit is None else f"{source.place}@{commit}"
+    return None if commit is None else f"{source.file}@{commit}"
 
 
 def _folder_identity(folder: Path) -> str:

@@ -282,7 +282,7 @@ def load_weights(
         model, attend, recorder, deterministic=deterministic, kv_dtype=kv_dtype, ranks=ranks
     )
     packs = int8_weights or runner.device.type == "cpu" or deterministic
-    ready = given is not None and not source.place
+    ready = given is not None and not source.path
     if own is not None and (int8_weights or (packs and ready)):
         check_agreement(runner, own)  # a model that is refused keeps its weights
     rounding = None

@@ -11,30 +11,28 @@ from typing import Any
 from arbor.errors import UsageError
 from arbor.retention.policy import Policy
 from arbor.support.atomic_write import write_atomically
-from arbor.support.cache_dir import fitted_file
 
 DEFAULT_ALPHA = 1e-4  # of RaaS, and of LazyEviction for most of its models
 _FORMAT = "arbor.alpha/1"
 
 
-def with_alpha(policy: Policy, place: str, revision: str | None) -> Policy:
+def with_alpha(policy: Policy, path: Path | None) -> Policy:
     """A policy whose alpha is a number: the one given, else the model's, else the default.
 
     A policy whose scorer does not ask when tokens were read (``by_activation``) has the default.
 
     Args:
         policy: of the settings.
-        place: directory of the model, its id on the Hub, or its GGUF file; empty for a ready model.
-        revision: on the Hub.
+        path: the file of `save_alpha` for the model; None where there is none.
 
     Raises:
-        UsageError: the model's file holds no alpha.
+        UsageError: the file holds no alpha.
     """
     if policy.protect.threshold is not None:
         return policy
     fitted = None
-    if place and getattr(policy.scorer, "by_activation", False):
-        fitted = _fitted(place, revision)
+    if path is not None and getattr(policy.scorer, "by_activation", False):
+        fitted = _fitted(path)
     alpha = DEFAULT_ALPHA if fitted is None else fitted
     return replace(policy, protect=replace(policy.protect, threshold=alpha))
 
@@ -54,10 +52,7 @@ def save_alpha(path: Path, alpha: float, provenance: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(document, indent=2, sort_keys=True) + "\n")
 
 
-def _fitted(place: str, revision: str | None) -> float | None:
-    path = fitted_file("alpha", place, revision)
-    if not path.is_file():
-        return None
+def _fitted(path: Path) -> float:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["schema"] != _FORMAT:

@@ -12,6 +12,7 @@ from arbor.controllers.base import Controller
 from arbor.errors import UsageError
 from arbor.feature import hook
 from arbor.model.checkpoint import Checkpoint
+from arbor.model.fitted_files import found_file
 from arbor.model.loading import ModelLocation
 from arbor.model.parallel.shards import cannot
 from arbor.model.sampling_params import Sampling
@@ -78,9 +79,9 @@ class Setup(Settings):
             )
         given = {each.name: getattr(settings, each.name) for each in dataclasses.fields(settings)}
         if settings.msve is None and (values := hook("msve")) is not None:
-            given["msve"] = values.fitted(source.place if source.path else "", source.revision)
-        place = source.place if source.path else ""
-        given["policy"] = with_alpha(settings.policy, place, source.revision)
+            weights = found_file("msve", source)
+            given["msve"] = values() if weights is None else values.load(weights)
+        given["policy"] = with_alpha(settings.policy, found_file("alpha", source))
         given["verifier"] = resolve_verifier(settings.verifier, settings.task, source)
         return cls(**given, checkpoint=checkpoint, boundary=boundary, verifier_models=models)
 
@@ -146,18 +147,16 @@ def check_ranks(settings: Settings) -> None:
 def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> Verifier:
     """A verifier with the thresholds calibrated for the model and the task, where it takes any.
 
-    They lie in the model's directory, or in the cache directory for a model of the Hub.
-
     Raises:
         UsageError: the exact verifier is asked for, and the task has no exact checker.
     """
     exact = any(isinstance(part, Exact) for part in parts_of(verifier))
     if exact and isinstance(own := unchecked(task), Worded) and type(own).value is Worded.value:
         raise own.no_exact_checker()
-    if not isinstance(verifier, TakesCalibration) or not source.path:
+    if not isinstance(verifier, TakesCalibration):
         return verifier
     name = str(components.spec_of(task)["name"])
-    return verifier.calibrated(source.place, source.revision, name)
+    return verifier.calibrated(source, name)
 
 
 def check_proposals(task: Task, controller: Controller, boundary: BlockLimits) -> None:

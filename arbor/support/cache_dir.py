@@ -2,18 +2,18 @@
 
 ``ARBOR_CACHE``, else ``$XDG_CACHE_HOME/arbor``, else ``~/.cache/arbor``:
 
-    msve/MODEL/REVISION.json            block values of a Hub model, from ``arbor calibrate msve``
-    alpha/MODEL/REVISION.json           alpha of it, from ``arbor calibrate window``
-    exit/MODEL/REVISION.json            thresholds of CGEE for it, from ``arbor calibrate exit``
+    msve/MODEL/VERSION.json             block values of a model, from ``arbor calibrate msve``
+    alpha/MODEL/VERSION.json            alpha of it, from ``arbor calibrate window``
+    exit/MODEL/VERSION.json             thresholds of CGEE for it, from ``arbor calibrate exit``
     models/ID.json                      description of a local model, for plans without torch
     tokenizers/ID.json                  its tokenizer, named by its own content
     digests/ID                          content of a large file, by its place, inode and times
     kv_probe/ID.json                    when rows read a shared span together, per model and machine
     fetch_costs/ID.json                 what fetching and recomputing KV take, likewise
 
-A model directory holds its own block values and thresholds; Hub models are in the Hugging Face
-cache. MODEL and REVISION are quoted, or a digest of what is too long for a name. Every file here
-may be deleted.
+A model directory holds its own block values, alpha and thresholds; Hub models are in the Hugging
+Face cache. MODEL and VERSION are id and revision of a Hub model, or digests of a GGUF file's header
+and content; quoted, or a digest of what is too long for a name. Every file here may be deleted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import os
 from pathlib import Path
 from urllib.parse import quote
 
+FITTED = ("alpha", "exit", "msve")  # what is fitted to a model
 LONGEST = 200  # bytes of a name; file systems take 255, or less where they encrypt names
 
 
@@ -56,19 +57,15 @@ def fetch_costs_file(identity: str) -> Path:
     return cache_dir() / "fetch_costs" / f"{identity}.json"
 
 
-def fitted_file(name: str, place: str, revision: str | None) -> Path:
-    """The JSON file of what was fitted to a model, which may not exist.
+def fitted_file(name: str, model: str, version: str) -> Path:
+    """The JSON file of what was fitted to a model without a directory, which may not exist.
 
     Args:
-        name: of what was fitted.
-        place: the model's directory, which holds the file, or its id on the Hub or its GGUF file:
-            then the cache does.
-        revision: branch, tag or commit; None = its main branch.
+        name: of what was fitted, one of `FITTED`.
+        model: its id on the Hub, or a digest of its GGUF file's header.
+        version: its revision on the Hub, or a digest of the file's content.
     """
-    folder = Path(place)
-    if folder.is_dir():
-        return folder / f"{name}.json"
-    return cache_dir() / name / _part_of_path(place) / f"{_part_of_path(revision or 'main')}.json"
+    return cache_dir() / name / _part_of_path(model) / f"{_part_of_path(version)}.json"
 
 
 def _part_of_path(text: str) -> str:

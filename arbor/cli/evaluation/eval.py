@@ -41,9 +41,11 @@ from arbor.measure.evaluation.folder import (
     requested_config,
 )
 from arbor.measure.evaluation.rows import HUB
-from arbor.model.loading import locate_model
+from arbor.model.fitted_files import found_file
+from arbor.model.loading import ModelLocation, locate_model
 from arbor.model.model_identity import model_identity
 from arbor.run.settings import Settings
+from arbor.support.cache_dir import FITTED
 from arbor.tasks.base import Converses, Task, Versioned
 
 if TYPE_CHECKING:
@@ -217,11 +219,12 @@ def check_folder(options: EvalOptions, path: Path, task: Task) -> None:
 def request_digest(options: EvalOptions, task: Task) -> str:
     """A digest of everything a configuration is resolved from; empty for a model of the Hub.
 
-    That is the options, the version, plug-ins, and the files of the model's directory that hold
-    settings.
+    That is the options, the version, plug-ins, what was fitted to the model, and how its directory
+    says to sample.
     """
     solver = options.solver.settings
-    folder = Path(locate_model(solver.model, solver.revision, solver.trust_remote_code).path)
+    source = _located(solver)
+    folder = Path(source.path)
     if not folder.is_dir():  # its files may change with the cache
         return ""
     facts = dataclasses.asdict(options)
@@ -232,8 +235,10 @@ def request_digest(options: EvalOptions, task: Task) -> str:
     facts["plugins"] = {kind: registry.plugins(kind) for kind in registry.KINDS}
     facts["msve"] = str(solver.msve)
     facts[WEIGHTS] = content_of(solver)
-    files = [folder / name for name in ("generation_config.json", "msve.json", "exit.json")]
-    facts["files"] = [path.read_bytes().hex() for path in files if path.is_file()]
+    files = [folder / "generation_config.json", *(found_file(name, source) for name in FITTED)]
+    facts["files"] = [
+        None if path is None or not path.is_file() else path.read_bytes().hex() for path in files
+    ]
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
@@ -296,13 +301,16 @@ def run_config(options: EvalOptions, solver: Solver, task: Task) -> dict[str, An
 
 def content_of(settings: Settings) -> str | None:
     """Which weights and settings the models have; None: nothing identifies them."""
-    source = locate_model(
-        settings.model, settings.revision, settings.trust_remote_code, settings.adapter
-    )
-    found = model_identity(source)
+    found = model_identity(_located(settings))
     if found is None:
         return None
     return hashlib.blake2b(found.encode(), digest_size=16).hexdigest()
+
+
+def _located(settings: Settings) -> ModelLocation:
+    return locate_model(
+        settings.model, settings.revision, settings.trust_remote_code, settings.adapter
+    )
 
 
 def absolute_path(dataset: str) -> str:

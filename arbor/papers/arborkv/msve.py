@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike
 from arbor.errors import UsageError
 from arbor.retention.base import Floats, normalised
 from arbor.support.atomic_write import write_atomically
-from arbor.support.cache_dir import fitted_file
 
 _FORMAT = "arbor.msve/1"
 _LEAST_SPREAD = 0.05  # of a signal in [0, 1]; one that varies less carries almost nothing
@@ -89,19 +88,6 @@ class MSVE:
             return cls.load(Path(text))
         return cls((value, confidence, attention), bias, likeliest)
 
-    @classmethod
-    def fitted(cls, place: str, revision: str | None) -> MSVE:
-        """The weights fitted to a model, or the defaults.
-
-        They lie in the model's directory, or in the cache folder for a model of the Hub.
-
-        Args:
-            place: the directory, or the id on the Hub; empty for a ready model.
-            revision: on the Hub.
-        """
-        path = fitted_file("msve", place, revision)
-        return cls.load(path) if place and path.is_file() else cls()
-
     def save(self, path: Path, **provenance: Any) -> None:
         """Write a small JSON file.
 
@@ -139,7 +125,7 @@ class MSVE:
             raise UsageError(
                 "msve-unreadable",
                 f"{path} holds no MSVE weights: {type(error).__name__}: {error}.",
-                "`arbor calibrate msve` writes such a file.",
+                "`arbor calibrate msve` writes such a file; --set msve=2,1,1,-2 does without it.",
                 path=str(path),
             ) from error
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from arbor.errors import UsageError, check_settings
+from arbor.model.fitted_files import found_file
+from arbor.model.loading import ModelLocation
 from arbor.papers.rksc.exit_thresholds import (
     DECIMALS,
     ExitThresholds,
     LayerExit,
     Method,
-    calibrated_thresholds,
+    load_thresholds,
 )
 from arbor.tasks.base import BlockLimits, Problem, Task
 from arbor.tree import Node
@@ -135,13 +137,13 @@ class CGEE:
         """Questions may, by level 2."""
         return self.levels != "skip"
 
-    def calibrated(self, model: str, revision: str | None, task: str) -> CGEE:
+    def calibrated(self, source: ModelLocation, task: str) -> CGEE:
         """With the thresholds calibrated for a model and a task, where it takes any: they bound how
         often the verifier `CALIBRATED` would prefer another candidate, and hold for no other."""
         given = None not in (self.confidence, self.gap, self.exit_rule)
-        if given or self.verifier != CALIBRATED:
+        if given or self.verifier != CALIBRATED or (path := found_file("exit", source)) is None:
             return self
-        found = calibrated_thresholds(model, revision, task, self.calibration)
+        found = load_thresholds(path, task, self.calibration)
         return self if found is None else self.with_thresholds(found)
 
     def with_thresholds(self, given: ExitThresholds) -> CGEE:

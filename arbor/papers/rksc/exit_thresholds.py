@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from arbor.errors import UsageError, check_settings
 from arbor.support.atomic_write import write_atomically
-from arbor.support.cache_dir import fitted_file
 
 Measure = Literal["entropy", "margin"]
 
@@ -158,20 +157,6 @@ def load_thresholds(path: Path, task: str, method: Method = "risk") -> ExitThres
         return ExitThresholds.from_dict(found[method])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unreadable(path, error) from error
-
-
-def calibrated_thresholds(
-    model: str, revision: str | None, task: str, method: Method
-) -> ExitThresholds | None:
-    """What was calibrated for a model and a task; None: nothing.
-
-    Args:
-        model: its directory, which holds the file, or its id on the Hub: then the cache does.
-        revision: of the Hub; None: its main branch.
-        task: its name.
-        method: that chose the thresholds.
-    """
-    return load_thresholds(fitted_file("exit", model, revision), task, method)
 
 
 def thresholds_by_task(path: Path) -> dict[str, Any]:

@@ -90,8 +90,10 @@ def test_a_file_that_holds_no_weights_is_refused(text: str, tmp_path: Path) -> N
     file = tmp_path / "msve.json"
     file.write_text(text)
 
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as refused:
         MSVE.load(file)
+    without = (refused.value.hint or "").partition("--set msve=")[2].split()[0]
+    assert MSVE.parse(without) == MSVE(), "the hint says how to search without the file"
     with pytest.raises(UsageError, match="holds no MSVE weights"):
         MSVE.load(tmp_path / "missing.json")
 

@@ -104,7 +104,7 @@ def test_the_command_solves_the_calibration_split_of_a_file(
     expected = [name for name in names if dataset_split_of(name) == "calibration"]
     assert [each.text for each in solved] == expected[:8]
     assert {each.expected for each in solved} == {"6"}, "the task has read them"
-    ready = with_alpha(build("policy", "raas"), str(tmp_path), None)
+    ready = with_alpha(build("policy", "raas"), tmp_path / "alpha.json")
     assert ready.protect.threshold == 2e-4, "policies read the file"
     assert result.document["dataset"] == str(tmp_path / "gsm8k.jsonl")
 
@@ -133,8 +133,8 @@ def test_policies_that_ask_when_tokens_were_read_take_alpha_from_the_models_file
     save_alpha(tmp_path / "alpha.json", 0.002, {"task": "chains"})
     ready = build("policy", policy)
 
-    assert with_alpha(ready, str(tmp_path), None).protect.threshold == alpha
-    assert with_alpha(build("policy", "raas"), "", None).protect.threshold == 1e-4
+    assert with_alpha(ready, tmp_path / "alpha.json").protect.threshold == alpha
+    assert with_alpha(build("policy", "raas"), None).protect.threshold == 1e-4
 
 
 @pytest.mark.parametrize("text", ["{}", '{"schema": "arbor.alpha/1", "alpha": 7}', "no JSON"])
@@ -142,4 +142,4 @@ def test_a_damaged_file_of_alpha_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "alpha.json").write_text(text, encoding="utf-8")
 
     with pytest.raises(UsageError, match="alpha-unreadable"):
-        with_alpha(build("policy", "lazyeviction"), str(tmp_path), None)
+        with_alpha(build("policy", "lazyeviction"), tmp_path / "alpha.json")
