@@ -92,8 +92,7 @@ class _SpanFold:
         self._now = 0.0
         self._model = "" if header is None else str(header.model.get("id", ""))
         self._open: dict[str, None] = {}  # keys of spans that have not ended, in their order
-        self._parent: dict[int, int] = {}
-        self._children: dict[int, list[int]] = {}
+        self._children: dict[int | None, list[int]] = {None: []}  # None: of no block known so far
         self._values: dict[int, float] = {}
         self._answers: dict[int, str | None] = {}
         self._prompt = 0  # tokens
@@ -169,9 +168,10 @@ class _SpanFold:
     # One event
 
     def _opened(self, event: Opened) -> None:
-        assert event.parent is not None, "the root is the search itself"
-        self._parent[event.node] = event.parent
-        self._children.setdefault(event.parent, []).append(event.node)
+        if event.node in self._children:  # a damaged trace
+            return
+        self._children[event.parent if event.parent in self._children else None].append(event.node)
+        self._children[event.node] = []
         above, key = f"block {event.parent}", f"block {event.node}"
         about = {
             KIND: CHAIN,
@@ -201,9 +201,7 @@ class _SpanFold:
             self._end(f"block {node}", about)
 
     def _ended(self, event: Ended) -> None:
-        self._end_blocks(
-            node for node, parent in self._parent.items() if parent not in self._parent
-        )
+        self._end_blocks(self._children[None])
         generated = int(event.metrics.get("tokens_generated", 0))
         about = self._answer | {
             "arbor.status": event.status,

@@ -14,7 +14,7 @@ from support.fake_run import fake_run
 
 from arbor import Solver, read_trace
 from arbor.cli import main
-from arbor.events import KV, Ended, Forwarded, Header
+from arbor.events import KV, Ended, Forwarded, Header, Opened, Pruned
 from arbor.integrations.telemetry.otlp import _SpanFold, to_otlp
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -78,6 +78,28 @@ def test_a_time_beyond_the_protocol_is_that_of_the_event_before(late: float) -> 
     ]
     assert [end for _, end in times[0]] == [end for _, end in times[1]]
     assert all(0 <= start <= end for start, end in times[0])
+
+
+@pytest.mark.parametrize("parent", ["itself", "one below it", "one that is unknown"])
+def test_a_tree_that_is_damaged_is_converted_and_ends(parent: str) -> None:
+    events = list(fake_run(1))
+    below = {event.node: event.parent for event in events if isinstance(event, Opened)}
+    child, node = next((c, p) for c, p in below.items() if p and below[p] is not None)
+    wrong = {"itself": node, "one below it": child, "one that is unknown": 10**6}[parent]
+    spoiled = [
+        replace(each, parent=wrong) if isinstance(each, Opened) and each.node == node else each
+        for each in events
+    ]
+    again = next(each for each in events if isinstance(each, Opened) and each.node == child)
+    fold = _SpanFold(None, "run")
+
+    more = [replace(again, parent=node), Pruned((node,))]
+    for number, event in enumerate([*spoiled[:-1], *more, spoiled[-1]]):
+        fold.feed(event, number * 0.1)
+
+    assert all("endTimeUnixNano" in span for span in fold.spans.values())
+    assert len({span["spanId"] for span in fold.spans.values()}) == len(fold.spans)
+    assert {f"block {each}" for each in below if each} <= set(fold.spans)
 
 
 def test_a_trace_without_its_header_is_converted(trace: Path, tmp_path: Path) -> None:
