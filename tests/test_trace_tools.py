@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_run import fake_run, tick
 
-from arbor.events import Boundary, Event, Limited, Opened
+from arbor.events import Boundary, Event, Header, Limited, Opened
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.diff import diff_traces
 from arbor.trace.perfetto import to_perfetto
 from arbor.trace.records import trace_schema
 from arbor.trace.repair import repair_trace
+from arbor.view.picture import search_picture
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -230,3 +231,32 @@ def test_a_timeline_has_whole_microseconds_and_no_overlaps(
         elif row["ph"] == "e":
             assert alive.pop(row["id2"]["local"]) <= row["ts"], "a block dies after it was born"
     assert alive == {}, "every block dies"
+
+
+@pytest.mark.parametrize(("allowed", "budget"), [([], None), ([40, 72, 60], 72)])
+def test_the_budget_of_a_part_is_the_most_that_it_came_to(
+    tmp_path: Path, run: list[Event], allowed: list[int], budget: int | None
+) -> None:
+    first = run[0]
+    assert isinstance(first, Header)
+    part = dataclasses.replace(first, kv={**first.kv, "part": 0.3})
+    limits = [Limited(tokens=tokens, retained=2 * tokens) for tokens in allowed]
+    trace = read_trace(write(tmp_path / "part.jsonl", [part, *run[1:-1], *limits, run[-1]]))
+
+    shown = [
+        row["args"]["tokens"]
+        for row in to_perfetto(trace)["traceEvents"]
+        if row["name"] == "KV budget"
+    ]
+
+    assert shown == ([] if budget is None else [budget, budget])
+    drawn = search_picture(Replay.of(trace))
+    assert "budget" not in drawn if budget is None else f"the budget of {budget}" in drawn
+
+
+def test_the_slice_of_the_prompt_has_its_tokens(tmp_path: Path, run: list[Event]) -> None:
+    root = next(each for each in run if isinstance(each, Opened))
+    rows = to_perfetto(read_trace(write(tmp_path / "run.jsonl", run)))["traceEvents"]
+
+    (end,) = (row for row in rows if row["ph"] == "e" and row["args"]["block"] == root.node)
+    assert end["args"]["tokens"] == root.tokens > 0

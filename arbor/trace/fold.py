@@ -380,6 +380,15 @@ class Replay:
             self.problems.append(sentence)
 
 
+def budget_of(trace: Trace) -> int | None:
+    """Slots of a run's budget; of a part of full retention, the most it came to; None: unknown."""
+    fold = MetricsFold()
+    for event in trace.events:
+        if isinstance(event, Header | Limited):
+            fold(event)
+    return fold.metrics().budget_tokens or None
+
+
 def canonical(trace: Trace, words: bool = True) -> list[str]:
     """A trace as lines of JSON, without times, run id, version and machine.
 

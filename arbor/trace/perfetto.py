@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from arbor.events import KV, Boundary, Ended, Event, Header, Opened, Pruned
+from arbor.trace.fold import budget_of
 from arbor.trace.read import Trace
 from arbor.trace.write import finite
 
@@ -23,7 +24,7 @@ MOST_CHARACTERS = 200  # of a text in the arguments of a slice
 
 def to_perfetto(trace: Trace) -> dict[str, Any]:
     """A trace as the object of a Trace Event file; dump it as JSON."""
-    timeline = _Timeline()
+    timeline = _Timeline(budget_of(trace))
     for event, seconds in zip(trace.events, trace.times, strict=True):
         timeline.add(event, seconds)
     timeline.close()
@@ -50,24 +51,29 @@ def _meta(name: str, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Timeline:
-    """Events so far, in order of their times."""
+    """Events so far, in order of their times.
 
-    def __init__(self) -> None:
+    Args:
+        budget: slots of the run; None: unknown.
+    """
+
+    def __init__(self, budget: int | None) -> None:
         self.events: list[dict[str, Any]] = []
         self._now = 0  # µs; never runs backwards
         self._ends = dict.fromkeys(TRACKS.values(), 0)
         self._open: dict[int, str] = {}  # blocks alive -> the name of their slice
         self._tokens: dict[int, int] = {}
-        self._budget: int | None = None
+        self._budget = budget
+        self._count("budget", budget)
 
     def add(self, event: Event, seconds: float) -> None:
         """Adds one event; its time is its end."""
         self._now = max(self._now, _microseconds(seconds))
         match event:
             case Header():
-                self._budget = event.kv.get("budget_tokens")
-                self._count("budget", self._budget)
+                pass
             case Opened():
+                self._tokens[event.node] = event.tokens
                 self._open[event.node] = f"depth {event.depth}"
                 self._life("b", event.node, {"parent": event.parent, "index": event.index})
             case Boundary():
@@ -121,7 +127,7 @@ class _Timeline:
 
     def _end(self, node: int) -> None:
         if node in self._open:
-            self._life("e", node, {"tokens": self._tokens.get(node, 0)})
+            self._life("e", node, {"tokens": self._tokens[node]})
             del self._open[node]
 
     def _put(self, row: dict[str, Any]) -> None:

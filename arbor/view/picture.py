@@ -144,7 +144,7 @@ def _title(block: Block) -> str:
 
 def _curve(replay: Replay, top: int) -> str:
     """The KV on the device over the events, and the budget as a line."""
-    budget = int(replay.header.kv.get("budget_tokens", 0)) if replay.header else 0
+    budget = replay.metrics().budget_tokens
     full = max(1, replay.peak)
     # a budget far above what was held would leave the curve flat
     scale = max(full, budget) if budget <= 2 * full else full * 1.1

@@ -33,6 +33,7 @@ from arbor.events import (
     Terminal,
     Verified,
 )
+from arbor.trace.fold import budget_of
 from arbor.trace.read import Trace
 
 INTERNAL = 1  # the kind of a span: neither client nor server
@@ -61,7 +62,8 @@ def to_otlp(trace: Trace) -> dict[str, Any]:
     Ids follow from the run's name, so that a trace is converted to the same spans every time.
     """
     header = trace.header
-    fold = _SpanFold(header, str(trace.path) if header is None else header.run)
+    run = str(trace.path) if header is None else header.run
+    fold = _SpanFold(header, run, budget_of(trace))
     for event, seconds in zip(trace.events, trace.times, strict=True):
         fold.feed(event, seconds)
     fold.close()
@@ -79,12 +81,13 @@ class _SpanFold:
     Args:
         header: its settings; None where they are lost, as is the time at which it began.
         run: its name.
+        budget: slots; None: unknown.
 
     Attributes:
         spans: by key, in the order of their beginnings.
     """
 
-    def __init__(self, header: Header | None, run: str) -> None:
+    def __init__(self, header: Header | None, run: str, budget: int | None = None) -> None:
         self.spans: dict[str, dict[str, Any]] = {}
         self._run = run
         self._origin_ns = 0 if header is None else _nanoseconds(header.created)
@@ -98,7 +101,9 @@ class _SpanFold:
         self._prompt = 0  # tokens
         self._answer: dict[str, Any] = {}
         name = "search" if header is None else f"search {header.task}"
-        self._begin(SEARCH, None, name, {KIND: CHAIN} if header is None else _about(header))
+        about = {} if header is None else _about(header)
+        known = {} if budget is None else {"arbor.budget_tokens": budget}
+        self._begin(SEARCH, None, name, {KIND: CHAIN, **about, **known})
 
     def feed(self, event: Event, seconds: float) -> None:
         """What an event begins, marks and ends.
@@ -273,7 +278,6 @@ def _about(header: Header) -> dict[str, Any]:
     """The attributes of a search."""
     parts = {part: header.config.get(part) for part in ("controller", "verifier", "policy")}
     return {
-        KIND: CHAIN,
         **_text("input.value", header.problem),
         "arbor.run": header.run,
         "arbor.task": header.task,
@@ -284,7 +288,6 @@ def _about(header: Header) -> dict[str, Any]:
             if isinstance(spec, Mapping)
         },
         "arbor.budget": str(header.config.get("budget", "")),
-        "arbor.budget_tokens": int(header.kv.get("budget_tokens", 0)),
     }
 
 

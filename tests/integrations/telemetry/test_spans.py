@@ -113,6 +113,15 @@ def test_a_trace_without_its_header_is_converted(trace: Path, tmp_path: Path) ->
     assert (spans[0]["name"], attributes(spans[0])["arbor.status"]) == ("search", "solved")
 
 
+def test_the_budget_of_a_part_is_the_most_that_it_came_to(tmp_path: Path) -> None:
+    path = tmp_path / "part.arbor.jsonl"
+    with Solver(**SMALL | {"budget": "0.5"}) as solver:
+        found = solver.solve("4 5 6 10", seed=2, trace=path)
+
+    about = attributes(spans_of(to_otlp(read_trace(path)))[0])
+    assert about["arbor.budget_tokens"] == found.metrics.budget_tokens < found.metrics.full_tokens
+
+
 def spans_of(document: dict[str, Any]) -> list[dict[str, Any]]:
     (resource,) = document["resourceSpans"]
     (scope,) = resource["scopeSpans"]
