@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import random
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,24 @@ def test_a_killed_run_is_repaired_to_a_trace_that_checks(
     assert replay.ended is not None and replay.ended.status == "interrupted"
     assert list(trace.events[:-1]) == run[: repaired.kept]
     assert path.read_bytes() == whole[:-5], "the damaged file stays as it was"
+
+
+@pytest.mark.parametrize("taken", [(), (4, 5, 12)], ids=["whole", "lines lost"])
+def test_lines_out_of_order_are_not_lost(
+    tmp_path: Path, run: list[Event], taken: tuple[int, ...]
+) -> None:
+    lines = write(tmp_path / "run.jsonl", run).read_bytes().splitlines(keepends=True)
+    lines[6] = lines[6].replace(b'"e":"', b'"e":"later_', 1)
+    kept = [line for number, line in enumerate(lines) if number not in taken]
+    kept[5:30] = random.Random(0).sample(kept[5:30], 25)
+    path = tmp_path / "mixed.jsonl"
+    path.write_bytes(b"".join([*kept[:-3], kept[-2], kept[-3]]))
+
+    repaired = repair_trace(path)
+
+    trace = read_trace(repaired.path)
+    assert (repaired.kept, repaired.lost, repaired.ended) == (len(kept) - 1, len(taken), True)
+    assert trace.sequence[-1] == len(lines) - 1 and trace.unknown == 1
 
 
 # Comparison

@@ -24,7 +24,7 @@ class Repaired:
         path: the clean file.
         kept: number of lines copied.
         dropped: number of unreadable lines.
-        lost: number of events missing between the lines; their numbers stay free.
+        lost: number of events missing before the last of the others; their numbers stay free.
         ended: whether an end was added because the trace had none.
     """
 
@@ -61,18 +61,22 @@ def repair_trace(
             "output-is-input", f"{target} is the trace itself.", "Name another file with --output."
         )
     trace = Trace(source)
-    records = list(records_of(trace))
+    records: list[dict[str, Any]] = []
+    numbers: set[int] = set()
+    for record in records_of(trace):
+        records.append(record)
+        numbers.add(trace.due - 1)
+    due = max(numbers) + 1
     kept, ended = len(records), trace.end is None
     if ended:
         replay = Replay.of(trace)
         end = Ended("interrupted", len(replay.blocks), replay.metrics().to_dict())
-        place = {"i": trace.due, "t": records[-1].get("t", 0.0)}
+        place = {"i": due, "t": records[-1].get("t", 0.0)}
         records.append({"e": end.name, **place, **to_record(end), "repaired": True})
     if text == "none":
         records = [without_words(record) for record in records]
     _write(target, records)
-    lost = sum(gap.found - gap.expected for gap in trace.gaps if gap.found > gap.expected)
-    return Repaired(target, kept, trace.bad_lines, lost, ended)
+    return Repaired(target, kept, trace.bad_lines, due - len(numbers), ended)
 
 
 def _repaired(source: Path) -> Path:
