@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_run import fake_run, tick
 
-from arbor.events import Boundary, Event, Header, Limited, Opened
+from arbor.cli import main
+from arbor.events import Boundary, Event, Forwarded, Header, Limited, Opened, Terminal
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.diff import diff_traces
 from arbor.trace.perfetto import to_perfetto
@@ -209,6 +211,57 @@ def test_a_cost_that_one_run_alone_has_is_compared_with_0(tmp_path: Path, run: l
     for traces, costs in (((plain, other), (0, 80)), ((other, plain), (80, 0))):
         found = {row.name: (row.first, row.second) for row in diff_traces(*traces).metrics}
         assert found["retained_tokens"] == costs
+
+
+def test_a_field_that_one_event_alone_has_is_named_from_both_sides(
+    tmp_path: Path, run: list[Event]
+) -> None:
+    at = next(i for i, event in enumerate(run) if isinstance(event, Terminal))
+    guessed = [*run[:at], dataclasses.replace(run[at], guessed=True), *run[at + 1 :]]
+    one, other = (
+        read_trace(write(tmp_path / name, events))
+        for name, events in (("a.jsonl", run), ("b.jsonl", guessed))
+    )
+
+    for traces in ((one, other), (other, one)):
+        parting = diff_traces(*traces).parting
+        assert parting is not None and (parting.at, parting.fields) == (at - 1, ("guessed",))
+
+
+def test_a_trace_without_some_times_costs_as_much_as_itself(
+    tmp_path: Path, run: list[Event], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = write(tmp_path / "whole.jsonl", run)
+    parts = [
+        dataclasses.replace(each, elapsed_s=math.nan) if isinstance(each, Forwarded) else each
+        for each in run
+    ]
+    timeless = write(tmp_path / "timeless.jsonl", parts)
+
+    found = diff_traces(read_trace(timeless), read_trace(timeless))
+    assert found.metrics == () and found.same_tree and found.parting is None
+    assert main(["trace", "diff", str(whole), str(timeless)]) == 0
+    shown = capsys.readouterr().out
+    assert "prefill_s" in shown and "x nan" not in shown
+
+
+@pytest.mark.parametrize("change", [{"text": "Use 1 2 3 4"}, {"tokens": 3}])
+def test_a_tree_with_another_prompt_is_not_the_same(
+    tmp_path: Path, run: list[Event], change: dict[str, Any]
+) -> None:
+    others = [
+        dataclasses.replace(each, **change)
+        if isinstance(each, Opened) and each.parent is None
+        else each
+        for each in run
+    ]
+
+    found = diff_traces(
+        read_trace(write(tmp_path / "a.jsonl", run)),
+        read_trace(write(tmp_path / "b.jsonl", others)),
+    )
+
+    assert (found.same_tree, found.blocks) == (False, ((),))
 
 
 # Timeline

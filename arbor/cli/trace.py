@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -482,7 +483,7 @@ def print_diff(output: Output, found: TraceDiff, paths: tuple[Path, Path]) -> No
         for side, record in (("first", found.parting.first), ("second", found.parting.second)):
             output.print(f"  {side:<8}{_event_line(record, found.parting.fields)}")
     for row in found.metrics:
-        if row.first and isinstance(row.first, int | float):
+        if row.first and math.isfinite(row.first) and math.isfinite(row.second):
             times = f"  x {row.second / row.first:.2f}"
         else:
             times = ""

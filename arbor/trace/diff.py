@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class TraceDiff:
 
     Attributes:
         settings: settings that differ in the headers, by dotted name.
-        same_tree: whether every block has the same tokens.
+        same_tree: whether every block has the same tokens, and the prompt the same text and length.
         blocks: blocks in one tree only or with other tokens, by their child indices.
         parting: the first event that differs, times and machine aside; None if none does.
         metrics: counters and seconds that differ.
@@ -80,14 +81,18 @@ def diff_traces(first: Trace, second: Trace) -> TraceDiff:
     )
 
 
-def _thoughts(trace: Trace, words: bool) -> dict[Key, tuple[int, ...]]:
-    """The tokens of every closed block; without `words`, their number."""
+def _thoughts(trace: Trace, words: bool) -> dict[Key, tuple[int | str, ...]]:
+    """The tokens of every closed block, of the prompt its text and length; without `words`, their
+    number."""
     keys: dict[int, Key] = {}
-    thoughts: dict[Key, tuple[int, ...]] = {}
+    thoughts: dict[Key, tuple[int | str, ...]] = {}
     for event in trace.events:
         if isinstance(event, Opened):
-            parent = () if event.parent is None else keys.get(event.parent, ())
-            keys[event.node] = () if event.parent is None else (*parent, event.index)
+            if event.parent is None:
+                keys[event.node] = ()
+                thoughts[()] = (event.tokens, event.text) if words else (event.tokens,)
+            else:
+                keys[event.node] = (*keys.get(event.parent, ()), event.index)
         elif isinstance(event, Boundary) and event.node in keys:
             thoughts[keys[event.node]] = event.ids if words else (len(event.ids),)
     return thoughts
@@ -131,7 +136,11 @@ def _parting(first: Trace, second: Trace, words: bool) -> Parting | None:
             one, other = (None if line is None else json.loads(line) for line in (left, right))
             fields = ()
             if one and other and one["e"] == other["e"]:
-                fields = tuple(name for name in one if one[name] != other.get(name))
+                fields = tuple(
+                    name
+                    for name in {**one, **other}
+                    if name not in one or name not in other or one[name] != other[name]
+                )
             return Parting(at, one, other, fields)
     return None
 
@@ -139,5 +148,5 @@ def _parting(first: Trace, second: Trace, words: bool) -> Parting | None:
 def _costs(first: Metrics, second: Metrics) -> Iterator[Difference]:
     for name in {**first.to_dict(), **second.to_dict()}:  # each leaves out some that are 0
         left, right = getattr(first, name), getattr(second, name)
-        if left != right:
+        if left != right and not (math.isnan(left) and math.isnan(right)):
             yield Difference(name, left, right)
