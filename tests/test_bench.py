@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 from support import fake_solver
-from support.run_cli import Arbor
+from support.run_cli import Arbor, in_process
+
+from arbor.cli.bench import Trial, of_machine
+from arbor.run.settings import Settings
 
 
 def test_every_budget_of_every_policy_is_solved_in_turn(command: Arbor) -> None:
@@ -47,6 +50,55 @@ def timings(*seconds: float, budget: str = "full", **settings: Any) -> dict[str,
         "clock": "cpu_s",
         "rows": [row],
     }
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "key"),
+    [
+        (("threads=2",), ("threads=1",), "threads"),
+        (("threads=2",), (), "threads"),
+        ((), ("keep_kv=kept",), "keep_kv"),
+        (("tp=2",), (), "tp"),
+        (("threads=2", "keep_kv=kept"), ("threads=2", "keep_kv=kept"), None),
+        ((), (), None),
+    ],
+)
+def test_timings_of_another_setting_of_the_machine_are_not_compared(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    then: tuple[str, ...],
+    now: tuple[str, ...],
+    key: str | None,
+) -> None:
+    def measured(output: object, options: object, trial: Trial) -> dict[str, Any]:
+        return timings(1.0, 1.0, 1.0, **trial.settings)
+
+    def bench(settings: tuple[str, ...], *words: str) -> Any:
+        more = [word for each in settings for word in ("--set", each)]
+        return real("bench", "--budget", "full", "--policy", "lru", *more, *words, "--json")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("arbor.cli.bench.measure", measured)
+    real = in_process(capsys)
+    assert bench(then, "--output-json", "then.json").code == 0
+
+    compared = bench(now, "--compare", "then.json")
+
+    if key is None:
+        assert compared.code == 0 and "before" in compared.document["rows"][0]
+    else:
+        assert compared.document["error"]["code"] == "bench-differs"
+        assert compared.document["error"]["data"]["keys"] == [key]
+
+
+def test_threads_are_those_of_the_environment_where_none_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert of_machine(Settings()) == of_machine(Settings(threads=3)) == {"threads": "3"}
+    assert of_machine(Settings(threads=2)) == {"threads": "2"}
 
 
 def test_what_cannot_be_compared_is_not_measured(

@@ -26,15 +26,17 @@ from arbor.errors import BudgetInfeasible, InputError, UsageError
 from arbor.measure.timing import FEWEST, Lap, Timing, differs, interleaved, regressed
 from arbor.run.limits import RunLimits
 from arbor.support.atomic_write import write_atomically
-from arbor.support.setting import setting
+from arbor.support.setting import setting, settings_of
 from arbor.trace.write import finite
 
 if TYPE_CHECKING:
+    from arbor.run.settings import Settings
     from arbor.solver import Solver
 
 SCHEMA = "arbor.bench/1"
 BUDGETS = ("full", "0.25")
 POLICIES = ("reentry",)
+OF_MACHINE = ("threads", "tp", "disk_dir", "keep_kv")
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 _PERCENTAGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
@@ -192,9 +194,19 @@ class Trial:
             "problem": problem,
             **config,
             **options.run.limits,
+            **of_machine(options.solver.settings),
             "device": str(first.device),
         }
         return cls(solvers, arms, problem, settings)
+
+
+def of_machine(asked: Settings) -> dict[str, Any]:
+    """Settings that no configuration holds and that a search's time depends on, unless default."""
+    threads = asked.threads or os.environ.get("OMP_NUM_THREADS") or None
+    given = asked.unrecorded | {"threads": threads and str(threads)}
+    known = settings_of(type(asked))
+    differing = [name for name in OF_MACHINE if given[name] != known[name].default]
+    return {name: _plain(given[name]) for name in differing}
 
 
 def measure(output: Output, options: BenchOptions, trial: Trial) -> dict[str, Any]:
