@@ -101,6 +101,38 @@ def test_threads_are_those_of_the_environment_where_none_are_given(
     assert of_machine(Settings(threads=2)) == {"threads": "2"}
 
 
+WRONG: list[dict[str, Any]] = [
+    {"settings": []},
+    {"settings": None},
+    {"rows": None},
+    {"rows": []},
+    {"rows": [7]},
+    {"rows": [timings(1.0, 1.0, 1.0)["rows"][0] | {"policy": ["lru"]}]},
+    {"rows": [{"budget": "full"}]},
+    *(
+        {"rows": [timings(1.0, 1.0, 1.0)["rows"][0] | {clock: value}]}
+        for clock in ("cpu_s", "wall_s")
+        for value in (
+            *(None, 3, {}, {"seconds": None}),
+            *({"seconds": each} for each in ([1.0, 1.0], [0.0, 0.0, 0.0], [None, 1.0, 1.0])),
+            *({"seconds": [1.0, 1.0, each]} for each in (-1.0, float("nan"), 10**400, True, "1")),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_what_holds_no_timings_is_refused_before_anything_is_measured(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    Path("odd.json").write_text(json.dumps(timings(1.0, 1.0, 1.0) | change), encoding="utf-8")
+    monkeypatch.setattr("arbor.cli.bench.measure", None)
+
+    ran = command("bench", "--compare", "odd.json", "--json")
+
+    assert (ran.code, ran.document["error"]["code"]) == (4, "bench-unreadable")
+
+
 def test_what_cannot_be_compared_is_not_measured(
     command: Arbor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,8 @@ SCHEMA = "arbor.bench/1"
 BUDGETS = ("full", "0.25")
 POLICIES = ("reentry",)
 OF_MACHINE = ("threads", "tp", "disk_dir", "keep_kv")
+CLOCKS = ("cpu_s", "wall_s")
+LONGEST_S = 1e9  # of a search in a file of timings
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 _PERCENTAGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
@@ -250,7 +252,7 @@ def _row(policy: str, budget: str, laps: list[Lap]) -> dict[str, Any]:
     names = ("budget_tokens", "peak_tokens", "tokens_generated", "tokens_recomputed")
     row: dict[str, Any] = {"policy": policy, "budget": budget, "answer": solution.answer}
     row |= {name: getattr(solution.metrics, name) for name in names}
-    for clock in ("cpu_s", "wall_s"):
+    for clock in CLOCKS:
         timing = Timing(tuple(getattr(lap, clock) for lap in laps))
         low, median, high = timing.quartiles
         seconds = list(timing.seconds)
@@ -275,7 +277,7 @@ def read_timings(path: Path) -> dict[str, Any]:
     """The timings of an earlier run.
 
     Raises:
-        InputError: the file cannot be read, or holds something else.
+        InputError: the file cannot be read, or holds something else than `compare` needs.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -287,7 +289,34 @@ def read_timings(path: Path) -> dict[str, Any]:
     if not known:
         raise _no_timings(path, f"is not {SCHEMA}")
     assert isinstance(found, dict)
+    if not isinstance(found.get("settings"), dict):
+        raise _no_timings(path, "has no table 'settings'")
+    rows = found.get("rows")
+    if not isinstance(rows, list) or not rows:
+        raise _no_timings(path, "has no list 'rows'")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not all(
+            isinstance(row.get(name), str) for name in ("policy", "budget")
+        ):
+            raise _no_timings(path, f"lacks policy or budget in row {number}")
+        for clock in CLOCKS:
+            if not _is_timing(row.get(clock)):
+                raise _no_timings(
+                    path,
+                    f"lacks {FEWEST} or more seconds with a median above 0 in {clock} of row "
+                    f"{number}",
+                )
     return found
+
+
+def _is_timing(found: object) -> bool:
+    """Whether JSON is a timing that others can be compared with."""
+    seconds = found.get("seconds") if isinstance(found, dict) else None
+    if not isinstance(seconds, list) or len(seconds) < FEWEST:
+        return False
+    if not all(type(each) in (int, float) and 0 <= each < LONGEST_S for each in seconds):
+        return False
+    return Timing(tuple(seconds)).median > 0
 
 
 def _no_timings(path: Path, why: str) -> InputError:
@@ -310,7 +339,7 @@ def refuse_other_settings(
     Raises:
         UsageError: other settings, or no policy and budget in common.
     """
-    theirs = before.get("settings", {})
+    theirs = before["settings"]
     keys = [k for k in {**settings, **theirs} if _plain(settings.get(k)) != _plain(theirs.get(k))]
     if keys or not _arms(before).keys() & set(arms):
         what = f"other settings: {', '.join(keys)}" if keys else "other policies and budgets"
@@ -349,7 +378,7 @@ def compare(
 
 
 def _arms(found: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    return {(row["policy"], row["budget"]): row for row in found.get("rows", [])}
+    return {(row["policy"], row["budget"]): row for row in found["rows"]}
 
 
 def _plain(value: Any) -> Any:
@@ -374,7 +403,7 @@ def show(output: Output, found: Mapping[str, Any]) -> None:
     for number, row in enumerate(found["rows"]):
         cells = [row["policy"], row["budget"], f"{row['peak_tokens']:,}"]
         cells.append(f"{row['tokens_recomputed']:,}")
-        cells += [_spread(_timing(row, each)) for each in ("cpu_s", "wall_s")]
+        cells += [_spread(_timing(row, each)) for each in CLOCKS]
         cells.append("" if number == 0 else _ratio(_timing(row, clock), base))
         if "before" in row:
             ratio = _timing(row, clock).median / row["before"]["median"]
