@@ -17,6 +17,7 @@ from support.trees import PROMPT, SAMPLED, Lab, Words
 from test_batch import PROBLEMS, Together, found, solver_of
 from test_deterministic import deterministic_runner
 
+from arbor import Solver
 from arbor.engine.operation import Growth
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import UsageError
@@ -24,6 +25,7 @@ from arbor.events import Allocated, Event, Evicted, Pressure, Rehydrated
 from arbor.model.checkpoint import Checkpoint
 from arbor.retention.base import Blocks, Scorer
 from arbor.retention.policy import Policy, Trigger
+from arbor.run.run import _warn_of_prompt
 from arbor.run.solution import Solution
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree
@@ -238,3 +240,29 @@ def test_each_search_is_held_to_its_own_budget(
         np.testing.assert_allclose(numbers(one), numbers(other), rtol=1e-4)
         assert one.metrics.budget_tokens == other.metrics.budget_tokens
         assert one.metrics.peak_tokens <= one.metrics.budget_tokens
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "warned"),
+    [
+        ("h2o,prompt=true", 0.25, True),
+        ("h2o,prompt=true", "60tok", True),
+        ("h2o,prompt=true", "600tok", False),
+        ("h2o,prompt=true", "full", False),
+        ("h2o", 0.25, False),
+    ],
+)
+def test_a_budget_without_room_for_a_protected_prompt_is_said(
+    policy: str, budget: float | str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = "Tom has 3 boxes of 4 pens. " * 12
+    _warn_of_prompt.cache_clear()
+    events: list[Event] = []
+    lossy: dict[str, Any] = {"mode": "lossy", "policy": policy, "listeners": [events.append]}
+    with Solver(task="reasoning", controller="chain", max_depth=2, step_tokens=16, **lossy) as s:
+        s.solve(prompt, budget=budget)
+
+    said = [each for each in caplog.messages if "protects the prompt as far as" in each]
+    assert len(said) == warned
+    gone = [block for each in events if isinstance(each, Evicted) for block, _ in each.nodes]
+    assert (0 in gone) == (budget in (0.25, "60tok"))

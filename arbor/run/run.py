@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from arbor._version import __version__
@@ -153,8 +153,9 @@ class Run:
         )
 
     def announce(self) -> None:
-        """Log what is searched, within which budget; plans it."""
-        plan = self.plan
+        """Log what is searched, within which budget, and whether that has no room for a prompt that
+        the policy protects; plans it."""
+        plan, policy = self.plan, self.setup.policy
         logger.info(
             "%s of %d tokens, seed %d: %d of %d tokens of KV, policy %s, %s",
             self.setup.task.name,
@@ -165,6 +166,10 @@ class Run:
             self.config["policy"]["name"],
             self.setup.mode,
         )
+        parts = plan.part is not None and plan.part < 1
+        has_room = not parts and plan.budget_tokens >= len(self.prompt)
+        if self.setup.mode == "lossy" and policy.protect.prompt and not has_room:
+            _warn_of_prompt(policy.name)
 
     def stop(self, status: Status = "interrupted", limit: ReachedLimit | None = None) -> None:
         """End the search after its current forward, or as soon as it begins.
@@ -450,3 +455,13 @@ def _measured(engine: Engine) -> dict[str, str]:
     repeated."""
     levels = {"kv_probe": str(engine.levels)} if engine.levels.least_rows else {}
     return levels | ({} if engine.costs is None else {"fetch": str(engine.costs)})
+
+
+@cache
+def _warn_of_prompt(policy: str) -> None:
+    """Say once in a process that a protected prompt does not stay."""
+    logger.warning(
+        "the policy %s protects the prompt as far as the budget has room for it; tokens of it leave "
+        "too. A budget as an amount, such as 8192tok, keeps a prompt that fits",
+        policy,
+    )
