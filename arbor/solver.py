@@ -404,7 +404,7 @@ class Solver:
         Raises:
             UsageError: searches are in progress, without `drain` or in this thread; a weight that
                 does not fit; 8-bit weights; several processes hold the model together.
-            ModelError, OutOfMemory: as `load`.
+            ModelError, OutOfMemory: as `load`; the former weights are back.
         """
         if self.setup.tp > 1:
             raise cannot(self.setup.tp, "an update of weights", "one process")

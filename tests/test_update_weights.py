@@ -20,7 +20,7 @@ from support.gguf_files import ARCHITECTURES, write_random
 from support.models import Words, build, config_of, random_model
 from support.slow_cases import drawn, every, only
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import arbor
 from arbor import Solver, UsageError
@@ -28,6 +28,7 @@ from arbor.events import Ended, Event
 from arbor.kernels.linear.blocks import BlockEmbedding, BlockLinear
 from arbor.kernels.linear.layers import PackedLinear
 from arbor.kernels.native import native_library
+from arbor.model import weights as loading
 from arbor.model.gguf.conversion import header_given
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.kv_identity import kv_identity
@@ -542,6 +543,47 @@ def _identity(solver: Solver) -> str | None:
         deterministic=False,
         updated=checkpoint.updated,
     )
+
+
+def test_the_former_weights_are_back_if_the_model_cannot_be_prepared_with_new_ones(
+    folder: Path, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (moved(small, seed) for seed in (1, 2, 3))
+
+    def fails(*given: Any) -> None:
+        raise MemoryError
+
+    with Solver(folder, **SMALL) as solver:
+        for new, last in ((second, None), (third, first)):
+            if last is not None:
+                solver.update_weights(last)
+            before, digest = searched(solver), solver.checkpoint.updated
+            with monkeypatch.context() as patch:
+                patch.setattr(loading, "_fuse", fails)
+                with pytest.raises(MemoryError):
+                    solver.update_weights(new)
+            assert solver.checkpoint.updated == digest
+            assert searched(solver) == before
+
+
+def test_a_model_whose_decoder_has_a_config_of_its_own_is_updated_and_taken_again() -> None:
+    text = {"model_type": "qwen2", "use_sliding_window": False}
+    text = {**config_of("qwen2").to_dict(), **text}
+    image = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 32}
+    image |= {"mlp_dim": 8, "output_channels": 8, "model_type": "got_ocr2_vision"}
+    config = AutoConfig.for_model("got_ocr2", text_config=text, vision_config=image)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    same: dict[str, Any] = {"tokenizer": Words(), "task": "reasoning"}
+    pairs, new = [([5, 6], [7, 8])], moved(model, 1)
+    with Solver(copy.deepcopy(model), **same) as solver:
+        solver.logprobs(pairs)
+        solver.update_weights(new)
+        after = solver.logprobs(pairs)
+    model.load_state_dict(new, strict=False)
+    for _ in range(2):
+        with Solver(model, **same) as solver:
+            assert solver.logprobs(pairs) == after
 
 
 # Blocks of GGUF files

@@ -169,6 +169,17 @@ def arbor_paged(
     return attend(call).unsqueeze(0), None
 
 
+def text_config(model: Any) -> Any:
+    """The config of a model's decoder: its own, or one of several within it."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def has_arbors_attention(model: Any) -> bool:
+    """Whether a model's decoder calls `arbor_paged`; of several configs, only its own says so."""
+    return getattr(text_config(model), "_attn_implementation", None) == IMPLEMENTATION
+
+
 @functools.cache
 def register_implementation() -> None:
     """Makes the implementation known to transformers; only now imports its modelling code."""
@@ -251,8 +262,7 @@ def probe(model: nn.Module, layers: int) -> tuple[LayerSpec | None, ...]:
         one entry per layer; not causal where a mask is of an unknown kind.
     """
     specs = _specs(model, layers)
-    config: Any = model.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(model)
     window = getattr(config, "sliding_window", None)
     if (
         not isinstance(window, int)

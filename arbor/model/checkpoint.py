@@ -343,7 +343,7 @@ class Checkpoint:
 
         Raises:
             UsageError: a weight that does not fit, or weights in 8 bits; nothing has changed.
-            ModelError, OutOfMemory: as `load`.
+            ModelError, OutOfMemory: as `load`; the former weights are back.
         """
         if self.weights == INT8:
             raise UsageError(
@@ -359,9 +359,15 @@ class Checkpoint:
             with self._loading:
                 self._weights = None
                 self._updated = model
-                self._digests |= new.digests
+                former, self._digests = self._digests, self._digests | new.digests
                 new.put()
-        self.load()
+        try:
+            self.load()
+        except BaseException:
+            with self._loading:
+                new.put()
+                self._digests = former
+            raise
 
     def _load_together(self, files: Description) -> Weights:
         """The weights, those of this rank where several hold the model."""

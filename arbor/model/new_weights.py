@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from arbor.kernels.linear.blocks import BlockEmbedding, BlockLinear, in_single_b
 from arbor.kernels.linear.experts import BlockExperts
 from arbor.kernels.linear.layers import DENSE, PackedLinear
 
-Change = Callable[[], None]
+Change = tuple[object, str, object]  # what has an attribute, its name, and its new value
 
 
 class NewWeights:
@@ -41,9 +40,9 @@ class NewWeights:
         self, model: nn.Module, given: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
     ) -> None:
         self._model = model
-        self._unloaded = _without_weights(model)
-        known = self._unloaded.state_dict()
-        names = _tied_names(self._unloaded)
+        unloaded = _without_weights(model)
+        known = unloaded.state_dict()
+        names = _tied_names(unloaded)
         kept = dict(_tensors(model))
         like = next(model.parameters())
         new: dict[str, Tensor] = {}
@@ -66,35 +65,43 @@ class NewWeights:
             raise _refused("no weights were given.", "An iterator can be read once only.")
         self.digests = {name: _digest(each) for name, each in new.items()}
         every = {each: value for name, value in new.items() for each in names[name]}
-        self._changes = [change for name in every for change in self._change(name, every)]
+        self._changes = [it for name in every for it in self._change(name, every, unloaded)]
 
     def put(self) -> None:
-        """Put the weights in place; the model is to be packed and fused anew."""
-        for change in self._changes:
-            change()
+        """Put the weights in place, or at the second call the former ones back; the model is to be
+        packed and fused anew.
 
-    def _change(self, name: str, new: Mapping[str, Tensor]) -> Iterator[Change]:
+        In between, the former ones are kept and the new ones are the model's alone.
+        """
+        changes, self._changes = self._changes, []
+        while changes:
+            owner, name, value = changes.pop()
+            self._changes.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+
+    def _change(self, name: str, new: Mapping[str, Tensor], unloaded: Any) -> Iterator[Change]:
         """What puts one weight in its place."""
         place, _, key = name.rpartition(".")
         module: Any = self._model.get_submodule(place)
         value = new[name]
         if isinstance(module, PackedLinear | BlockLinear):
             if key == "weight":
-                layer = self._unloaded.get_submodule(place)
+                layer = unloaded.get_submodule(place)
                 bias = new.get(f"{place}.bias", module.bias)
                 layer.weight = nn.Parameter(value, requires_grad=False)
                 if bias is not None:
                     layer.bias = nn.Parameter(bias.to(value.dtype), requires_grad=False)
-                yield partial(self._model.set_submodule, place, layer.eval())
+                above, _, own = place.rpartition(".")
+                yield self._model.get_submodule(above), own, layer.eval()
             elif f"{place}.weight" not in new:
                 before: Any = getattr(module, key)
-                yield partial(setattr, module, key, value.to(before.dtype))
+                yield module, key, value.to(before.dtype)
         elif isinstance(module, BlockEmbedding):
-            yield partial(setattr, module, "table", in_single_blocks(value))
+            yield module, "table", in_single_blocks(value)
         elif isinstance(module, BlockExperts):
             names = ("gate", "up") if key == "gate_up_proj" else ("down",)
             for part, experts in zip(names, value.chunk(len(names), dim=1), strict=True):
-                yield partial(setattr, module, part, tuple(map(in_single_blocks, experts)))
+                yield module, part, tuple(map(in_single_blocks, experts))
         else:
             kept: Any = getattr(module, key, None)
             scaled = isinstance(module, nn.Linear) and set(dict(_tensors(module))) - LINEAR
@@ -104,7 +111,7 @@ class NewWeights:
                     f"'{name}' is quantised in {type(module).__name__}.",
                     "Load a model that is not quantised.",
                 )
-            yield partial(setattr, kept, "data", value)
+            yield kept, "data", value
 
 
 LINEAR = {"weight", "bias"}  # of a linear layer that is not quantised

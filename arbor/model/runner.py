@@ -40,6 +40,7 @@ from arbor.model.attention import (
     answered_by,
     probe,
     register_implementation,
+    text_config,
     written,
 )
 from arbor.model.fuse.layers import (
@@ -146,8 +147,7 @@ class ModelRunner:
         self.backend = backend
         self.deterministic = deterministic
         give_own_config(model)
-        config: Any = model.config
-        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.config = text_config(model)
         check_layer_types(self.config)
         self.layer_count = int(self.config.num_hidden_layers)
         register_implementation()

@@ -21,7 +21,7 @@ from arbor.kernels.linear.layers import batch_dependent, pack_linears
 from arbor.memory.out_of_memory import weights_too_large
 from arbor.memory.pool import KVPool
 from arbor.model.agreement_cache import Agreement, agreed_before, keep_agreement
-from arbor.model.attention import IMPLEMENTATION
+from arbor.model.attention import has_arbors_attention
 from arbor.model.describe import describe_attention
 from arbor.model.description_cache import keep_description
 from arbor.model.fuse.attention import fuse_attention
@@ -90,7 +90,7 @@ def own_logits(model: Any) -> Tensor | None:
     Raises:
         ModelError: a model without a head for each token.
     """
-    if model.config._attn_implementation == IMPLEMENTATION:
+    if has_arbors_attention(model):
         return None
     model.eval()
     ids = torch.tensor(paths(model.config.get_text_config()), device=model.device)

@@ -23,12 +23,12 @@ from arbor.kernels.fused.rotary import ROTARY_FORMS, RotaryForm, RotaryOps
 from arbor.kernels.linear.layers import DenseJoint, JointLinear, dense_joint, joint_linear
 from arbor.kernels.native import MOST_DIM
 from arbor.model.attention import (
-    IMPLEMENTATION,
     Attend,
     AttentionCall,
     Rotation,
     answered_by,
     answering,
+    has_arbors_attention,
 )
 from arbor.model.fuse.parts import Folded, Fused, install, joins_dense, random_rows, remove
 
@@ -141,7 +141,7 @@ def fuse_attention(model: nn.Module, ops: RotaryOps) -> tuple[tuple[str, ...], M
     """
     fused: list[str] = []
     kept: dict[str, str] = {}
-    calls = _calls(model) if _attention_of(model) == IMPLEMENTATION else {}
+    calls = _calls(model) if has_arbors_attention(model) else {}
     for name, (module, arguments) in calls.items():
         if isinstance(module, FusedAttention):
             remove(module)
@@ -165,10 +165,6 @@ def fuse_attention(model: nn.Module, ops: RotaryOps) -> tuple[tuple[str, ...], M
         name, reason = next(iter(kept.items()))
         logger.debug("attention not fused: %d, among them %s: %s", len(kept), name, reason)
     return tuple(fused), kept
-
-
-def _attention_of(model: Any) -> str | None:
-    return getattr(model.config, "_attn_implementation", None)
 
 
 def _parts(module: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, str] | None] | None:
