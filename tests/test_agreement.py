@@ -32,7 +32,6 @@ WRONG: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4,  # more is refused without a forward
         "attn_scale": 0.5,
     },
-    "roberta": {"is_decoder": True},
 }
 
 

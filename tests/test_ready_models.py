@@ -10,7 +10,7 @@ import torch
 from support.fused_standin import TorchFusedOps, TorchRotary
 from support.models import Words, build, config_of, random_model
 from torch import Tensor
-from transformers import LlamaForSequenceClassification, LlamaModel
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 
 from arbor import Solver
 from arbor.errors import ArborError, ModelError, UsageError
@@ -25,13 +25,22 @@ IDS = torch.tensor([[5, 6, 7, 8]])
 SAME: dict[str, Any] = {"tokenizer": Words(), "device": "cpu", "task": "reasoning"}
 
 
+class OtherLogits(LlamaForCausalLM):
+    """Its logits are twice as large where only some rows are asked for."""
+
+    def forward(self, *given: Any, logits_to_keep: Any = 0, **settings: Any) -> Any:
+        output = super().forward(*given, logits_to_keep=logits_to_keep, **settings)
+        output.logits *= 1 if isinstance(logits_to_keep, int) else 2
+        return output
+
+
 def of_class(kind: Any) -> Any:
     torch.manual_seed(0)
     return kind(build("llama").config)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "other logits": (lambda: random_model(config_of("roberta", is_decoder=True)), {}),
+    "other logits": (lambda: of_class(OtherLogits), {}),
     "float16 in 8 bits": (lambda: build("llama").half(), {"weights": "int8"}),
     "no head": (lambda: of_class(LlamaModel), {}),
     "a score for each text": (lambda: of_class(LlamaForSequenceClassification), {}),

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from arbor.errors import ModelError
 from arbor.kernels.attention.base import AttentionShape
@@ -21,6 +26,7 @@ from arbor.model.attention import (
 )
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.gguf.weights import kept_bytes
+from arbor.model.layers import find_layers
 from arbor.model.loading import (
     ModelLocation,
     cached_commit,
@@ -34,7 +40,9 @@ from arbor.model.loading import (
 )
 from arbor.model.model_info import ModelInfo
 from arbor.model.names import check_dtype
-from arbor.model.runner import check_layer_types, check_specs
+from arbor.model.runner import OWN_ATTENTION, check_layer_types, check_specs, unsupported
+
+logger = logging.getLogger(__name__)
 
 GROWING = "dynamic"  # type of a rotary embedding
 EXPERTS = "batched_mm"  # the one way to run experts that computes shapes in every dtype
@@ -72,7 +80,7 @@ def describe_attention(
 ) -> tuple[ModelInfo, tuple[AttentionShape, ...]]:
     """`describe_config`, and the distinct attention shapes of the layers; none if unsupported."""
     chosen = resolve_dtype(dtype, config)
-    text = config.get_text_config()
+    text = _text_of(config)
     reason, parameters = "", 0
     specs: tuple[LayerSpec, ...] = ()
     try:
@@ -130,8 +138,9 @@ def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[La
     from transformers import AutoModelForCausalLM
 
     register_implementation()
-    check_layer_types(config.get_text_config())
-    _check_rotary(config)
+    text = _text_of(config)
+    check_layer_types(text)
+    _check_rotary(text)
     config = copy.deepcopy(config)  # transformers writes to it
     try:
         with torch.device("meta"):
@@ -144,38 +153,112 @@ def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[La
     except Exception as error:  # transformers checks little of what a config holds
         if needs_remote_code(error):
             raise remote_code_error(source.label) from error
-        raise _unbuilt(
-            config, "transformers cannot build it with arbor's attention", error
-        ) from error
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+            raise unsupported(config, OWN_ATTENTION) from error
+        reason = f"transformers cannot build it ({_first_line(error)})"
+        raise unsupported(config, reason) from error
     parameters = sum(p.numel() for p in model.parameters())
     text = config.get_text_config()
+    if _positions_know_padding(model):
+        raise own_positions(config)
+    specs = check_specs(_probed(model, text), text)
+    find_layers(model, len(specs))
+    return specs, parameters
+
+
+def _probed(model: Any, text: Any) -> tuple[LayerSpec | None, ...]:
+    """The calls of each layer of a model on the meta device.
+
+    A forward that reads values fails there. One that looks for padding runs again without, and any
+    other on the CPU with zeros as weights.
+
+    Args:
+        text: the config of its decoder.
+
+    Raises:
+        ModelError: the forward fails with zeros too.
+    """
+    layers = int(text.num_hidden_layers)
+    for without_padding in (False, True):
+        try:
+            with _no_padding(text, model.config) if without_padding else nullcontext():
+                return probe(model, layers)
+        except Exception as error:  # remote code may fail in any way
+            logger.debug("it does not run without weights: %s", error)
+    find_layers(model, layers)
     try:
-        # the tokens have no values, and padding would be looked for among them
-        text.pad_token_id = model.config.pad_token_id = None  # some configs refuse that
-        specs = probe(model, int(text.num_hidden_layers))
-    except Exception as error:  # remote code may fail in any way without weights
-        raise _unbuilt(config, "it does not run without weights", error) from error
-    return check_specs(specs, text), parameters
+        return probe(_with_zeros(model), layers)
+    except Exception as error:
+        raise unsupported(text, forward_fails(error)) from error
+
+
+@contextmanager
+def _no_padding(*configs: Any) -> Iterator[None]:
+    """Within, configs name no padding token; some raise an error instead."""
+    named = [getattr(config, "pad_token_id", None) for config in configs]
+    try:
+        for config in configs:
+            config.pad_token_id = None
+        yield
+    finally:
+        for config, token in zip(configs, named, strict=True):
+            config.pad_token_id = token
+
+
+def _with_zeros(model: Any) -> Any:
+    """The model on the CPU, its tensors views of one of zeros, of which no page is written.
+
+    Args:
+        model: on the meta device; changed in place.
+    """
+    model.float()
+    tensors = [*model.parameters(), *model.buffers()]
+    zeros = torch.from_numpy(np.zeros(max(each.nbytes for each in tensors), np.uint8))
+
+    def zero(like: Tensor) -> Tensor:
+        return zeros[: like.nbytes].view(like.dtype).view(like.shape)
+
+    return model._apply(zero)
+
+
+def _positions_know_padding(model: Any) -> bool:
+    """Whether an embedding of positions has a place for padding: positions are counted from it, and
+    only over the tokens that are none."""
+    return any(
+        "position" in name and isinstance(each, nn.Embedding) and each.padding_idx is not None
+        for name, each in model.named_modules()
+    )
+
+
+def _text_of(config: Any) -> Any:
+    """The config of the decoder; where there are several, as of an encoder too, the whole."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config
 
 
 def _check_rotary(config: Any) -> None:
     """Refuse a rotary embedding that rotates all keys anew as a path grows."""
-    if any(kind == GROWING for kind, _ in rotary(config.get_text_config())):
-        raise ModelError(
-            "arch-unsupported",
-            f"model_type '{config.model_type}': its rotary embedding of type '{GROWING}' rotates"
-            " the keys of a path anew as it grows.",
-            model_type=config.model_type,
+    if any(kind == GROWING for kind, _ in rotary(config)):
+        raise unsupported(
+            config,
+            f"its rotary embedding of type '{GROWING}' rotates the keys of a path anew as it grows",
         )
 
 
-def _unbuilt(config: Any, what: str, error: Exception) -> ModelError:
-    lines = str(error).splitlines() or [type(error).__name__]
-    return ModelError(
-        "arch-unsupported",
-        f"model_type '{config.model_type}': {what} ({lines[0]}).",
-        model_type=config.model_type,
-    )
+def own_positions(config: Any) -> ModelError:
+    """The error of a model whose forward does not count positions from 0, as arbor does."""
+    return unsupported(config, "its positions come from the tokens, not from their places")
+
+
+def forward_fails(error: Exception) -> str:
+    """What is wrong with a model whose forward fails, as part of a sentence."""
+    return f"its own forward fails ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def resolve_dtype(dtype: str, config: Any) -> torch.dtype:

@@ -120,18 +120,26 @@ def install(model: nn.Module, count: int) -> StoppableLayers:
     Raises:
         ModelError: no list of so many layers with attention was found.
     """
+    parent, name, layers = find_layers(model, count)
+    if not isinstance(layers, StoppableLayers):
+        layers = StoppableLayers(list(layers))
+        setattr(parent, name, layers)
+    return layers
+
+
+def find_layers(model: nn.Module, count: int) -> tuple[nn.Module, str, nn.ModuleList]:
+    """The module that has the decoder's list of layers, the name it has there, and the list.
+
+    Args, Raises: as `install`.
+    """
     for parent in model.modules():
         for name, child in parent.named_children():
-            if isinstance(child, StoppableLayers):
-                return child
-            if (
+            if isinstance(child, StoppableLayers) or (
                 isinstance(child, nn.ModuleList)
                 and len(child) == count
                 and all(any(hasattr(m, "layer_idx") for m in layer.modules()) for layer in child)
             ):
-                layers = StoppableLayers(list(child))
-                setattr(parent, name, layers)
-                return layers
+                return parent, name, child
     raise ModelError(
         "arch-unsupported",
         f"{type(model).__name__} keeps no list of {count} decoder layers with attention.",

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from arbor.model.parallel.ranks import Ranks
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+OWN_ATTENTION = "no attention but the model's own can be used"
 MOST_LAYERS = 10_000  # more would take minutes to describe
 
 
@@ -155,9 +156,7 @@ class ModelRunner:
             model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
         except (AttributeError, ImportError, KeyError, NotImplementedError, ValueError) as error:
             everywhere = range(self.layer_count)
-            raise _unsupported(
-                self.config, "no attention but the model's own can be used", everywhere
-            ) from error
+            raise _in_layers(self.config, OWN_ATTENTION, everywhere) from error
         self._layers = install(model, self.layer_count)
         noted = note_form(self._layers)
         try:
@@ -679,17 +678,24 @@ def _counting(lse: Tensor, again: Tensor | None) -> Tensor:
 
 
 def check_layer_types(config: Any) -> None:
-    """Refuse layer types whose attention our segments cannot express, from the config alone.
+    """Refuse layers whose attention our segments cannot express, from the config alone.
+
+    Args:
+        config: of a decoder.
 
     Raises:
         ModelError: names the types and the layers.
     """
+    if getattr(config, "is_encoder_decoder", False):
+        raise unsupported(config, "it is an encoder-decoder")
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        raise unsupported(config, "its config names no number of layers")
     kinds = getattr(config, "layer_types", None) or ()
     wrong = sorted({kind for kind in kinds if kind not in SUPPORTED_LAYERS})
     if wrong:
         places = [i for i, kind in enumerate(kinds) if kind in wrong]
         runs = " and ".join(SUPPORTED_LAYERS)
-        raise _unsupported(
+        raise _in_layers(
             config, f"layer_types is {', '.join(wrong)}; arbor runs {runs} exactly", places
         )
     every = range(config.num_hidden_layers)
@@ -700,7 +706,10 @@ def check_layer_types(config: Any) -> None:
             "Mend config.json.",
         )
     if getattr(config, "is_causal", True) is False:
-        raise _unsupported(config, "attention is not causal", every)
+        raise _in_layers(config, "attention is not causal", every)
+    for part in (config, getattr(config, "attn_config", None)):
+        if getattr(part, "alibi", False):
+            raise _in_layers(config, "attention has a position bias (ALiBi)", every)
     # Llama 4: by a row's place in the batch, as if that were its place in the text; the same up to
     # `floor_scale` tokens
     unscaled = int(getattr(config, "floor_scale", 0) or 0)
@@ -708,7 +717,7 @@ def check_layer_types(config: Any) -> None:
     if getattr(config, "attn_temperature_tuning", False) and longest > unscaled:
         without_rope = getattr(config, "no_rope_layers", None) or []
         layers = [i for i, rope in enumerate(without_rope) if not rope] or every
-        raise _unsupported(config, "queries are scaled by position", layers)
+        raise _in_layers(config, "queries are scaled by position", layers)
 
 
 def give_own_config(model: nn.Module) -> None:
@@ -743,18 +752,23 @@ def check_specs(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSp
         ),
     ):
         if places:
-            raise _unsupported(config, reason, places)
+            raise _in_layers(config, reason, places)
     return tuple(spec for spec in specs if spec is not None)
 
 
-def _unsupported(config: Any, reason: str, layers: Sequence[int]) -> ModelError:
+def _in_layers(config: Any, reason: str, layers: Sequence[int]) -> ModelError:
     places = f"{'layers' if len(layers) > 1 else 'layer'} {_ranges(layers)}"
+    return unsupported(config, f"in {places} {reason}", layers=list(layers))
+
+
+def unsupported(config: Any, reason: str, **data: Any) -> ModelError:
+    """The error of a model that arbor cannot run, by its type."""
     return ModelError(
         "arch-unsupported",
-        f"model_type '{config.model_type}': in {places} {reason}.",
+        f"model_type '{config.model_type}': {reason}.",
         "See 'arbor info MODEL'.",
         model_type=config.model_type,
-        layers=list(layers),
+        **data,
     )
 
 
