@@ -9,7 +9,7 @@ import torch
 from support.models import ARCHITECTURES, Words, build, config_of, random_model
 from support.slow_cases import every
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from arbor import Solver
 from arbor.errors import ModelError
@@ -75,6 +75,37 @@ def test_a_model_that_computes_something_else_is_refused_each_time(name: str) ->
     assert error.value.data["error"] > agreement.TOLERANCE
 
 
+class FromTokens(GPT2LMHeadModel):
+    """Its positions come from the tokens where none are given."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **settings: Any) -> Any:
+        if position_ids is None:
+            position_ids = (input_ids != 0).cumsum(-1) + 1
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_that_come_from_the_tokens_are_refused_in_every_dtype(dtype: torch.dtype) -> None:
+    model = as_class(FromTokens, "gpt2")
+    embedding = model.transformer.wpe.weight.data
+    embedding *= 0.02  # so that logits differ by little
+
+    with pytest.raises(ModelError, match="'gpt2': its positions come from the tokens") as error:
+        Solver(model.to(dtype), **SAME).load()
+
+    assert error.value.code == "arch-unsupported"
+
+
+def test_a_model_that_fails_in_its_own_forward_is_refused_with_the_reason() -> None:
+    narrow = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "kv_lora_rank": 16}
+    config = config_of("minicpm3", q_lora_rank=16, head_dim=12, **narrow)  # 2 heads of KV, not 4
+
+    with pytest.raises(ModelError, match=r"own forward fails \(The size of tensor a") as error:
+        Solver(AutoModelForCausalLM.from_config(config), **SAME).load()
+
+    assert error.value.code == "model-incomplete"
+
+
 class Deaf(LlamaForCausalLM):
     """Its logits are of all rows, whichever are asked for."""
 
@@ -98,8 +129,8 @@ class OfTwo(LlamaForCausalLM):
         return super().forward(*given, logits_to_keep=count, **settings)
 
 
-def as_class(kind: Any) -> Any:
-    model = build("llama")
+def as_class(kind: Any, name: str = "llama") -> Any:
+    model = build(name)
     model.__class__ = kind
     return model
 
