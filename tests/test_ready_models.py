@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.fused_standin import TorchFusedOps, TorchRotary
-from support.models import Words, build, config_of, random_model
+from support.models import Words, build
 from torch import Tensor
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 

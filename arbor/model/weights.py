@@ -71,7 +71,7 @@ LAST = 2  # tokens of the second path whose logits are compared
 # Of both paths: in each forward some rows are not asked for, and most are not the last ones.
 COMPARED = [*range(HEAD - 1, LENGTH), *range(2 * LENGTH - LAST, 2 * LENGTH)]
 TOLERANCE = 1e-3  # seen: 1e-6
-HALF_TOLERANCE = 0.1  # of bfloat16 and float16; seen: 0.03 in 18 layers
+HALF_TOLERANCE = 0.2  # of bfloat16 and float16; seen: 0.03 in 18 layers
 
 
 def paths(config: Any) -> list[list[int]]:
