@@ -164,6 +164,71 @@ def test_set_wins_over_an_option_and_that_over_the_file(
     assert (controller["name"], controller["width"], read["sampling"]["temperature"]) == found
 
 
+SETS = 'set = ["width=7", "seed=9", "threads=2"]\n[controller]\nname = "tot"\nbeam = 2\n'
+
+
+@pytest.mark.parametrize(
+    ("config", "variables", "flags", "found"),
+    [
+        (SETS, {}, [], (7, 2, 9)),
+        (SETS, {}, ["--seed", "5"], (7, 2, 5)),
+        (SETS, {}, ["--controller", "tot,width=6"], (6, 2, 9)),
+        (SETS, {}, ["--set", "beam=3"], (7, 3, 9)),
+        (SETS, {}, ["--set", "controller.width=3", "--set", "seed=4"], (3, 2, 4)),
+        (SETS, {"SEED": "6", "CONTROLLER": "tot,width=4"}, [], (4, 2, 6)),
+        (SETS, {"SET": "width=4 beam=6"}, ["--set", "beam=3"], (4, 3, 9)),
+        ("", {"SET": "seed=9 width=7"}, ["--seed", "5", "--controller", "tot,width=2"], (2, 5, 5)),
+        ("", {"SET": "controller=tot,width=7"}, ["--controller", "tot,beam=2"], (10, 2, 0)),
+        ("", {"SET": "seed=9 width=7", "SEED": "3"}, [], (7, 5, 9)),
+    ],
+)
+def test_set_of_a_file_or_a_variable_loses_to_a_stronger_source(
+    command: Arbor,
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    variables: dict[str, str],
+    flags: list[str],
+    found: tuple[int, int, int],
+) -> None:
+    Path("given.toml").write_text(config, encoding="utf-8")
+    for name, value in variables.items():
+        monkeypatch.setenv(f"ARBOR_SOLVE_{name}", value)
+
+    read = saved(command, "--config", "given.toml", *flags)
+
+    assert (read["controller"]["width"], read["controller"]["beam"], read["seed"]) == found
+
+
+@pytest.mark.parametrize(
+    ("config", "variable", "flags", "twice"),
+    [
+        ("", "", ["--set", "width=2", "--set", "controller.width=3"], "--set: 'width'"),
+        ("", "", ["--set", "seed=2", "--set", "seed=3"], "--set: 'seed'"),
+        ("", "seed=2 seed=3", ["--seed", "1"], "ARBOR_SOLVE_SET: 'seed'"),
+        ('set = ["seed=2"]\nseed = 3', "", [], "given.toml: 'seed'"),
+        ('set = ["width=2", "width=3"]', "", [], "given.toml: 'width'"),
+        ('set = ["width=2"]\n[controller]\nname = "tot"\nwidth = 3', "", [], "given.toml: 'width'"),
+        ("temperature = 0.3\n[sampling]\ntemperature = 0.9", "", [], "given.toml: 'temperature'"),
+        ('set = ["top_p=0.3"]\n[sampling]\ntop_p = 0.9', "", [], "given.toml: 'top_p'"),
+    ],
+)
+def test_a_source_that_sets_one_twice_is_refused(
+    command: Arbor,
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    variable: str,
+    flags: list[str],
+    twice: str,
+) -> None:
+    Path("given.toml").write_text(config, encoding="utf-8")
+    monkeypatch.setenv("ARBOR_SOLVE_SET", variable)
+
+    ran = command("solve", "4 5 6 10", "--config", "given.toml", *flags, "--print-config")
+
+    assert (ran.code, ran.out) == (2, "")
+    assert f"[setting] {twice} is set twice." in ran.err
+
+
 @pytest.mark.parametrize("config", ['kv_dtype = "int8"', "[sampling]\ntemperature = 0.9", ""])
 def test_a_file_and_a_preset_are_refused_together(
     command: Arbor, monkeypatch: pytest.MonkeyPatch, config: str

@@ -158,8 +158,11 @@ def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) ->
         elif key in set_only:
             values[key] = value
         else:
-            known = sorted({*options, *set_only, *PARTS} - {"config", "set", "trust_remote_code"})
+            known = sorted({*options, *set_only, *PARTS} - {"config", "trust_remote_code"})
             raise unknown_setting(f"{source}: there is", key, known, path=source)
+    for name in settings.get("sampling", ("", {}))[1]:
+        if name in config:
+            raise set_twice(source, name)
     ctx.default_map = defaults
     ctx.meta[CONFIG_SETTINGS], ctx.meta[CONFIG_VALUES] = settings, values
 
@@ -183,6 +186,20 @@ def config_values() -> dict[str, Any]:
     return {} if ctx is None else ctx.meta.get(CONFIG_VALUES, {})
 
 
+def is_in_file(name: str) -> bool:
+    """Whether the configuration itself gives a setting, which its ``set`` may give too."""
+    ctx = click.get_current_context(silent=True)
+    if ctx is None:
+        return False
+    _, sampling = ctx.meta.get(CONFIG_SETTINGS, {}).get("sampling", ("", {}))
+    return name in {**(ctx.default_map or {}), **config_values(), **sampling}
+
+
+def set_twice(source: str, name: str) -> UsageError:
+    """The error for a setting that one source, as a user knows it, gives twice."""
+    return UsageError("setting", f"{source}: '{name}' is set twice.", "Set it once.", setting=name)
+
+
 def settings_of_parts(values: Mapping[str, Any]) -> list[str]:
     """The settings of a configuration's components, as ``--set`` takes them.
 
@@ -195,7 +212,7 @@ def settings_of_parts(values: Mapping[str, Any]) -> list[str]:
         chosen, given = split_spec(str(values.get(part)))
         own = [each for each in settings_of(Sampling) if values.get(each) is not None]
         taken = own if part == "sampling" else given
-        if not name or chosen == name:
+        if not name or chosen == split_spec(name)[0]:
             found += [f"{part}.{key}={value}" for key, value in rows.items() if key not in taken]
     return found
 

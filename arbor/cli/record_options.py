@@ -14,7 +14,15 @@ import click
 
 from arbor import components, registry
 from arbor.cli.command import F, Number, WholeNumber, flag_of, option, option_group
-from arbor.cli.configure import KINDS, config_values, owner_of, settings_by_part, settings_of_parts
+from arbor.cli.configure import (
+    KINDS,
+    config_values,
+    is_in_file,
+    owner_of,
+    set_twice,
+    settings_by_part,
+)
+from arbor.cli.set_option import FILE, Row, component_settings, ranks_of, set_rows, source_of
 from arbor.engine.mode_names import default_policy
 from arbor.errors import UsageError
 from arbor.model.sampling_params import Sampling
@@ -236,15 +244,33 @@ def read_options(record: type[Record], values: Mapping[str, Any]) -> Record:
     known = getattr(ctx and ctx.command.callback, "known", known_settings(record))
     values = {**config_values(), **values}
     if "set" in values:
-        rest = []
-        for text in values["set"]:
-            own = own_setting(text, known, values)
-            if own is None:
-                rest.append(text)
-            else:
-                values |= own
-        values["set"] = (*settings_of_parts(values), *rest)
+        values["set"] = _take_set(values, known)
     return _record_of(record, values)
+
+
+def _take_set(values: dict[str, Any], known: Mapping[str, Setting]) -> tuple[str, ...]:
+    """Puts what ``--set`` gives of a record's settings among the options; the others.
+
+    It wins over an option from the same source, and not over one from a stronger.
+
+    Raises:
+        UsageError: a source sets one twice, or an invalid one.
+    """
+    ranks = ranks_of(values)
+    rest: list[Row] = []
+    set_by: dict[str, int] = {}
+    for rank, text in set_rows(values["set"]):
+        own = own_setting(text, known, values)
+        if own is None:
+            rest.append((rank, text))
+            continue
+        ((name, value),) = own.items()
+        if set_by.get(name) == rank or (rank == FILE and is_in_file(name)):
+            raise set_twice(source_of(rank), name)
+        set_by[name] = rank
+        if rank >= ranks.get(name, rank):
+            values[name], ranks[name] = value, rank
+    return component_settings(rest, values, ranks)
 
 
 def own_setting(
