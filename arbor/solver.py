@@ -37,7 +37,7 @@ from arbor.model.parallel.shards import cannot
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
 from arbor.retention.policy import Policy
-from arbor.run.batch import Batch, Found, OnError, each_solution, several
+from arbor.run.batch import Batch, Found, Job, OnError, each_solution, several, solutions_of
 from arbor.run.config import read_config, refuse_trust, refuse_unnamed, refuse_updated
 from arbor.run.limits import RunLimits, check_count, limited
 from arbor.run.request import Options, Request
@@ -615,12 +615,14 @@ class Solver:
             options: the same for every problem, so no ``trace``.
         """
         check_count("concurrency", concurrency)
-        solving = partial(self.as_completed, concurrency=concurrency)
+        solving = partial(self.results, concurrency=concurrency)
         return each_solution(
             solving, self.failed, problems, options, ordered=ordered, on_error=on_error
         )
 
-    def failed(self, problem: str | Problem, error: ArborError, options: Options) -> Solution:
+    def failed(
+        self, problem: str | Problem, error: ArborError, options: Mapping[str, Any]
+    ) -> Solution:
         """The solution of a problem that could not be solved because of an error."""
         try:
             request = Request.of(options)
@@ -631,27 +633,49 @@ class Solver:
 
     def as_completed(
         self,
-        jobs: Iterable[tuple[str | Problem, Options] | None],
+        jobs: Iterable[tuple[str | Problem, Mapping[str, Any]] | None],
+        *,
+        concurrency: int | None = None,
+        on_error: OnError = "raise",
+        listen: Callable[[int, Event], None] | None = None,
+    ) -> Generator[tuple[int, Solution], None, None]:
+        """Solve many problems, several at a time in one engine, each with options of its own.
+
+        Args:
+            jobs: problems, and keyword arguments of `solve` for each (`Options`); read
+                `concurrency` ahead. None where none is ready yet, while others are in progress: the
+                next is asked for after a step of the engine.
+            concurrency: as in `imap`; None: 8, or 1 where a search depends on what is searched next
+                to it: in lossy mode with `staging` or similar prompts.
+            on_error: as in `imap`.
+            listen: called with the job's place, 0-based, and every event of its search.
+
+        Yields:
+            the job's place and its solution, as they are found. Closing the generator gives up what
+            is in progress.
+
+        Raises:
+            UsageError: at once, for an invalid `concurrency` or `on_error`.
+            ArborError: the first problem that cannot be solved, unless `on_error` is ``return``.
+        """
+        check_count("concurrency", concurrency)
+        solving = partial(self.results, concurrency=concurrency, listen=listen)
+        return solutions_of(solving, self.failed, jobs, on_error=on_error)
+
+    def results(
+        self,
+        jobs: Iterable[tuple[str | Problem, Mapping[str, Any]] | None],
         *,
         concurrency: int | None = None,
         listen: Callable[[int, Event], None] | None = None,
         bugs: Literal["raise", "return"] = "raise",
     ) -> Generator[tuple[int, Solution | ArborError], None, None]:
-        """Solve many problems, several at a time in one engine, each with options of its own.
+        """`as_completed` with the error itself that ended a search in place of its solution.
 
         Args:
-            jobs: problems, and keyword arguments of `solve` for each; read `concurrency` ahead.
-                None where none is ready yet, while others are in progress: the next is asked for
-                after a step of the engine.
-            concurrency: as in `imap`; None: 8, or 1 where a search depends on what is searched next
-                to it: in lossy mode with `staging` or similar prompts.
-            listen: called with the job's place, 0-based, and every event of its search.
+            jobs, concurrency, listen: as in `as_completed`.
             bugs: ``return`` makes an internal error in one search that search's `SearchBug`, and
                 the others go on.
-
-        Yields:
-            the job's place, and its solution or the error that ended it, as they are found. Closing
-            the generator gives up what is in progress.
         """
         at_once = check_count("concurrency", concurrency) or self.setup.at_once
         if bugs not in ("raise", "return"):
@@ -726,17 +750,17 @@ class Solver:
         given: dict[int, str | Problem] = {}
 
         def solving(
-            jobs: Iterable[tuple[str | Problem, Options]],
+            jobs: Iterable[Job | None],
         ) -> Generator[tuple[int, Solution | ArborError], None, None]:
-            def seeded() -> Iterator[tuple[str | Problem, Options]]:
-                for place, (problem, each) in enumerate(jobs):
+            def seeded() -> Iterator[Job]:
+                for place, (problem, each) in enumerate(filter(None, jobs)):
                     given[place] = problem
                     yield problem, {**each, "seed": first + place}
 
             def listen(place: int, event: Event) -> None:
                 folds[place](event)
 
-            return self.as_completed(seeded(), concurrency=concurrency, listen=listen)
+            return self.results(seeded(), concurrency=concurrency, listen=listen)
 
         grouped = (problem for problem in one_by_one for _ in range(group))
         solutions = each_solution(

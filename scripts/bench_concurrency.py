@@ -42,7 +42,6 @@ from arbor.engine.operation import Growth
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
 from arbor.run.searches import Steps, as_completed
-from arbor.run.solution import Solution
 from arbor.tree import ThoughtTree
 
 AT_A_TIME = (1, 2, 4, 8, 16)
@@ -88,13 +87,11 @@ def lossy(given: argparse.Namespace, policy: str) -> Callable[[int], dict[str, A
     least = [100] * len(every) if own else [solver.plan(each).smallest_tokens for each in every]
 
     def run(concurrency: int) -> dict[str, Any]:
-        jobs: Iterator[tuple[Any, Any]] = (
+        jobs = (
             (problem, {"budget": f"{least[place] + place % 20}tok"})
             for place, problem in enumerate(every)
         )
-        found = [each for _, each in solver.as_completed(jobs, concurrency=concurrency)]
-        solutions = [each for each in found if isinstance(each, Solution)]
-        assert len(solutions) == len(every), "a budget was too small"
+        solutions = [each for _, each in solver.as_completed(jobs, concurrency=concurrency)]
         return {
             "tokens": sum(each.metrics.tokens_generated for each in solutions),
             "recomputed": 0,

@@ -35,7 +35,6 @@ from arbor.events import Boundary, Event, Opened
 from arbor.measure.statistics import bootstrap_groups
 from arbor.run.planning import encode_prompt
 from arbor.run.questions import Words, question_turn
-from arbor.run.request import Options
 from arbor.tasks.base import Problem, Question
 from arbor.tree import ThoughtTree
 from arbor.verifiers.self_eval import VerdictTokens, expected_worth, verdict_tokens
@@ -80,10 +79,8 @@ def decoded(solver: Solver, problems: Sequence[Problem], at_once: int) -> Iterat
         elif isinstance(event, Boundary):
             blocks.setdefault(place, {})[event.node] = event
 
-    jobs: list[tuple[str | Problem, Options]] = [(problem, {}) for problem in problems]
+    jobs: list[tuple[Problem, dict[str, Any]]] = [(problem, {}) for problem in problems]
     for place, solution in solver.as_completed(jobs, concurrency=at_once, listen=listen):
-        if isinstance(solution, Exception):
-            raise solution
         problem, above = problems[place], parents.pop(place)
         closed = blocks.pop(place)
         prompt = encode_prompt(solver.tokenizer, solver.task.prompt(problem), solver.task)

@@ -519,7 +519,7 @@ def solved(solver: Solver, jobs: Sequence[Any], at_once: int) -> list[Any]:
     """The solutions of problems that are searched together, each within its own budget; None where
     not even the protected tokens fit."""
     found: list[Any] = [None] * len(jobs)
-    for place, solution in solver.as_completed(jobs, concurrency=at_once):
+    for place, solution in solver.results(jobs, concurrency=at_once):
         if isinstance(solution, BudgetInfeasible):
             continue
         if isinstance(solution, Exception):

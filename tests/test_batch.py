@@ -12,7 +12,7 @@ import pytest
 from support.slow_cases import every
 
 from arbor import Solver
-from arbor.errors import BudgetInfeasible, UsageError
+from arbor.errors import BudgetInfeasible, InputError, UsageError
 from arbor.events import KV, Ended, Event, Header, Sampled
 from arbor.model.checkpoint import Checkpoint
 from arbor.run.solution import Solution
@@ -149,7 +149,6 @@ def test_jobs_that_come_late_join_between_two_steps(solver: Solver) -> None:
     together = {}
     for place, result in solver.as_completed(late(), concurrency=len(PROBLEMS)):
         ended.append(place)
-        assert isinstance(result, Solution)
         together[place] = found(result)
 
     assert asked == sum(range(len(PROBLEMS)))
@@ -168,6 +167,27 @@ def test_an_error_in_one_problem_leaves_the_others_as_they_are(
     assert [each.error is None for each in solutions] == [True, False, True, False]
     assert solutions[1].error is not None and solutions[1].error["code"] == "problem-empty"
     assert list(map(approximately, solutions[::2])) == list(map(approximately, good))
+    assert is_idle(solver)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_jobs_return_or_raise_their_errors_as_batches_do(solver: Solver, concurrency: int) -> None:
+    jobs = [(PROBLEMS[0], {"seed": 3}), ("", {}), (PROBLEMS[1], {"tokens": 3}), (PROBLEMS[1], {})]
+
+    found = dict(solver.as_completed(jobs, concurrency=concurrency, on_error="return"))
+
+    codes = [found[place].error and found[place].error["code"] for place in range(len(jobs))]
+    assert codes == [None, "problem-empty", "unknown-setting", None]
+    assert (found[1].finish_reason, found[1].correct, found[2].problem) == (
+        "error",
+        None,
+        PROBLEMS[1],
+    )
+    assert approximately(found[0]) == approximately(solver.solve(PROBLEMS[0], seed=3))
+    with pytest.raises(InputError, match="problem-empty"):
+        list(solver.as_completed(jobs[:2], concurrency=concurrency))
+    with pytest.raises(UsageError, match="on_error is 'ignore'"):
+        solver.as_completed(jobs, on_error="ignore")
     assert is_idle(solver)
 
 
@@ -222,7 +242,7 @@ def test_a_search_that_runs_out_of_room_leaves_the_others_as_they_are(
 
     alone = list(map(approximately, solver.solve_batch(PROBLEMS[:5])))
     monkeypatch.setattr(engine, "begin_ask", begin_ask)
-    results = dict(solver.as_completed([(each, {}) for each in PROBLEMS[:5]], concurrency=5))
+    results = dict(solver.results([(each, {}) for each in PROBLEMS[:5]], concurrency=5))
 
     assert isinstance(results[3], BudgetInfeasible)
     for place in (0, 1, 2, 4):
@@ -250,7 +270,7 @@ def test_an_unknown_word_for_bugs_is_refused_before_a_search(checkpoint: Checkpo
     bugs: Any = "xx"
 
     with pytest.raises(UsageError, match=r"unknown bugs 'xx'\. Known: raise, return\."):
-        next(solver_of(checkpoint).as_completed([(PROBLEMS[0], {})], bugs=bugs))
+        next(solver_of(checkpoint).results([(PROBLEMS[0], {})], bugs=bugs))
 
 
 # Traces
@@ -278,7 +298,7 @@ def test_every_search_writes_a_trace_of_its_own(
         assert replay.problems == []
         assert trace.header is not None and trace.header.problem == PROBLEMS[place]
         result = results[place]
-        assert isinstance(result, Solution) and result.trace_path == str(path)
+        assert result.trace_path == str(path)
         assert replay.ended is not None and replay.ended.status == result.finish_reason
         assert any(isinstance(event, Sampled) for event in trace.events) == (detail == "tokens")
         blocks = [block for block in replay.blocks.values() if block.parent is not None]

@@ -107,7 +107,7 @@ def outcomes(
             yield job.problem, options
 
     try:
-        results = solver.as_completed(given(), concurrency=concurrency, listen=hear, bugs="return")
+        results = solver.results(given(), concurrency=concurrency, listen=hear, bugs="return")
         with contextlib.closing(results):
             for which, result in results:
                 job, tokens = begun.pop(which), reused.pop(which, ReusedTokens()).total

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 from arbor.errors import ArborError, UsageError, WorkerError
 from arbor.measure.cluster import (
@@ -32,7 +32,7 @@ from arbor.measure.outcomes import Job, JobOutcome
 from arbor.model.model_info import SMALL_MODEL
 from arbor.model.names import check_device
 from arbor.registry import part
-from arbor.run.batch import OnError, each_solution
+from arbor.run.batch import OnError, each_solution, solutions_of
 from arbor.run.config import read_config
 from arbor.run.limits import check_count
 from arbor.run.request import Options
@@ -244,7 +244,7 @@ class Workers:
     ) -> Iterator[Solution]:
         """Solve many problems, see `Solver.imap`."""
         return each_solution(
-            self.as_completed,
+            self._results,
             self._solver.failed,
             problems,
             options,
@@ -253,18 +253,26 @@ class Workers:
         )
 
     def as_completed(
-        self, jobs: Iterable[tuple[str | Problem, Options]]
-    ) -> Generator[tuple[int, Solution | ArborError], None, None]:
+        self,
+        jobs: Iterable[tuple[str | Problem, Mapping[str, Any]]],
+        *,
+        on_error: OnError = "raise",
+    ) -> Generator[tuple[int, Solution], None, None]:
         """Solve many problems, each with options of its own, see `Solver.as_completed`.
 
         Args:
             jobs: problems, and keyword arguments of `Solver.solve` for each; ``trace`` is a path on
                 this machine.
+            on_error: as in `Solver.imap`.
         """
+        return solutions_of(self._results, self._solver.failed, jobs, on_error=on_error)
 
+    def _results(
+        self, jobs: Iterable[tuple[str | Problem, Mapping[str, Any]] | None]
+    ) -> Generator[tuple[int, Solution | ArborError], None, None]:
         def given() -> Iterator[Job]:
-            for place, (problem, options) in enumerate(jobs):
-                options = options.copy()
+            for place, (problem, asked) in enumerate(filter(None, jobs)):
+                options = cast("Options", dict(asked))
                 trace = options.pop("trace", None)
                 if isinstance(trace, TraceWriter):
                     raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from arbor.budget import Budget, Plan
 from arbor.errors import ArborError, UsageError
 from arbor.events import Event
-from arbor.run.request import Options, Request
+from arbor.run.request import Request
 from arbor.run.run import Run
 from arbor.run.searches import Steps, in_order
 from arbor.run.setup import Setup
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from arbor.engine.engine import Engine
     from arbor.run.session import Status
 
-Job = tuple[str | Problem, Options]
+# a problem, and keyword arguments of `Solver.solve` (`Options`)
+Job = tuple[str | Problem, Mapping[str, Any]]
 Found = tuple[int, Solution | ArborError]  # a job's place, and what became of it
 
 
@@ -300,8 +301,10 @@ def _together(budget: Budget, plans: Sequence[Plan]) -> int:
 
 OnError = Literal["raise", "return"]
 
-# (problem, options) of each job -> its place and what became of it, as they are found
-Solving = Callable[[Iterable[Job]], Generator[Found, None, None]]
+# jobs, None where none is ready yet -> the place of each and what became of it, as they are found
+Solving = Callable[[Iterable[Job | None]], Generator[Found, None, None]]
+# the solution of a job that ended with an error
+Failed = Callable[[str | Problem, ArborError, Mapping[str, Any]], Solution]
 
 
 def several(problems: Iterable[str | Problem]) -> Iterable[str | Problem]:
@@ -317,50 +320,75 @@ def several(problems: Iterable[str | Problem]) -> Iterable[str | Problem]:
     return problems
 
 
+def solutions_of(
+    solving: Solving,
+    failed: Failed,
+    jobs: Iterable[Job | None],
+    *,
+    ordered: bool = False,
+    on_error: OnError,
+) -> Generator[tuple[int, Solution], None, None]:
+    """The place and the solution of each job, as `solving` asks for it.
+
+    Args:
+        failed: the solution of a job that ended with an error.
+        ordered: in the jobs' order; else as they are found.
+        on_error: whether an error is raised, or becomes a solution.
+
+    Raises:
+        UsageError: at once, for an unknown `on_error`.
+    """
+    if on_error not in get_args(OnError):
+        raise UsageError("on-error", f"on_error is {on_error!r}.", "It is 'raise' or 'return'.")
+    begun: dict[int, Job] = {}  # jobs whose solutions are not handed out yet
+
+    def noted() -> Iterator[Job | None]:
+        place = 0
+        for job in jobs:
+            if job is not None:
+                begun[place] = job
+                place += 1
+            yield job
+
+    def solutions() -> Generator[tuple[int, Solution], None, None]:
+        with closing(solving(noted())) as results:
+            for place, result in in_order(results) if ordered else results:
+                problem, options = begun.pop(place)
+                if not isinstance(result, ArborError):
+                    yield place, result
+                elif on_error == "raise":
+                    raise result
+                else:
+                    yield place, failed(problem, result, options)
+
+    return solutions()
+
+
 def each_solution(
     solving: Solving,
-    failed: Callable[[str | Problem, ArborError, Options], Solution],
+    failed: Failed,
     problems: Iterable[str | Problem],
-    options: Options,
+    options: Mapping[str, Any],
     *,
     ordered: bool,
     on_error: OnError,
 ) -> Iterator[Solution]:
-    """The solution of each problem, as `solving` asks for it.
-
-    Args:
-        failed: the solution of a problem that ended with an error.
-        options: the same for every problem.
-        ordered: in the problems' order; else as they are found.
-        on_error: whether an error is raised, or becomes a solution.
+    """`solutions_of` several problems with the same options, without their places.
 
     Raises:
         UsageError: at once, for one problem instead of several, an unknown `on_error`, or a trace
             that all would write.
     """
-    problems = several(problems)
-    if on_error not in get_args(OnError):
-        raise UsageError("on-error", f"on_error is {on_error!r}.", "It is 'raise' or 'return'.")
+    jobs = ((problem, options) for problem in several(problems))
+    found = solutions_of(solving, failed, jobs, ordered=ordered, on_error=on_error)
     if options.get("trace") is not None:
         raise UsageError(
             "trace-shared", "one trace for many problems.", "Use solve, or as_completed."
         )
-    given: dict[int, str | Problem] = {}  # problems whose solutions are not handed out yet
-
-    def jobs() -> Iterator[tuple[str | Problem, Options]]:
-        for place, problem in enumerate(problems):
-            given[place] = problem
-            yield problem, options
 
     def solutions() -> Iterator[Solution]:
-        with closing(solving(jobs())) as results:
-            found: Any = in_order(results) if ordered else results
-            for place, result in found:
-                problem = given.pop(place)
-                if isinstance(result, ArborError):
-                    if on_error == "raise":
-                        raise result
-                    result = failed(problem, result, options)
-                yield result
+        with closing(found):
+            for _, solution in found:
+                yield solution
 
     return solutions()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypedDict
 
@@ -87,7 +88,7 @@ class Request(RunLimits, TraceDetail):
     recorded: str | os.PathLike[str] | FutureReads | None = setting(None, "An earlier run.")
 
     @classmethod
-    def of(cls, options: Options) -> Self:
+    def of(cls, options: Mapping[str, Any]) -> Self:
         """What keyword arguments ask for.
 
         Raises:
@@ -105,8 +106,7 @@ class Request(RunLimits, TraceDetail):
                     setting=name,
                     known=known,
                 )
-        given: dict[str, Any] = {**options}
-        return cls(**given)
+        return cls(**options)
 
     def __post_init__(self) -> None:
         for name, each in settings_of(Request).items():

@@ -238,7 +238,7 @@ class Measuring:
         try:
             solver = self._solver_of(arm)
             own = arm.part == 1 or solver.setup.own_budgets
-            searched = solver.as_completed(
+            searched = solver.results(
                 jobs,
                 concurrency=at_once if own else 1,
                 listen=lambda place, event: blocks[place].hear(event),

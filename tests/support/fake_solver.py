@@ -214,7 +214,7 @@ class FakeSolver:
         asked = self._budget if budget is None else Budget.parse(budget)
         return asked.plan(Footprint(PROMPT, STEP_TOKENS, DEPTH, BLOCKS), 1024)
 
-    def as_completed(
+    def results(
         self,
         jobs: Iterable[tuple[str | Problem, Options]],
         *,

@@ -111,7 +111,5 @@ def greedy(
         (plain_problem(ids, f"prompt {number}"), {"max_tokens": tokens})
         for number, ids in enumerate(prompts)
     ]
-    for _, solution in solver.as_completed(jobs, concurrency=len(jobs), listen=listen):
-        if isinstance(solution, Exception):
-            raise solution
+    list(solver.as_completed(jobs, concurrency=len(jobs), listen=listen))
     return [chain[:tokens] for chain in found]  # the limit counts on blocks of their mean length
