@@ -31,6 +31,7 @@ from arbor import (
 from arbor.controllers.tot import ToT
 from arbor.events import Boundary, Ended, Event, Header, Selected, Terminal
 from arbor.model.loading import load_model, load_tokenizer
+from arbor.run.solution import failed_solution
 from arbor.tasks.base import Problem
 from arbor.tasks.reasoning import Reasoning
 from arbor.trace import Replay
@@ -288,6 +289,30 @@ def test_a_problem_that_cannot_be_solved_is_an_error_or_a_row(solver: Solver) ->
     assert (bad.finish_reason, bad.answer, bad.problem) == ("error", None, "4 5")
     assert bad.error is not None and bad.error["code"] == "problem-invalid"
     assert Solution.from_dict(json.loads(json.dumps(bad.to_dict()))) == bad
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda good: None, "is None, and no mapping"),
+        (lambda good: {}, "has no schema; this arbor reads arbor.solution/1"),
+        (lambda good: {"error": {"code": "problem-empty"}}, "of a failed run: .*problem-empty"),
+        (lambda good: good | {"schema": "arbor.solution/9"}, "schema 'arbor.solution/9'; this"),
+        (lambda good: good | {"recording": None}, "unknown entry 'recording'"),
+        (lambda good: {"schema": good["schema"]}, "lacks 'path'"),
+        (lambda good: {name: good[name] for name in good if name != "seed"}, "argument: 'seed'"),
+        (lambda good: good | {"steps": [{"node": 1}]}, "value that cannot be read: .*'text'"),
+        (lambda good: good | {"metrics": None}, "value that cannot be read"),
+        (lambda good: good | {"votes": [3]}, "value that cannot be read"),
+    ],
+)
+def test_a_document_of_no_solution_is_refused(change: Any, wrong: str) -> None:
+    error = InputError("problem-empty", "the problem is empty.")
+    good = failed_solution("game24", PUZZLE, error, {"seed": 0}).to_dict()
+    assert Solution.from_dict(good).to_dict() == good
+
+    with pytest.raises(InputError, match=rf"solution-invalid\] the solution's document .*{wrong}"):
+        Solution.from_dict(change(good))
 
 
 def test_the_solution_of_a_failed_problem_holds_what_was_asked(solver: Solver) -> None:

@@ -7,13 +7,14 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from arbor import components
 from arbor.aggregate.base import AnswerVotes
-from arbor.errors import ArborError, UsageError
+from arbor.errors import ArborError, InputError, UsageError
 from arbor.events import ReachedLimit
 from arbor.metrics import Metrics
 from arbor.run.listeners import RecordedEvents
@@ -156,19 +157,30 @@ class Solution:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The solution of a `to_dict`."""
+        """The solution of a `to_dict`.
+
+        Raises:
+            InputError: ``solution-invalid``, it is that of no solution, or of another version.
+        """
+        names = {each.name for each in dataclasses.fields(cls)} - {"recording"}
+        _check_document(data, names)
         values = dict(data)
-        values["path"] = tuple(values["path"])
-        values["steps"] = tuple(Step(**step) for step in values["steps"])
-        values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
-        values["votes"] = tuple(
-            AnswerVotes(**{**each, "paths": tuple(each["paths"])})
-            for each in values.get("votes", ())
-        )
-        values["metrics"] = Metrics.from_dict(values["metrics"])
-        if values.get("grade") is not None:
-            values["grade"] = Grade(**values["grade"])
-        return cls(**values)
+        try:
+            values["path"] = tuple(values["path"])
+            values["steps"] = tuple(Step(**step) for step in values["steps"])
+            values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
+            values["votes"] = tuple(
+                AnswerVotes(**{**each, "paths": tuple(each["paths"])})
+                for each in values.get("votes", ())
+            )
+            values["metrics"] = Metrics.from_dict(values["metrics"])
+            if values.get("grade") is not None:
+                values["grade"] = Grade(**values["grade"])
+            return cls(**values)
+        except KeyError as error:
+            raise _invalid(f"lacks {error}") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise _invalid(f"has a value that cannot be read: {error}") from error
 
     def replay(self) -> Replay:
         """The search as data: every block, the memory plot, contradictions.
@@ -331,6 +343,37 @@ class Solution:
         if self.trace_path is not None:
             return read_page_trace(self.trace_path)
         return page_trace_of(name, self._events())
+
+
+def _check_document(data: Any, known: AbstractSet[str]) -> None:
+    """Refuses what no `Solution.to_dict` gives.
+
+    Args:
+        data: as a caller gives it.
+        known: the names of its entries.
+
+    Raises:
+        InputError: it is another document, or has an unknown entry.
+    """
+    if not isinstance(data, Mapping):
+        raise _invalid(f"is {data!r:.60}, and no mapping")
+    if "error" in data and "schema" not in data:
+        raise _invalid(f"is that of a failed run: {data['error']!r:.200}")
+    schema = data.get("schema")
+    if schema != SOLUTION_SCHEMA:
+        named = "has no schema" if schema is None else f"is of the schema {schema!r:.60}"
+        raise _invalid(f"{named}; this arbor reads {SOLUTION_SCHEMA}", schema=str(schema))
+    if unknown := [name for name in data if name not in known]:
+        raise _invalid(f"has the unknown entry {unknown[0]!r:.60}")
+
+
+def _invalid(what: str, **data: Any) -> InputError:
+    return InputError(
+        "solution-invalid",
+        f"the solution's document {what}.",
+        "Solution.to_dict and 'arbor solve --json' of this version give one.",
+        **data,
+    )
 
 
 def _short(text: str) -> str:
