@@ -114,7 +114,7 @@ class Footprint:
         resized = resized or partial(replace, self)
 
         def most(name: str) -> int:
-            sizes = range(1, getattr(self, name) + 1)
+            sizes = range(1, min(getattr(self, name), context) + 1)
             return bisect_right(
                 sizes, context, key=lambda size: resized(**{name: size}).path_tokens
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .search import Levels, check_settings, without_repeats
+from .search import Levels, check_at_once, check_settings, without_repeats
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Beam:
 
     def __post_init__(self) -> None:
         check_settings(self, {"beam_size": 1, "width": 1})
+        check_at_once(self, "beam_size", "width")
 
     def start(self, tree: ThoughtTree, max_depth: int) -> ThoughtBeam:
         return ThoughtBeam(self, tree, max_depth)

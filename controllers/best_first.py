@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion
-from .search import Rounds, blocks_that_grow, check_settings, give_up, without_repeats
+from .search import (
+    Rounds,
+    blocks_that_grow,
+    check_at_once,
+    check_settings,
+    give_up,
+    without_repeats,
+)
 
 
 @dataclass(frozen=True)
@@ -38,13 +45,14 @@ class BestFirst:
 
     def __post_init__(self) -> None:
         check_settings(self, {"width": 1, "expansions": 1, "leaves": 1})
+        check_at_once(self, "width")
 
     def start(self, tree: ThoughtTree, max_depth: int) -> BestFirstSearch:
         return BestFirstSearch(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
         """width min(expansions, 1 + width + ... + width^(max_depth - 1))."""
-        return self.width * blocks_that_grow(self.width, max_depth, self.expansions)
+        return self.width * blocks_that_grow(self.width, max_depth, most=self.expansions)
 
 
 class BestFirstSearch(Rounds[BestFirst]):

@@ -10,7 +10,7 @@ from typing import ClassVar
 from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion
-from .search import Levels, check_settings
+from .search import Levels, check_at_once, check_settings
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         check_settings(self, {"samples": 1})
+        check_at_once(self, "samples")
 
     @property
     def summary(self) -> str:

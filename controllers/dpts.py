@@ -14,6 +14,7 @@ from .base import Expansion
 from .search import (
     Rounds,
     blocks_that_grow,
+    check_at_once,
     check_settings,
     check_shares,
     finite,
@@ -116,6 +117,7 @@ class DPTS:
             {"width": 1, "parallel": 1, "max_visited": 1}
             | dict.fromkeys(("t_star", "exploration", "lambda_es", "lambda_ds"), 0),
         )
+        check_at_once(self, "width")
         check_shares(self, "exploit")
 
     def exploiting(self, slots: int) -> int:
@@ -127,7 +129,7 @@ class DPTS:
 
     def max_blocks(self, max_depth: int) -> int:
         """width min(max_visited, 1 + width + ... + width^(max_depth - 1))."""
-        return self.width * blocks_that_grow(self.width, max_depth, self.max_visited)
+        return self.width * blocks_that_grow(self.width, max_depth, most=self.max_visited)
 
 
 class DPTSSearch(Rounds[DPTS]):

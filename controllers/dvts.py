@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion
-from .search import Levels, check_settings
+from .search import Levels, check_at_once, check_settings
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class DVTS:
 
     def __post_init__(self) -> None:
         check_settings(self, {"subtrees": 1, "width": 1})
+        check_at_once(self, "subtrees", "width")
 
     def start(self, tree: ThoughtTree, max_depth: int) -> DVTSSearch:
         return DVTSSearch(self, tree, max_depth, self.subtrees * self.width)

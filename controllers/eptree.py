@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion
-from .search import Rounds, check_settings, give_up
+from .search import Rounds, check_at_once, check_settings, give_up
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class EPTree:
 
     def __post_init__(self) -> None:
         check_settings(self, {"chains": 1, "forks": 1, "width": 1, "rounds": 0})
+        check_at_once(self, "chains")
+        check_at_once(self, "forks", "width")
 
     @property
     def leaves(self) -> int:

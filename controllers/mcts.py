@@ -14,6 +14,7 @@ from .base import Expansion
 from .search import (
     Rounds,
     blocks_that_grow,
+    check_at_once,
     check_settings,
     check_shares,
     finished,
@@ -105,6 +106,7 @@ class MCTS:
             dict.fromkeys(("width", "simulations", "leaves", "rollout_width"), 1)
             | {"rollout": 0, "exploration": 0},
         )
+        check_at_once(self, "width")
         check_shares(self, "rollout_weight")
 
     @property
@@ -124,7 +126,7 @@ class MCTS:
         steps = max_depth - 1 if self.rollout is None else min(self.rollout, max_depth - 1)
         rolled = self.simulations * steps + max_depth - 1 - steps
         most = self.simulations * self.width + rolled * min(self.rollout_width, self.width)
-        return min(self.width * blocks_that_grow(self.width, max_depth, most), most)
+        return min(self.width * blocks_that_grow(self.width, max_depth, most=most), most)
 
 
 @dataclass(slots=True)

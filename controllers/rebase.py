@@ -11,7 +11,7 @@ from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .search import Levels, check_settings, without_repeats
+from .search import Levels, check_at_once, check_settings, without_repeats
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Rebase:
 
     def __post_init__(self) -> None:
         check_settings(self, {"width": 1})
+        check_at_once(self, "width")
         if not 0 < self.softmax_temperature < math.inf:
             raise UsageError(
                 "setting-range",

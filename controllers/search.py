@@ -16,6 +16,7 @@ from .base import Expansion
 # Settings
 
 MOST = 10**12  # of any number, so that none overflows
+MOST_AT_ONCE = 100_000  # children of a leaf; beginning so many takes half a minute and 1 GB
 
 
 def check_settings(settings: Any, least: Mapping[str, float]) -> None:
@@ -36,6 +37,24 @@ def check_settings(settings: Any, least: Mapping[str, float]) -> None:
             raise UsageError(
                 "setting-range", f"{name}={value}: it must be at least {lowest}{most}."
             )
+
+
+def check_at_once(settings: Any, *names: str) -> None:
+    """Refuse settings by which a leaf gets more children at once than a machine can begin.
+
+    Args:
+        names: of the settings; their product is the number of children.
+
+    Raises:
+        UsageError: names them and what they may be.
+    """
+    values = [getattr(settings, name) for name in names]
+    if math.prod(values) > MOST_AT_ONCE:
+        given = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise UsageError(
+            "setting-range",
+            f"{given}: {' times '.join(names)} must be at most {MOST_AT_ONCE:,}.",
+        )
 
 
 def check_shares(settings: Any, *names: str) -> None:
@@ -68,14 +87,20 @@ def finite(scores: Mapping[int, float]) -> dict[int, float]:
     return {block: max(lowest, min(score, highest)) for block, score in scores.items()}
 
 
-def blocks_that_grow(width: int, levels: int, most: int) -> int:
-    """Blocks of a tree's first levels, 1 + width + width^2 + ..., but at most `most`."""
+def blocks_that_grow(
+    width: int, levels: int, *, most: float = math.inf, beam: float = math.inf
+) -> int:
+    """Blocks of a tree's first levels, 1 + width + width^2 + ..., but at most `most` in all and
+    `beam` in a level; as quick for many levels as for few."""
     total, level = 0, 1
-    for _ in range(levels):
+    for left in range(levels, 0, -1):
+        below = int(min(level * width, beam))
+        if below == level:  # and so are all the levels below
+            return int(min(total + left * level, most))
         total += level
         if total >= most:
-            return most
-        level *= width
+            return int(most)
+        level = below
     return total
 
 

@@ -9,7 +9,15 @@ from typing import Literal
 from arbor.tree import Node, ThoughtTree
 
 from .base import Expansion, Generate, Search
-from .search import Levels, Rounds, blocks_that_grow, check_settings, give_up, repeats
+from .search import (
+    Levels,
+    Rounds,
+    blocks_that_grow,
+    check_at_once,
+    check_settings,
+    give_up,
+    repeats,
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class ToT:
 
     def __post_init__(self) -> None:
         check_settings(self, {"beam": 1, "width": 1, "max_per_state": 1, "max_visited": 1})
+        check_at_once(self, "width")
 
     def start(self, tree: ThoughtTree, max_depth: int) -> Search:
         search = BreadthFirst if self.strategy == "bfs" else DepthFirst
@@ -80,7 +89,7 @@ class ToT:
     def max_blocks(self, max_depth: int) -> int:
         """The largest number of blocks of a search; some searches reach it.
 
-        bfs    sum of n_d over the depths, n_1 = width, n_d = width min(beam, n_(d-1))
+        bfs    width (1 + min(beam, width) + ... + min(beam, width^(max_depth - 1)))
         dfs    width min(max_visited, 1 + c + c^2 + ... + c^(max_depth - 1)),
                c = min(width, max_per_state)
 
@@ -88,15 +97,11 @@ class ToT:
         """
         asked = self.generate == "propose"
         if self.strategy == "bfs":
-            level = self.width
-            total = level + asked
-            for _ in range(max_depth - 1):
-                states = min(self.beam, level)
-                level = self.width * states
-                total += level + asked * states
-            return total
-        visited = min(self.width, self.max_per_state)
-        return (self.width + asked) * blocks_that_grow(visited, max_depth, self.max_visited)
+            grown = blocks_that_grow(self.width, max_depth, beam=self.beam)
+        else:
+            visited = min(self.width, self.max_per_state)
+            grown = blocks_that_grow(visited, max_depth, most=self.max_visited)
+        return (self.width + asked) * grown
 
     def most_proposals(self, max_depth: int) -> int:
         """See `Proposer`."""

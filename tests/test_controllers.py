@@ -442,3 +442,46 @@ def test_settings_out_of_range_are_refused_by_name(cls: Any) -> None:
                 cls(**{setting.name: wrong})
             assert caught.value.code == "setting-range"
             assert caught.value.message.startswith(f"{setting.name}=")
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "said"),
+    [
+        (ToT, {"width": 10**9}, "width=1000000000: width"),
+        (ToT, {"width": 10**9, "strategy": "dfs"}, "width=1000000000: width"),
+        (Chain, {"samples": 10**12}, "samples=1000000000000: samples"),
+        (
+            Beam,
+            {"beam_size": 1000, "width": 101},
+            "beam_size=1000, width=101: beam_size times width",
+        ),
+        (DVTS, {"subtrees": 1000, "width": 101}, "subtrees=1000, width=101: subtrees times width"),
+        (EPTree, {"chains": 100_001}, "chains=100001: chains"),
+        (EPTree, {"forks": 1000, "width": 101}, "forks=1000, width=101: forks times width"),
+        *((cls, {"width": 100_001}, "width=100001: width") for cls in (BestFirst, DPTS, ETS)),
+        *((cls, {"width": 100_001}, "width=100001: width") for cls in (MCTS, Rebase)),
+    ],
+)
+def test_more_children_at_once_than_a_machine_can_begin_are_refused(
+    cls: Any, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=rf"setting-range\] {said} must be at most 100,000\."):
+        cls(**settings)
+
+
+@pytest.mark.parametrize(
+    ("controller", "blocks"),
+    [
+        (ToT(width=3, beam=2), 3 + 6 * (10**30 - 1)),
+        (ToT(width=3, beam=2, generate="propose"), 4 + 8 * (10**30 - 1)),
+        (ToT(width=1, beam=9), 10**30),
+        (ToT(width=2, beam=10**12), 2 * (2**40 - 1 + (10**30 - 40) * 10**12)),
+        (ToT(width=1, strategy="dfs", max_visited=10**12), 10**12),
+        (DPTS(width=1, max_visited=10**12), 10**12),
+        (BestFirst(width=1, expansions=10**12), 10**12),
+        (MCTS(width=1, rollout=0, simulations=10**12), 10**30),
+    ],
+)
+@pytest.mark.timeout(20)
+def test_the_blocks_of_endless_paths_are_known_at_once(controller: Controller, blocks: int) -> None:
+    assert controller.max_blocks(10**30) == blocks

@@ -383,7 +383,7 @@ def test_a_request_takes_every_setting_declared_for_it_within_its_bounds() -> No
         ({"verifier": "prm,model=/etc"}, "setting_not_allowed"),
         ({"verifier": "combined,parts=self"}, "setting_not_allowed"),
         ({"controller": {"name": "tot", "beam": 10**7}}, "limit_exceeded"),
-        ({"controller": {"name": "tot", "width": 999_999}}, "search_too_large"),
+        ({"controller": {"name": "tot", "width": 99_999}}, "search_too_large"),
         ({"controller": {"name": "best-of-n", "samples": 10**5}}, "search_too_large"),
         ({"controller": {"samples": 2}}, "invalid_request"),
         ({"controller": "tot,beem=2"}, "unknown_setting"),
