@@ -202,6 +202,13 @@ def test_rows_that_are_not_whole_blocks_are_refused(inputs: int, row: int, messa
         BlockWeight(torch.zeros(4, row, dtype=torch.uint8), "Q4_K", inputs)
 
 
+def test_rows_of_another_width_are_refused() -> None:
+    weight = encode_q8_0(torch.ones(4, 64))
+    for width in (32, 6400):
+        with pytest.raises(RuntimeError):
+            multiply(torch.ones(2, width), weight, None)
+
+
 def test_rows_beyond_the_matrix_are_refused() -> None:
     weight = random_blocks("Q6_K", 5, 256)
     for wrong in (-1, 5):

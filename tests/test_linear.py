@@ -107,6 +107,34 @@ def test_a_packed_model_gives_the_same_logits(tied: bool, kind: Packing) -> None
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+needs_native = pytest.mark.skipif(native_library() is None, reason="the library is not built")
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_a_packed_weight_does_not_take_are_refused(dtype: torch.dtype) -> None:
+    layer, x = packed(nn.Linear(64, 48).to(dtype), "native"), torch.ones(3, 64, dtype=dtype)
+    for other in {torch.float32, torch.bfloat16, torch.float16, torch.int64} - {dtype}:
+        with pytest.raises(RuntimeError, match=f"rows of {other}: the weight was packed as"):
+            layer(x.to(other))
+    with pytest.raises(RuntimeError, match="rows of 64 numbers on meta: the weight takes 64 on"):
+        layer(x.to("meta"))
+    pair = joint_linear([layer, packed(nn.Linear(64, 16).to(dtype), "native")])
+    assert pair is not None
+    with pytest.raises(RuntimeError, match="rows of 32 numbers on cpu: the weight takes 64 on"):
+        pair(x[:, :32])
+
+
+@needs_native
+def test_a_packed_model_refuses_autocast_where_its_rows_change_dtype() -> None:
+    model, ids = tiny_llama(tied=False), torch.arange(10)[None]
+    pack_linears(model, choose="native")
+
+    refused = pytest.raises(RuntimeError, match=r"outside torch\.autocast")
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), refused:
+        model(ids)
+
+
 @pytest.fixture
 def no_native() -> Iterator[None]:
     """A machine without the native kernels."""

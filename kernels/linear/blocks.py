@@ -197,12 +197,15 @@ def multiply(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
 
     Returns:
         [rows, outputs] in x's dtype.
+
+    Raises:
+        RuntimeError: x is of another width than the matrix, or on another device.
     """
     library = native_library()
     if library is None or x.dtype not in NUMBER_OF:
         return _multiply_by_torch(x, weight, bias)
-    packed_row = weight.data.shape[1]
-    return native_linear(library, x, weight.data, bias, weight.outputs, weight.number, packed_row)
+    size, packed_row = (weight.inputs, weight.outputs), weight.data.shape[1]
+    return native_linear(library, x, weight.data, bias, size, weight.number, packed_row)
 
 
 def native_linear(
@@ -210,7 +213,7 @@ def native_linear(
     rows: Tensor,
     packed: Tensor,
     bias: Tensor | None,
-    outputs: int,
+    size: tuple[int, int],
     packed_number: int,
     packed_row: int = 0,
 ) -> Tensor:
@@ -221,13 +224,27 @@ def native_linear(
         rows: [M, inputs], float32 or bfloat16.
         packed: a weight in panels (kernels/csrc/linear.h) or in blocks.
         bias: float32 [outputs], or None.
-        outputs: of the weight.
+        size: inputs and outputs of the weight.
         packed_number: its `Number`, or `BLOCKS` and its format.
         packed_row: bytes of an output's weights, if in blocks.
 
     Returns:
         [M, outputs] in the dtype of the rows.
+
+    Raises:
+        RuntimeError: the rows are of another width or on another device, or of another dtype than
+            a weight in panels.
     """
+    inputs, outputs = size
+    if rows.shape[1] != inputs or not rows.is_cpu:
+        raise RuntimeError(
+            f"rows of {rows.shape[1]} numbers on {rows.device}: the weight takes {inputs} on cpu"
+        )
+    if not packed_row and rows.dtype != packed.dtype:
+        raise RuntimeError(
+            f"rows of {rows.dtype}: the weight was packed as {packed.dtype}; convert the rows, or"
+            " compute outside torch.autocast, which does not reach packed weights"
+        )
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     out = rows.new_empty(rows.shape[0], outputs)
@@ -240,7 +257,7 @@ def native_linear(
         out_row=outputs,
         packed_row=packed_row,
         rows=rows.shape[0],
-        inputs=rows.shape[1],
+        inputs=inputs,
         outputs=outputs,
         number=NUMBER_OF[rows.dtype],
         packed_number=packed_number,

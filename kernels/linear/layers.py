@@ -154,7 +154,8 @@ class PackedLinear(nn.Module):
         if self.packing == "native":
             rows = x.reshape(-1, self.in_features)
             packed = cast(Tensor, self._packed)
-            out = _native(self._library, rows, packed, self.out_features, self.bias)
+            size = self.in_features, self.out_features
+            out = _native(self._library, rows, packed, size, self.bias)
             return out.view(*x.shape[:-1], self.out_features)
         if self.packing == "mkl" and not self.deterministic and x.numel():
             count = x.numel() // self.in_features
@@ -225,7 +226,8 @@ class JointLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[M, in] -> [M, out of all layers], in the order of the layers."""
-        return _native(self._library, rows, self._packed, self.out_features, self._bias)
+        size = self.layers[0].in_features, self.out_features
+        return _native(self._library, rows, self._packed, size, self._bias)
 
 
 def joint_linear(layers: Sequence[nn.Module]) -> JointLinear | None:
@@ -603,11 +605,15 @@ def _native_panels(weight: Tensor) -> Tensor:
 
 
 def _native(
-    library: Library | None, rows: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
+    library: Library | None,
+    rows: Tensor,
+    packed: Tensor,
+    size: tuple[int, int],
+    bias: Tensor | None,
 ) -> Tensor:
-    """[M, in] -> [M, out] by the native kernels; `bias` is float32."""
+    """[M, in] -> [M, out] by the native kernels; `size` is (in, out), `bias` float32."""
     assert library is not None, "weights were packed for the native kernels"
-    return native_linear(library, rows, packed, bias, outputs, NUMBER_OF[packed.dtype])
+    return native_linear(library, rows, packed, bias, size, NUMBER_OF[packed.dtype])
 
 
 def _pack(weight: Tensor, kind: Packing) -> Tensor:
@@ -632,7 +638,8 @@ def _apply(
     """
     if kind == "native":
         added = None if bias is None else bias.float()
-        return _native(native_library(), rows, packed, ghost.shape[0], added)
+        outputs, inputs = ghost.shape
+        return _native(native_library(), rows, packed, (inputs, outputs), added)
     if kind == "mkl":
         out: Tensor = torch.ops.mkl._mkl_linear(rows, packed, ghost, bias, rows.shape[0])
     else:
