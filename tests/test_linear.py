@@ -135,6 +135,19 @@ def test_a_packed_model_refuses_autocast_where_its_rows_change_dtype() -> None:
         model(ids)
 
 
+@needs_native
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_layer_without_outputs_and_no_threads_are_no_crash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert packed(nn.Linear(8, 0), "native")(torch.ones(2, 8)).shape == (2, 0)
+
+    layer, x = packed(nn.Linear(64, 48), "native"), torch.randn(3, 64)
+    wanted = layer(x)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 0)
+    assert torch.equal(layer(x), wanted)
+
+
 @pytest.fixture
 def no_native() -> Iterator[None]:
     """A machine without the native kernels."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import platform
 import random
@@ -36,8 +37,9 @@ from arbor.kernels.fused.parts import (
     NormForm,
     fused_ops,
 )
+from arbor.kernels.int8 import encode
 from arbor.kernels.linear.layers import PackedLinear
-from arbor.kernels.native import SETS, native_library
+from arbor.kernels.native import SETS, AttentionJob, native_library
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -185,6 +187,17 @@ def test_a_token_of_a_prompt_has_the_bits_of_one_that_is_decoded(
     for row in (0, 1, 31, 32, 69):
         alone = attend(case, [make_level([(1, path[: row + 1])], True)], [row])
         assert same(alone, (prompt[0][row : row + 1], prompt[1][row : row + 1])), row
+
+
+@needs_native
+def test_attention_without_rows_does_nothing() -> None:
+    library = native_library()
+    assert library is not None
+    job = AttentionJob(kv_heads=1, group=1, dim_qk=16, dim_vo=16)
+
+    library.attention(ctypes.addressof(job), 1)
+
+    assert job.row_count == 0
 
 
 @needs_native

@@ -48,7 +48,8 @@ class Pool {
     // Calls work(part) for every part below `parts`, on as many threads.
     template <class Work>
     void run(int parts, Work work) {
-        if (parts <= 1) return work(0);
+        if (parts < 1) return;
+        if (parts == 1) return work(0);
         std::lock_guard<std::mutex> one_at_a_time(callers_);
         if (!hire(parts - 1)) {
             for (int part = 0; part < parts; part++) work(part);
@@ -136,11 +137,14 @@ const Kernels* chosen = nullptr;
 // Products below which one more thread costs more than it saves: waking it takes about 10 us.
 constexpr int64_t PRODUCTS_PER_THREAD = 1 << 20;
 
-int threads_for(int64_t products, int parts, int threads) {
-    int64_t useful = products / PRODUCTS_PER_THREAD + 1;
+// At least one thread, where there is a part at all.
+int threads_for(int64_t useful, int parts, int threads) {
     if (useful < threads) threads = static_cast<int>(useful);
+    if (threads < 1) threads = 1;
     return parts < threads ? parts : threads;
 }
+
+int64_t useful_threads(int64_t products) { return products / PRODUCTS_PER_THREAD + 1; }
 
 int64_t products_of(const AttentionJob& job) {
     int64_t pairs = 0;  // of a row and a key
@@ -186,8 +190,9 @@ EXPORT const char* arbor_native_use(const char* name) {
 }
 
 EXPORT void arbor_native_attention(const AttentionJob* job, int32_t threads) {
+    if (job->row_count < 1) return;
     int parts = chosen->attention_parts(*job);
-    int used = threads_for(products_of(*job), parts, threads);
+    int used = threads_for(useful_threads(products_of(*job)), parts, threads);
     the_pool().run(used, [&](int thread) {
         for (int part = thread; part < parts; part += used) {
             chosen->attention(*job, part, &own_scratch);
@@ -196,7 +201,8 @@ EXPORT void arbor_native_attention(const AttentionJob* job, int32_t threads) {
 }
 
 EXPORT void arbor_native_linear(const LinearJob* job, int32_t threads) {
-    int used = threads_for(products_of(*job), chosen->linear_parts(*job), threads);
+    int parts = chosen->linear_parts(*job);
+    int used = threads_for(useful_threads(products_of(*job)), parts, threads);
     the_pool().run(used, [&](int thread) { chosen->linear(*job, thread, used, &own_scratch); });
 }
 
@@ -231,7 +237,7 @@ namespace {
 // Does every row of a job, each by one thread.
 template <class Job>
 void each_row(const Job& job, void (*row_of)(const Job&, int32_t, Scratch*), int32_t threads) {
-    int used = job.rows < threads ? job.rows : threads;
+    int used = threads_for(job.rows, job.rows, threads);
     the_pool().run(used, [&](int thread) {
         for (int row = thread; row < job.rows; row += used) row_of(job, row, &own_scratch);
     });
