@@ -201,6 +201,33 @@ def test_attention_without_rows_does_nothing() -> None:
 
 
 @needs_native
+def test_tensors_that_are_not_those_of_the_plan_are_refused() -> None:
+    shape = make_shape(head_dim_qk=32)
+    case = make_case([make_level([(2, [5, 6, 7])], True)], shape, torch.bfloat16)
+    backend = NativeCascade()
+    plan = backend.plan(case.layout, case.shape)
+    q, k, v = case.q, case.k_pool, case.v_pool
+    for wrong, message in (
+        ((q[:1], k, v), "queries "),
+        ((q.float(), k, v), "a pool "),
+        ((q, k[..., :16], v), "a pool "),
+        ((q, k, v.float()), "a pool "),
+        ((q, k, v[:, :1]), "a pool "),
+        ((q, encode(k), v), "a pool "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            backend.run(plan, *wrong)
+    lists = [each.long() for each in (level_of(case).qo_indptr, level_of(case).kv_indptr)]
+    level = CascadeLevel(*lists, level_of(case).kv_indices, causal=True)
+    with pytest.raises(ValueError, match="a level has int32"):
+        backend.plan(CascadeLayout(2, (level,)), case.shape)
+
+
+def level_of(case: Case) -> CascadeLevel:
+    return case.layout.levels[0]
+
+
+@needs_native
 def test_slots_and_threads_leave_no_trace() -> None:
     shape = make_shape(num_kv_heads=4, num_qo_heads=8, head_dim_qk=64, head_dim_vo=64)
     levels = [make_level([(64, list(range(900)))], False), decode_level([70] * 64, 40)]
@@ -344,6 +371,17 @@ def test_gated_activations_agree_with_float64(activation: Activation, dtype: tor
 
     bound = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(found.double(), active * up.double(), atol=bound, rtol=bound)
+
+
+@needs_native
+def test_parts_of_other_shapes_and_dtypes_are_refused() -> None:
+    ops, x = native_ops(), torch.ones(4, 64)
+    for weight in (torch.ones(8), torch.ones(64).bfloat16(), torch.ones(1, 64)):
+        with pytest.raises(ValueError, match="a weight "):
+            ops.rms_norm(x, weight, 1e-6, NORM_FORMS[0])
+    for up in (torch.ones(1, 64), torch.ones(4, 32), torch.ones(4, 64).bfloat16()):
+        with pytest.raises(ValueError, match="up is "):
+            ops.gated(x, up, "silu")
 
 
 # Instruction sets, and machines without

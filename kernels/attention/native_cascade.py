@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arbor.kernels.attention.base import AttentionShape, CascadeLayout
 from arbor.kernels.attention.torch_cascade import CascadePlan, TorchCascade
-from arbor.kernels.int8 import DTYPES, is_stored
+from arbor.kernels.int8 import DTYPES, is_stored, stored_width
 from arbor.kernels.native import (
     INT8,
     AttentionJob,
@@ -84,7 +84,11 @@ class NativeCascade:
         self._jobs: dict[AttentionShape, AttentionJob | None] = {}  # without levels and tensors
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> NativePlan:
-        """See `AttentionBackend.plan`; costs a few microseconds, as the kernels read the lists."""
+        """See `AttentionBackend.plan`; costs a few microseconds, as the kernels read the lists.
+
+        Raises:
+            ValueError: a list of a level is not int32.
+        """
         if shape not in self._jobs:
             self._jobs[shape] = _job_of(shape)
         known = self._jobs[shape]
@@ -96,6 +100,10 @@ class NativeCascade:
         for struct, level in zip(levels, layout.levels, strict=True):
             rows, keys = level.qo_indptr.contiguous(), level.kv_indptr.contiguous()
             slots = level.kv_indices.contiguous()
+            if not rows.dtype == keys.dtype == slots.dtype == torch.int32:
+                raise ValueError(
+                    f"lists of {rows.dtype}, {keys.dtype} and {slots.dtype}: a level has int32"
+                )
             kept += (rows, keys, slots)
             struct.rows, struct.keys = rows.data_ptr(), keys.data_ptr()
             struct.slots = slots.data_ptr()
@@ -112,9 +120,13 @@ class NativeCascade:
         v_pool: Tensor,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `AttentionBackend.run`. A row without keys gives 0 and -inf."""
+        """See `AttentionBackend.run`. A row without keys gives 0 and -inf.
+
+        Raises:
+            ValueError: queries or pools are not of the plan's shape, or of several dtypes.
+        """
         q = _dense(q)
-        job = self._filled(plan, q, k_pool)
+        job = self._filled(plan, q, k_pool, v_pool)
         if job is None:
             return self._torch.run(self._fallback(plan), q, k_pool, v_pool, sinks)
         return self._run(plan, job, q, v_pool, sinks)
@@ -133,7 +145,7 @@ class NativeCascade:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `ObservingBackend.run_observed`."""
         q = _dense(q)
-        job = self._filled(plan, q, k_pool)
+        job = self._filled(plan, q, k_pool, v_pool)
         if job is None:
             fallback = self._fallback(plan)
             out, lse = self._torch.run(fallback, q, k_pool, v_pool, sinks)
@@ -159,7 +171,7 @@ class NativeCascade:
     ) -> Tensor:
         """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V."""
         q = _dense(q)
-        job = self._filled(plan, q, k_pool)
+        job = self._filled(plan, q, k_pool, None)
         if job is None:
             return self._torch.mass(self._fallback(plan), q, k_pool, lse, heads, by_head=by_head)
         received = self.received(plan)
@@ -210,13 +222,24 @@ class NativeCascade:
             return chosen.new_zeros(len(chosen), slots).index_add_(1, plan.slots, chosen)
         return chosen.new_zeros(slots).index_add_(0, plan.slots, chosen.sum(0))
 
-    def _filled(self, plan: NativePlan, q: Tensor, k_pool: Tensor) -> AttentionJob | None:
+    def _filled(
+        self, plan: NativePlan, q: Tensor, k_pool: Tensor, v_pool: Tensor | None
+    ) -> AttentionJob | None:
         """The job with queries and keys of a layer; None where the torch backend has to do."""
-        job, number = plan.job, DTYPES.get(q.dtype)
+        job, number, shape = plan.job, DTYPES.get(q.dtype), plan.shape
         if job is None or number is None or not q.is_cpu:
             return None
+        if q.shape != (job.row_count, shape.num_qo_heads, shape.head_dim_qk):
+            raise ValueError(
+                f"queries {list(q.shape)}: the plan has {job.row_count} rows of"
+                f" {shape.num_qo_heads} heads of {shape.head_dim_qk}"
+            )
+        stored = is_stored(k_pool)
+        _check_pool(k_pool, q, stored, shape.num_kv_heads, shape.head_dim_qk)
+        if v_pool is not None:
+            _check_pool(v_pool, q, stored, shape.num_kv_heads, shape.head_dim_vo)
         job.number, job.mass, job.counted = number, None, None
-        job.kv_number = INT8 if is_stored(k_pool) else number
+        job.kv_number = INT8 if stored else number
         job.q, job.k = q.data_ptr(), k_pool.data_ptr()
         job.q_row, job.q_head, _ = q.stride()
         job.k_slot, job.k_head, _ = k_pool.stride()
@@ -241,6 +264,18 @@ def _job_of(shape: AttentionShape) -> AttentionJob | None:
         scaling=shape.scaling,
         softcap=shape.softcap or 0.0,
     )
+
+
+def _check_pool(pool: Tensor, q: Tensor, stored: bool, heads: int, dim: int) -> None:
+    """Refuses a pool that the kernels would read as something else, or past its end."""
+    _, own_heads, width = pool.shape
+    wanted = stored_width(dim) if stored else dim
+    dtype = torch.int8 if stored else q.dtype
+    if pool.dtype != dtype or own_heads != heads or width != wanted:
+        raise ValueError(
+            f"a pool {list(pool.shape)} of {pool.dtype}: queries of {q.dtype} take slots of"
+            f" {heads} heads of {wanted} {dtype} here"
+        )
 
 
 def _dense(q: Tensor) -> Tensor:

@@ -66,6 +66,9 @@ class FusedOps(Protocol):
 
         Returns:
             x's shape and dtype, contiguous.
+
+        Raises:
+            ValueError: the weight is not such a one (CPU).
         """
         ...
 
@@ -79,6 +82,9 @@ class FusedOps(Protocol):
 
         Returns:
             gate's shape and dtype, contiguous.
+
+        Raises:
+            ValueError: `up` is of another shape or dtype (CPU).
         """
         ...
 
@@ -129,6 +135,11 @@ class NativeFusedOps:
         if number is None:
             return _rms_norm(x, weight, eps, form)
         width = x.shape[-1]
+        if weight.dtype != x.dtype or weight.shape != (width,):
+            raise ValueError(
+                f"a weight {list(weight.shape)} of {weight.dtype}: rows of {width} numbers of"
+                f" {x.dtype} take one of their width and dtype"
+            )
         rows, weight = _rows(x), weight.contiguous()
         out = x.new_empty(x.shape)
         job = NormJob(
@@ -154,6 +165,11 @@ class NativeFusedOps:
             functional = torch.nn.functional
             active = functional.gelu(gate, approximate="tanh") if tanh else functional.silu(gate)
             return active * up
+        if up.dtype != gate.dtype or up.shape != gate.shape:
+            raise ValueError(
+                f"up is {list(up.shape)} of {up.dtype}: it must be as gate,"
+                f" {list(gate.shape)} of {gate.dtype}"
+            )
         gates, ups = _rows(gate), _rows(up)
         out = gate.new_empty(gate.shape)
         job = GatedJob(
