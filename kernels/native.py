@@ -425,10 +425,14 @@ def _load() -> tuple[Library | None, str]:
 
 
 def open_library(file: Path, wanted: str = "") -> tuple[Library | None, str]:
-    """The library in a file; several can be open at once, to compare builds.
+    """The library in a file; several files can be open at once, to compare builds.
+
+    A file computes with one set for all of its users, that of its first opening; for two sets at
+    once, open a copy of it.
 
     Args:
-        wanted: the instruction set to use, one of `SETS`; empty: the best that the CPU has.
+        wanted: the instruction set to use, one of `SETS`; empty: the best that the CPU has, or the
+            one in use.
 
     Returns:
         The library and "", or None and why it cannot be used.
@@ -452,4 +456,6 @@ def open_library(file: Path, wanted: str = "") -> tuple[Library | None, str]:
         known = not wanted or wanted in SETS
         can = f"the CPU cannot run {wanted or SETS[0]}"
         return None, can if known else f"no such set; known: off, {', '.join(SETS)}"
+    if wanted and name.decode() != wanted:
+        return None, f"open with {name.decode()} already: open a copy of the file with {wanted}"
     return Library(loaded, name.decode()), ""

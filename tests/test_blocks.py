@@ -178,6 +178,24 @@ def test_every_instruction_set_multiplies_alike(
     test_rows_end_within_a_block()
 
 
+@pytest.mark.skipif(native_library() is None, reason="the library is not built")
+def test_a_file_that_is_open_keeps_its_instruction_set() -> None:
+    library = native_library()
+    assert library is not None
+    weight, x = random_blocks("Q4_K", 70, 512), torch.randn(3, 512).bfloat16()
+    wanted = multiply(x, weight, None)
+
+    for name in SETS:
+        found, reason = open_library(FILE, name)
+        if name == library.name:
+            assert found is not None
+        elif "cannot run" not in reason:
+            assert (found, reason.split(":")[0]) == (None, f"open with {library.name} already")
+        assert torch.equal(multiply(x, weight, None), wanted)
+    again, _ = open_library(FILE)
+    assert again is not None and again.name == library.name
+
+
 def test_without_the_kernels_torch_multiplies_by_the_same_weights() -> None:
     weight = random_blocks("Q4_K", 70, 512)
     x = torch.randn(40, 512, generator=torch.Generator().manual_seed(1))

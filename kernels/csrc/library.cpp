@@ -178,11 +178,12 @@ EXPORT int64_t arbor_native_layout() {
     return layout;
 }
 
-// The best instruction set of this CPU, or the one named; its name, or null where it cannot run.
+// The instruction set in use from the first call on, that of all callers: the best of this CPU, or
+// the one that was named then. Its name, or null where the one named now cannot run.
 EXPORT const char* arbor_native_use(const char* name) {
     for (const Kernels* kernels : FROM_BEST) {
         if ((!name || !std::strcmp(name, kernels->name)) && runs_here(*kernels)) {
-            chosen = kernels;
+            if (!chosen) chosen = kernels;
             return chosen->name;
         }
     }
