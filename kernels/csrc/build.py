@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,24 +68,24 @@ SANITIZE = {
 
 
 def compiler() -> str | None:
-    """A C++ compiler for this machine: ``$CXX``, or the first one found; None without."""
+    """A command for C++ of this machine: ``$CXX``, or the first compiler found; None without."""
     if _named(platform.machine()) not in FLAGS or sys.platform == "win32":
         return None
-    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    return next((path for path in map(shutil.which, filter(None, names)) if path), None)
+    given = os.environ.get("CXX", "").strip()
+    return given or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
 
-def target(command: str) -> str:
+def target(command: Sequence[str]) -> str:
     """The machine that a compiler compiles for, a key of `FLAGS`.
 
     Raises:
         RuntimeError: there are no kernels for the machine, or the compiler fails.
     """
-    triple = _run([command, "-dumpmachine"]).strip()  # aarch64-linux-gnu, arm64-apple-darwin23.6.0
+    triple = _run([*command, "-dumpmachine"]).strip()  # aarch64-linux-gnu, arm64-apple-darwin23.6.0
     machine = _named(triple.partition("-")[0])
     if machine not in FLAGS:
         raise RuntimeError(
-            f"{command} compiles for {triple}; there are kernels for {', '.join(FLAGS)}"
+            f"{command[0]} compiles for {triple}; there are kernels for {', '.join(FLAGS)}"
         )
     return machine
 
@@ -100,7 +102,7 @@ def build(
     Args:
         output: the file to write.
         sanitize: with the sanitizers of this name in `SANITIZE`, and slow; None: without.
-        command: a compiler for any machine of `FLAGS`; None: `compiler`.
+        command: a compiler for any machine of `FLAGS`, with arguments; None: `compiler`.
         emulate: instruction sets that this machine lacks too, slowly; needs SIMD Everywhere.
 
     Raises:
@@ -108,16 +110,16 @@ def build(
             no other was named, or it fails; with its messages.
     """
     here = _named(platform.machine())
-    given, command = command, command or compiler()
-    if command is None:
+    words = shlex.split(command or compiler() or "")
+    if not words:
         raise RuntimeError(
             "no C++ compiler was found, or this is not Linux or macOS on x86-64 or aarch64"
         )
-    machine = target(command)
-    if given is None and machine != here:
-        raise RuntimeError(f"{command} compiles for {machine}, and this is {here}")
+    machine = target(words)
+    if command is None and machine != here:
+        raise RuntimeError(f"{words[0]} compiles for {machine}, and this is {here}")
     if emulate and machine != "x86_64":
-        raise RuntimeError(f"{command} compiles for {machine}; what is emulated is of x86_64")
+        raise RuntimeError(f"{words[0]} compiles for {machine}; what is emulated is of x86_64")
     flags = EMULATED if emulate else FLAGS[machine]
     options = [*COMMON, *(["-O3"] if sanitize is None else SANITIZE[sanitize])]
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -126,13 +128,13 @@ def build(
         def compiled(name: str) -> str:
             object_file = str(Path(folder) / f"{name}.o")
             source = str(SOURCES / f"{name}.cpp")
-            _run([command, *options, *flags[name], "-c", source, "-o", object_file])
+            _run([*words, *options, *flags[name], "-c", source, "-o", object_file])
             return object_file
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             objects = list(threads.map(compiled, flags))
         made = Path(folder) / LIBRARY
-        _run([command, *options, "-shared", "-pthread", *objects, "-o", str(made)])
+        _run([*words, *options, "-shared", "-pthread", *objects, "-o", str(made)])
         # a process that has the earlier file open keeps it
         shutil.copy(made, output.with_suffix(".new"))
         output.with_suffix(".new").replace(output)
@@ -143,7 +145,10 @@ def _named(machine: str) -> str:
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise RuntimeError(f"the compiler {command[0]} cannot be run: {error.strerror}") from error
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout
