@@ -190,6 +190,35 @@ def test_a_token_of_a_prompt_has_the_bits_of_one_that_is_decoded(
 
 
 @needs_native
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("window", [None, 3])
+def test_values_that_a_row_does_not_read_leave_no_trace(
+    window: int | None, bad: float, kind: str
+) -> None:
+    """Those that are not finite either, though its neighbours read them."""
+    shape, rows = make_shape(window=window), list(range(40))
+    levels = [make_level([(40, list(range(100, 140)))], True)]
+    if window is None:
+        levels.insert(0, make_level([(15, [3, 4, 5]), (25, [6])], False))
+    case = make_case(levels, shape, torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    poisoned = copy.copy(case)
+    poisoned.v_pool = case.v_pool.clone()
+    poisoned.v_pool[117] = bad
+    if kind == "int8":
+        for each in (case, poisoned):
+            each.k_pool, each.v_pool = encode(each.k_pool), encode(each.v_pool)
+    reads = torch.zeros(40, dtype=torch.bool)
+    reads[17 : 40 if window is None else 17 + window] = True
+
+    found, wanted = attend(poisoned, levels, rows), attend(case, levels, rows)
+
+    assert torch.equal(found[1], wanted[1])
+    assert torch.equal(found[0][~reads], wanted[0][~reads])
+    assert not found[0][reads].isfinite().any()
+
+
+@needs_native
 def test_attention_without_rows_does_nothing() -> None:
     library = native_library()
     assert library is not None

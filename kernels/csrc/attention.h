@@ -523,17 +523,49 @@ struct Block {
         }
     }
 
+    // The sums of a query alone, over the values that it reads: with its neighbours those that only
+    // they read weigh 0, which is NaN times a value that is not finite.
+    void sum_alone(int row, int g) const {
+        int query = (row - first_row) * job.group + g, dim = job.dim_vo;
+        float* to = sums + static_cast<int64_t>(query) * dim;
+        const float* weight = list(query);
+        std::memset(to, 0, sizeof(float) * dim);
+        for (int i = 0; i < job.level_count; i++) {
+            const Level& level = job.levels[i];
+            Reads reads = reads_of(level, request_of(level, row), row, job.window);
+            for (int key = reads.first; key < reads.end; key++, weight++) {
+                const Stored* value = value_of(level.slots[key]);
+                if constexpr (CODED) decode_head(value, dim, values);
+                for (int d = 0; d < dim; d += WIDTH) {
+                    Vec number;
+                    if constexpr (CODED) number = load(values + d);
+                    else number = load(value + d);
+                    store(to + d, fma(set1(*weight), number, load(to + d)));
+                }
+            }
+        }
+    }
+
+    // Writes the result of a query; whether its sums are finite.
+    bool write_query(int row, int g) const {
+        int query = (row - first_row) * job.group + g, dim = job.dim_vo;
+        int64_t place = (static_cast<int64_t>(row) * job.kv_heads + head) * job.group + g;
+        Number* to = static_cast<Number*>(job.out) + place * dim;
+        Vec share = set1(totals[query]), nothing = set1(0.0f);
+        for (int d = 0; d < dim; d += WIDTH) {
+            Vec number = load(sums + static_cast<int64_t>(query) * dim + d);
+            nothing = nothing + (number - number);
+            store(to + d, number * share);
+        }
+        return sum(nothing) == 0.0f;
+    }
+
     void write_out() const {
-        int dim = job.dim_vo, heads = job.kv_heads * job.group;
         for (int row = first_row; row < end_row; row++) {
             for (int g = 0; g < job.group; g++) {
-                int query = (row - first_row) * job.group + g;
-                int64_t place = static_cast<int64_t>(row) * heads + head * job.group + g;
-                Number* to = static_cast<Number*>(job.out) + place * dim;
-                Vec share = set1(totals[query]);
-                for (int d = 0; d < dim; d += WIDTH) {
-                    store(to + d, load(sums + static_cast<int64_t>(query) * dim + d) * share);
-                }
+                if (write_query(row, g)) continue;
+                sum_alone(row, g);
+                write_query(row, g);
             }
         }
     }
