@@ -14,7 +14,7 @@ using arbor::StoreJob;
 
 constexpr int GROUP = 32;       // as in kernels/int8.py
 constexpr float MOST_CODE = 127.0f;
-constexpr uint16_t NO_SCALE = 0x7e00;  // NaN
+constexpr uint16_t INFINITE = 0x7c00, NO_SCALE = 0x7e00;  // and NaN
 
 inline int stored_width(int dim) { return dim + 2 * ((dim + GROUP - 1) / GROUP); }
 
@@ -28,6 +28,15 @@ inline void decode_head(const int8_t* stored, int dim, float* to) {
     }
 }
 
+// The scale of numbers that are not all finite: infinite, unless there is a NaN.
+template <class Number>
+uint16_t scale_without_codes(const Number* x, int count) {
+    for (int i = 0; i < count; i++) {
+        if (to_float(x[i]) != to_float(x[i])) return NO_SCALE;
+    }
+    return INFINITE;
+}
+
 template <class Number>
 void encode_head(const Number* x, int dim, int8_t* to) {
     for (int group = 0; group < dim; group += GROUP) {
@@ -39,7 +48,8 @@ void encode_head(const Number* x, int dim, int8_t* to) {
             nothing = nothing + (number - number);
         }
         bool finite = sum(nothing) == 0.0f;
-        uint16_t bits = finite ? half_above(largest(most) / MOST_CODE) : NO_SCALE;
+        uint16_t bits = finite ? half_above(largest(most) / MOST_CODE)
+                               : scale_without_codes(x + group, end - group);
         std::memcpy(to + dim + 2 * (group / GROUP), &bits, 2);
         float scale = half_to_float(bits);
         if (!(scale > 0.0f) || scale > 65504.0f) {  // zeros, or nothing that a scale can hold
