@@ -219,6 +219,17 @@ def test_values_that_a_row_does_not_read_leave_no_trace(
 
 
 @needs_native
+def test_a_row_without_keys_and_with_a_sink_of_no_weight_gives_nothing() -> None:
+    case = make_case([make_level([(1, [5]), (1, [])], False)], make_shape())
+    case.sinks = torch.full((case.shape.num_qo_heads,), -torch.inf)
+
+    out, lse = attend(case, list(case.layout.levels), [0, 1])
+
+    assert out[0].isfinite().all() and lse[0].isfinite().all()
+    assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
+
+
+@needs_native
 def test_attention_without_rows_does_nothing() -> None:
     library = native_library()
     assert library is not None

@@ -405,8 +405,11 @@ struct Block {
         if (job.sinks) {  // one more key, of value 0
             float sink = job.sinks[head * job.group + g];
             float high = log_total > sink ? log_total : sink;
-            float both = high + __builtin_logf(__builtin_expf(log_total - high) +
-                                               __builtin_expf(sink - high));
+            float both = high;
+            if (high > -INFINITY) {
+                both += __builtin_logf(__builtin_expf(log_total - high) +
+                                       __builtin_expf(sink - high));
+            }
             share = n ? __builtin_expf(top - both) : 0.0f;
             log_total = both;
         }
