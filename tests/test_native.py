@@ -424,6 +424,16 @@ def test_parts_of_other_shapes_and_dtypes_are_refused() -> None:
             ops.gated(x, up, "silu")
 
 
+@needs_native
+def test_silu_of_numbers_far_below_zero_is_nothing() -> None:
+    gate = torch.tensor([[-88.0, -89.0, -1e30, -3e38, -torch.inf, torch.nan]])
+
+    found = native_ops().gated(gate, torch.ones_like(gate), "silu")[0]
+
+    assert -1e-36 < float(found[0]) < 0 and found[-1].isnan()
+    assert (found[1:-1] == 0).all()
+
+
 # Instruction sets, and machines without
 
 CHECK = """

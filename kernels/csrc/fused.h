@@ -58,7 +58,10 @@ void norm_rows(const NormJob& job) {
     }
 }
 
-inline Vec silu(Vec x) { return x / (set1(1.0f) + exp(set1(0.0f) - x)); }
+// 0 where e^-x is held.
+inline Vec silu(Vec x) {
+    return zero_below(x / (set1(1.0f) + exp(set1(0.0f) - x)), x, -88.3f);
+}
 
 inline Vec gelu_tanh(Vec x) {
     Vec inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
