@@ -120,6 +120,8 @@ def rotary_ops(device: torch.device) -> RotaryOps | None:
 def rotate_by_torch(x: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> Tensor:
     """Heads, position-encoded in torch: the reference.
 
+    Products with tables wider than the heads are not rounded, whatever the form.
+
     Args:
         x: [T, H, D].
         cos, sin: [T, numbers].
@@ -169,7 +171,9 @@ DTYPES = {getattr(torch, name): number for name, number in NUMBERS.items()}
 
 
 class NativeRotary:
-    """The `RotaryOps` of a CPU, with the bits of torch.
+    """The `RotaryOps` of a CPU, with the bits of `rotate_by_torch`.
+
+    But for tables wider than the heads: `rounds_products` rounds products with them too.
 
     Args:
         library: with the kernel.
