@@ -457,6 +457,9 @@ if native_state() == sys.argv[1]:
         test_native.test_products_of_small_whole_numbers_are_exact(dtype)
     test_native.test_results_are_rounded_to_the_nearest_even_number_and_nan_stays()
     test_native.test_keys_far_below_the_largest_logit_weigh_nothing()
+    test_native.test_silu_of_numbers_far_below_zero_is_nothing()
+    for kind in ("float32", "bfloat16", "int8"):
+        test_native.test_values_that_a_row_does_not_read_leave_no_trace(None, torch.nan, kind)
     for dim in (32, 256):
         test_native.test_a_row_has_the_same_bits_in_every_batch_and_division_into_levels(
             dim, torch.bfloat16)
