@@ -133,6 +133,19 @@ def allows(schema: dict[str, Any], value: Any, tokenizer: Any) -> bool:
 
 
 A = {"a": {"type": "integer"}}
+PETS = {
+    "cat": {
+        "type": "object",
+        "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}},
+        "required": ["kind", "lives"],
+    },
+    "dog": {
+        "type": "object",
+        "properties": {"kind": {"$ref": "#/$defs/dogs"}},
+        "required": ["kind"],
+    },
+    "dogs": {"enum": ["dog", "puppy"]},
+}
 
 
 @pytest.mark.parametrize(
@@ -170,6 +183,12 @@ A = {"a": {"type": "integer"}}
         ({"type": "integer", "enum": [1, 2.5, "a", True]}, [1], [2.5, "a", True]),
         ({"type": "number", "anyOf": [{"type": "integer"}, {"maximum": 2}, A["a"]]}, [1], ["a"]),
         ({"type": ["string", "null"], "oneOf": [{"type": "integer"}, {"const": "a"}]}, ["a"], [3]),
+        ({"oneOf": [{"type": ["integer", "null"]}, {"enum": ["a", True]}]}, [3, "a", True], ["b"]),
+        (  # as pydantic has unions that a property tells apart
+            {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "$defs": PETS},
+            [{"kind": "cat", "lives": 9}, {"kind": "dog"}],
+            [{"kind": "dog", "lives": 9}, {"lives": 9}],
+        ),
         (
             {"type": "string", "allOf": [{"$ref": "#/$defs/n"}], "$defs": {"n": {"maxLength": 2}}},
             ["ab"],
@@ -190,6 +209,8 @@ def test_a_schema_allows_what_is_valid_by_it(
 
 
 # What is refused
+
+FORKS = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(40)} | {"a40": {}}
 
 
 @pytest.mark.parametrize(
@@ -220,6 +241,12 @@ def test_a_schema_allows_what_is_valid_by_it(
         ({"propertyNames": {}, "additionalProperties": False}, "'propertyNames' beside"),
         ({"properties": A, "patternProperties": {"a": {}}}, "the property 'a' and a pattern"),
         ({"patternProperties": {"a": {}, "b": {"type": "null"}}}, "several schemas"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "schemas 1 and 2 of a 'oneOf'"),
+        ({"type": "integer", "oneOf": [{"minimum": 0}, {"maximum": 10}]}, "Write 'anyOf'"),
+        ({"items": {"oneOf": [{"type": "null"}, {"const": 1}, {"enum": [2, 1.0]}]}}, "2 and 3 of"),
+        ({"oneOf": [{"type": "object", "properties": {"a": {"const": n}}} for n in (1, 2)]}, "may"),
+        ({"oneOf": [{"$ref": "#/$defs/dog"}, {"required": ["kind"]}], "$defs": PETS}, "may fit"),
+        ({"type": "string", "$ref": "#/$defs/a0", "$defs": FORKS}, "more than 2,000 schemas"),
         ({"required": 5}, "It has to be of the type array of strings"),
         ({"exclusiveMinimum": True}, "'exclusiveMinimum' True"),
         ({"const": 10**400}, "a number in it is too large"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, NoReturn
 
 from arbor.errors import UsageError
@@ -14,7 +16,6 @@ _IGNORED = (
 )
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # names, not keywords
 _VALUES = ("enum", "const", "default", "examples", "discriminator")
-_CHOICES = ("anyOf", "oneOf", "allOf")
 _DECIDING = {  # of a schema's, xgrammar reads the first alone; and what works in place of the rest
     "$ref": "Write it into the schema that '$ref' names.",
     "const": "Leave it out; 'const' is the only value.",
@@ -58,6 +59,7 @@ _FORMATS = (  # that xgrammar applies
 )
 _LOOKS = re.compile(r"(?<!\\)\(\?(?!:)")  # ahead or back, or sets a flag
 _MOST_MULTIPLE, _MOST_VALUES = 1024, 10_000  # of whole numbers with 'multipleOf'
+_MOST_SCHEMAS = 2_000  # to choose from, each as often as a reference leads to it
 
 _AFTERWARDS = "Leave it out and check it afterwards."
 
@@ -65,9 +67,10 @@ _AFTERWARDS = "Leave it out and check it afterwards."
 def applied(schema: Any) -> Any:
     """A JSON schema that xgrammar applies whole; every text it allows is valid by the given one.
 
-    A schema without ``type`` is for values of the types that its bounds are for. Objects with
-    ``properties`` and arrays with ``prefixItems`` have no others unless the schema says so or needs
-    them.
+    It has ``anyOf`` for ``oneOf``, whose schemas have to be told apart: by types, values, or the
+    values of a required property. A schema without ``type`` is for values of the types that its
+    bounds are for. Objects with ``properties`` and arrays with ``prefixItems`` have no others
+    unless the schema says so or needs them.
 
     Args:
         schema: as JSON has it.
@@ -89,6 +92,7 @@ class _Schemas:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._count = 0  # of those to choose from
 
     def applied(self, schema: Any) -> Any:
         if isinstance(schema, list):
@@ -112,7 +116,7 @@ class _Schemas:
         word = _deciding(schema)
         if word:
             if "type" not in schema:
-                return schema
+                return self._any_of(schema) if word == "oneOf" else schema
             found = self._narrowed(schema, list(_TYPES))
             if found is None:
                 raise UsageError(
@@ -140,6 +144,12 @@ class _Schemas:
             types: names of types.
             above: the references that led to it.
         """
+        self._count += 1
+        if self._count > _MOST_SCHEMAS:
+            _refuse(
+                f"more than {_MOST_SCHEMAS:,} schemas to choose from",
+                "Give fewer; each counts as often as a '$ref' leads to it.",
+            )
         if not isinstance(schema, dict):
             return {"type": list(types)} if schema else None
         schema = _one_decides(schema)
@@ -175,6 +185,52 @@ class _Schemas:
             found = found.get(part) if isinstance(found, Mapping) else None
         return found if isinstance(found, dict) else {}
 
+    def _any_of(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A schema with 'anyOf' for its 'oneOf', of whose schemas a value fits one at most."""
+        leaves = [list(self._leaves(each)) for each in schema["oneOf"]]
+        for (first, some), (second, others) in combinations(enumerate(leaves, 1), 2):
+            if not all(one.is_apart(other) for one in some for other in others):
+                _refuse(
+                    f"schemas {first} and {second} of a 'oneOf' that one value may fit both",
+                    "Write 'anyOf'; or give them types without one in common, or a required "
+                    "property with another 'const' in each.",
+                )
+        found = {word: each for word, each in schema.items() if word != "oneOf"}
+        return {**found, "anyOf": schema["oneOf"]}
+
+    def _leaves(self, schema: Any) -> Iterator[_Leaf]:
+        """The schemas that a schema leaves the choice of, without references."""
+        narrowed = self._narrowed(schema, list(_TYPES))
+        left = [] if narrowed is None else [narrowed]
+        while left:
+            each = left.pop()
+            word = _deciding(each)
+            if word in ("anyOf", "oneOf", "allOf"):
+                left += each[word]
+            else:
+                properties = each.get("properties", {})
+                yield _Leaf(
+                    _types(each),
+                    self._values(each),
+                    {name: self._values(one) for name, one in properties.items()},
+                    frozenset(each.get("required", ())),
+                )
+
+    def _values(self, schema: Any) -> frozenset[Any] | None:
+        """The values that a schema, or the one that it refers to, lists; None if it lists none."""
+        above = set()
+        while isinstance(schema, dict):
+            schema = _one_decides(schema)
+            word = _deciding(schema)
+            if word in ("const", "enum"):
+                listed = schema[word] if word == "enum" else [schema[word]]
+                return frozenset(map(_hashable, listed))
+            if word != "$ref" or schema[word] in above:
+                break
+            above.add(schema[word])
+            schema = self._target(schema[word])
+        return None
+
     def _object(self, schema: dict[str, Any]) -> dict[str, Any]:
         """The bounds of an object."""
         names = schema.get("properties", {})
@@ -209,6 +265,57 @@ class _Schemas:
                 "Name the properties in 'properties' and 'required'.",
             )
         return {**schema, "properties": names} if names else schema
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A schema that leaves no choice of schemas.
+
+    Attributes:
+        types: of its values.
+        values: all of them; None where they are not listed.
+        tags: those of its properties, in the same way.
+        required: properties.
+    """
+
+    types: list[str]
+    values: frozenset[Any] | None
+    tags: Mapping[str, frozenset[Any] | None]
+    required: frozenset[str]
+
+    def is_apart(self, other: _Leaf) -> bool:
+        """Whether it is certain that no value fits both."""
+        if self.values is not None and other.values is not None:
+            return not self.values & other.values
+        common = _common(self.types, other.types)
+        if common != ["object"]:
+            return not common
+        for name in self.required | other.required:
+            mine, its = self.tags.get(name), other.tags.get(name)
+            if mine is not None and its is not None and not mine & its:
+                return True
+        return False
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
+    """The types of the values of a schema that leaves no choice of schemas."""
+    if "type" in schema:
+        return _listed(schema["type"])
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return [
+        name
+        for name in _TYPES
+        if values is None or any(_has_type(value, [name]) for value in values)
+    ]
+
+
+def _hashable(value: Any) -> Any:
+    """A value of JSON, equal where it is; True is equal to 1."""
+    if isinstance(value, list):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return frozenset((name, _hashable(each)) for name, each in value.items())
+    return value
 
 
 def _one_decides(schema: dict[str, Any]) -> dict[str, Any]:
