@@ -135,7 +135,7 @@ class Delta:
         choice: its number within the run.
         text: what it has grown by.
         tokens: those that begin in it, where they are wanted.
-        finish: why it has ended; None: it goes on.
+        finish: why it has ended, ``length`` where a limit cut it; None: it goes on.
         found: of a search, what the choice is.
     """
 
@@ -294,13 +294,14 @@ class SearchAnswers:
 
     def end(self, solution: Solution) -> Iterator[Delta]:
         """The finished paths, best first; an empty text where there are none."""
-        finish: Finish = "stop" if solution.finish_reason in ("solved", "exhausted") else "length"
         best = solution.path[-1] if solution.path else None
         order = sorted(solution.candidates, key=lambda each: each.node != best)
         for choice, each in enumerate(order[: self._choices]):
             found = {"answer": each.answer, "value": each.value, "guessed": each.guessed}
+            finish: Finish = "length" if each.cut else "stop"
             yield Delta(choice, self._path_text(each.node), (), finish, found)
         if not order:
+            finish = "stop" if solution.finish_reason == "exhausted" else "length"
             yield Delta(0, "", (), finish, {"answer": None, "value": None, "guessed": False})
 
     def _path_text(self, node: int) -> str:

@@ -499,20 +499,19 @@ def _searched(
     for event in _events(job):
         paths.feed(event)
         cost.count(event)
-    finished = [each.node for each in solution.candidates]
+    is_cut = {each.node: each.cut for each in solution.candidates}
     choices: list[Choice] = []
-    for node in list(dict.fromkeys([*solution.path[-1:], *finished]))[: asked.choices]:
+    for node in list(dict.fromkeys([*solution.path[-1:], *is_cut]))[: asked.choices]:
         ids = paths.ids(node)
         stream = TextStream(decode, job.run.prompt, asked.ends)
         pieces = [
             stream.feed(ids, paths.logprobs(node) if asked.with_logprobs else ()),
             stream.end(by_token=paths.stop(node) == "eos"),
         ]
-        # the longest continuation ends a path too
-        full = asked.search is not None and asked.search.task is None
-        ended = stream.stopped or paths.stop(node) == "eos" or (node in finished and not full)
-        cut = left is not None and len(ids) >= left
-        reason: StopReason = "stop" if ended else "model_length" if cut else "max_tokens"
+        full = left is not None and len(ids) >= left
+        reason: StopReason = "stop"
+        if is_cut.get(node, True):
+            reason = "model_length" if full else "max_tokens"
         text = "".join(piece.text for piece in pieces)
         choices.append((text, reason, [token for piece in pieces for token in piece.tokens]))
     return choices or [("", "max_tokens", ())], cost

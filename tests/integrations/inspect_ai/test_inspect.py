@@ -113,6 +113,20 @@ def test_a_search_of_a_task_finds_what_the_solver_finds() -> None:
     assert output.usage.output_tokens == wanted.metrics.tokens_generated > len(wanted.path)
 
 
+def test_a_path_that_a_limit_cuts_ends_for_want_of_tokens() -> None:
+    limits: dict[str, Any] = {"controller": "best-of-n,samples=8", "path_tokens": 34}
+    with Solver(**limits) as solver:
+        wanted = solver.solve("4 5 6 10", seed=1)
+    api = ArborAPI(SAPLING, task="game24", **limits)
+
+    output = message(api, GenerateConfig(seed=1, num_choices=99), "4 5 6 10")
+    api.close()
+
+    reasons = [each.stop_reason for each in output.choices]
+    assert reasons == ["max_tokens" if each.cut else "stop" for each in wanted.candidates]
+    assert wanted.answer is not None and set(reasons) == {"stop", "max_tokens"}
+
+
 # Refusals
 
 

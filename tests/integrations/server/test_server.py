@@ -324,6 +324,21 @@ def test_a_search_gives_what_the_solver_gives(solver: Solver, client: Any) -> No
     assert made.usage.completion_tokens == expected.metrics.tokens_generated
 
 
+def test_a_choice_of_a_search_ends_as_its_path(client: Any) -> None:
+    def ends(**search: Any) -> tuple[Any, list[str]]:
+        made = client.chat.completions.create(
+            **chat(HANDS[0], seed=1, n=8), extra_body={"arbor": search}
+        )
+        return made.arbor["runs"][0], [choice.finish_reason for choice in made.choices]
+
+    run, reasons = ends(controller="best-of-n,samples=8", path_tokens=34)
+    assert (run["status"], reasons[0], {*reasons}) == ("solved", "stop", {"stop", "length"})
+    run, reasons = ends(controller="tot", max_expansions=9)
+    assert (run["limit"], {*reasons}) == ("max_expansions", {"stop"})
+    run, reasons = ends(controller="tot", max_expansions=1)
+    assert (run["answer"], reasons) == (None, ["length"])
+
+
 def test_the_settings_of_a_search_are_used(client: Any) -> None:
     search = {"controller": {"name": "chain", "samples": 3}, "verifier": "exact", "max_depth": 3}
 
