@@ -82,20 +82,18 @@ class Responses:
     def _whole(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
         """A choice; the last of its deltas has its end."""
         reader = CallReader(self._planned.calls)
-        text = reader.feed("".join(delta.text for delta in deltas))
-        rest, calls = reader.end()
-        text += rest
+        text, calls = reader.read("".join(delta.text for delta in deltas), is_last=True)
         content: dict[str, Any] = {"text": text}
         if self._chat:
             message = {"role": "assistant", "content": text or None if calls else text}
             content = {"message": message | {"refusal": None} | _called(calls)}
         tokens = tuple(token for delta in deltas for token in delta.tokens)
-        return self._choice(index, content, replace(deltas[-1], tokens=tokens), calls)
+        return self._choice(index, content, replace(deltas[-1], tokens=tokens), bool(calls))
 
     def _choice(
-        self, index: int, content: dict[str, Any], delta: Delta, calls: Sequence[dict[str, Any]]
+        self, index: int, content: dict[str, Any], delta: Delta, called: bool
     ) -> dict[str, Any]:
-        finish = "tool_calls" if calls and delta.finish == "stop" else delta.finish
+        finish = "tool_calls" if called and delta.finish == "stop" else delta.finish
         return {
             "index": index,
             **content,
@@ -158,24 +156,28 @@ class Responses:
         ]
 
     def chunk(self, run: int, delta: Delta) -> bytes:
-        """What a choice has grown by; with its end comes the seed, which repeats the request."""
+        """What a choice has grown by; with its end comes the seed, which repeats the request.
+
+        A call and the end come in a chunk each, as OpenAI's client expects.
+        """
         index = self.index(run, delta.choice)
-        calls: list[dict[str, Any]] = []
-        if self._chat:
-            role = {} if index in self._begun else {"role": "assistant"}
-            self._begun.add(index)
-            reader = self._readers.setdefault(index, CallReader(self._planned.calls))
-            text = reader.feed(delta.text)
-            if delta.finish is not None:
-                rest, calls = reader.end()
-                text += rest
-            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-            said = {"content": text} if text else {}
-            content: dict[str, Any] = {"delta": role | said | _called(numbered)}
-        else:
-            content = {"text": delta.text}
         seed = {} if delta.finish is None else {"arbor": {"seed": self._planned.seed}}
-        return self._chunk([self._choice(index, content, delta, calls)], **seed)
+        if not self._chat:
+            return self._chunk([self._choice(index, {"text": delta.text}, delta, False)], **seed)
+        role = {} if index in self._begun else {"role": "assistant"}
+        self._begun.add(index)
+        reader = self._readers.setdefault(index, CallReader(self._planned.calls))
+        first = reader.count
+        text, calls = reader.read(delta.text, is_last=delta.finish is not None)
+        numbered = [{"index": number, **call} for number, call in enumerate(calls, first)]
+        said: dict[str, Any] = role | ({"content": text} if text else {}) | _called(numbered)
+        before = b""
+        if calls and delta.finish is not None:
+            going = replace(delta, finish=None, found=None)
+            before = self._chunk([self._choice(index, {"delta": said}, going, True)])
+            delta, said = replace(delta, tokens=()), {}
+        end = self._choice(index, {"delta": said}, delta, reader.count > 0)
+        return before + self._chunk([end], **seed)
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         kind = "chat.completion.chunk" if self._chat else self._kind

@@ -20,35 +20,54 @@ def writes_calls(tokenizer: Any) -> bool:
 
 
 class CallReader:
-    """Separates the text of one choice from the calls at its end.
+    """Separates the text of a choice from the calls in it; white space after a call is left out.
 
     Args:
-        most: calls that are read.
+        most: calls that are read; further ones are left out. 0: they stay text.
+
+    Attributes:
+        count: calls so far.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._held = ""
-        self._begun = False
+        self._after_call = False
+        self.count = 0
 
-    def feed(self, text: str) -> str:
-        """What is certain to be text with a further part; the rest is held back."""
-        if not self._most:
-            return text
+    def read(self, text: str, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """What is certain to be text with a further part, and the calls that are complete.
+
+        Args:
+            text: the part.
+            is_last: a call that is not complete is text.
+        """
         self._held += text
-        if self._begun:
-            return ""
-        at = self._held.find(BEGIN)
-        self._begun = at >= 0
-        sure = at if self._begun else len(self._held) - _beginning(self._held)
-        certain, self._held = self._held[:sure], self._held[sure:]
-        return certain
-
-    def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest: as text, or as the calls that it consists of."""
-        held, self._held = self._held, ""
-        calls = _calls(held) if self._begun else []
-        return ("", calls[: self._most]) if calls else (held, [])
+        said, calls = "", []
+        while True:
+            if self._after_call:
+                self._held = self._held.lstrip()
+                self._after_call = not self._held
+            at = self._held.find(BEGIN) if self._most else -1
+            if at < 0:
+                kept = _beginning(self._held) if self._most and not is_last else 0
+                sure = len(self._held) - kept
+                said, self._held = said + self._held[:sure], self._held[sure:]
+                break
+            said, self._held = said + self._held[:at], self._held[at:]
+            call, length = _call(self._held) if END in self._held else (None, 0)
+            if call is not None:
+                self._after_call = True
+                if self.count < self._most:
+                    calls.append(call)
+                    self.count += 1
+            elif is_last:
+                length = len(BEGIN)
+                said += BEGIN
+            else:
+                break
+            self._held = self._held[length:]
+        return said, calls
 
 
 def _beginning(text: str) -> int:
@@ -56,29 +75,19 @@ def _beginning(text: str) -> int:
     return next((n for n in range(len(BEGIN) - 1, 0, -1) if text.endswith(BEGIN[:n])), 0)
 
 
-def _calls(text: str) -> list[dict[str, Any]]:
-    """The calls that a text consists of; none where it holds anything else."""
-    found = []
-    left = text.strip()
-    while left:
-        if not left.startswith(BEGIN):
-            return []
-        try:
-            call, end = json.JSONDecoder().raw_decode(left := left[len(BEGIN) :].lstrip())
-        except (ValueError, RecursionError):
-            return []
+def _call(text: str) -> tuple[dict[str, Any] | None, int]:
+    """The call with which a text begins, None where it is not one, and its characters."""
+    left = text.removeprefix(BEGIN).lstrip()
+    try:
+        call, end = json.JSONDecoder().raw_decode(left)
         left = left[end:].lstrip()
-        if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
-            return []
-        arguments = call.get("arguments", {})
-        if not (left.startswith(END) and isinstance(arguments, dict)):
-            return []
-        left = left[len(END) :].lstrip()
-        function = {
-            "name": call["name"],
-            "arguments": json.dumps(arguments, ensure_ascii=False),
-        }
-        found.append(
-            {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-        )
-    return found
+        name, arguments = call["name"], call.get("arguments", {})
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{name}{written}".encode()  # no half of a surrogate pair
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None, 0
+    if not (isinstance(name, str) and isinstance(arguments, dict) and left.startswith(END)):
+        return None, 0
+    function = {"name": name, "arguments": written}
+    found = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    return found, len(text) - len(left) + len(END)
