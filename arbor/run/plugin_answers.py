@@ -290,6 +290,15 @@ def most_blocks(controller: Controller, max_depth: int) -> int:
     return int(found)
 
 
+def most_blocks_of(controller: Controller, max_depth: int, max_expansions: int) -> int:
+    """The same of a search that grows at most this many leaves.
+
+    No leaf gets more children than the root may, which is known of arbor's own controllers.
+    """
+    most = most_blocks(controller, max_depth)
+    return min(most, max_expansions * most_blocks(controller, 1)) if _own(controller) else most
+
+
 def most_proposals(controller: Controller, max_depth: int) -> int:
     """The controller's bound of the expansions that propose at a time; 0 where it samples.
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from contextlib import suppress
 from typing import Any, Literal, cast
 
 from arbor import components, registry
+from arbor.errors import ArborError, UsageError
 from arbor.integrations.server.refusals import Refusal
 from arbor.integrations.server.schema import Component, SearchFields
 from arbor.integrations.server.settings import ServerSettings
 from arbor.run.limits import BoundarySettings, limited
-from arbor.run.plugin_answers import check_boundary, most_blocks
+from arbor.run.plugin_answers import check_boundary, most_blocks_of
 from arbor.run.request import Options, Request
 from arbor.run.settings import Settings, with_breadth
 from arbor.run.setup import Setup
@@ -34,7 +36,7 @@ def search_changes(search: SearchFields, setup: Setup, settings: ServerSettings)
 
     Raises:
         Refusal: beyond the server's limits, or a component that requests may not name.
-        ArborError: an unknown name or an invalid setting.
+        ArborError: an unknown name, an invalid setting, or too large a search.
     """
     given = search.given(Settings)
     for name, value in given.items():
@@ -51,14 +53,12 @@ def search_changes(search: SearchFields, setup: Setup, settings: ServerSettings)
     usual = setup.boundary if task is setup.task else check_boundary(task)
     path = {name: given.pop(name) for name in settings_of(BoundarySettings) if name in given}
     boundary = limited(usual, **path)
-    blocks = most_blocks(parts["controller"], boundary.max_depth)
-    if blocks > settings.max_blocks:
-        raise Refusal(
-            400,
-            "search_too_large",
-            f"This search may open {blocks:,} blocks; the server allows {settings.max_blocks:,}.",
-            param="arbor.controller",
-        )
+    check_size(
+        parts["controller"],
+        boundary.max_depth,
+        given.get("max_expansions") or setup.max_expansions or settings.max_expansions,
+        settings,
+    )
     changes = {
         **parts,
         "task": task,
@@ -69,6 +69,43 @@ def search_changes(search: SearchFields, setup: Setup, settings: ServerSettings)
     return changes | {
         name: settings_of(Settings)[name].checked(each) for name, each in others.items()
     }
+
+
+def check_size(
+    controller: Any, max_depth: int, max_expansions: int, settings: ServerSettings
+) -> None:
+    """Refuse a search that may open more blocks than the server allows.
+
+    Args:
+        controller: of the search.
+        max_depth: thoughts on one path.
+        max_expansions: leaves that it grows.
+        settings: of the server.
+
+    Raises:
+        UsageError: it may; the hint has what would work.
+    """
+
+    def blocks(controller: Any, depth: int = max_depth) -> int:
+        return most_blocks_of(controller, depth, max_expansions)
+
+    most = blocks(controller)
+    if most <= settings.max_blocks:
+        return
+    names = ["max_depth"] if blocks(controller, 1) <= settings.max_blocks else []
+    for name in components.settings_of(controller):
+        with suppress(ArborError, TypeError):  # not a number, or one that others contradict
+            if blocks(dataclasses.replace(controller, **{name: 1})) <= settings.max_blocks:
+                names.append(name)
+    hints = [f"a smaller {' or '.join(names)}"] if names else []
+    expansions = settings.max_blocks // most_blocks_of(controller, 1, 1)
+    if expansions and most_blocks_of(controller, max_depth, expansions) <= settings.max_blocks:
+        hints.insert(0, f"max_expansions={expansions}")
+    raise UsageError(
+        "search-too-large",
+        f"this search may open {most:,} blocks; the server allows {settings.max_blocks:,}.",
+        f"Give {', or '.join(hints)}." if hints else "",
+    )
 
 
 def search_options(

@@ -99,6 +99,7 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
     options = read_options(ServeOptions, values | {"budget": str(budget) if is_part else "full"})
     _check_packages()
     from arbor.integrations.server.app import LOCAL_HOSTS, Server, bound_socket, url_of
+    from arbor.integrations.server.search_changes import check_size
     from arbor.integrations.server.service import Service
 
     keys = read_keys(options.api_keys, os.environ.get(KEYS_VARIABLE))
@@ -119,6 +120,8 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
     listening = bound_socket(options.bind, options.port)
     url = url_of(listening)
     with closing(listening), build_solver(options.solver) as solver:
+        setup = solver.setup
+        check_size(setup.controller, setup.boundary.max_depth, settings.max_expansions, settings)
         solver.load()
         tokens = None if is_part else _kv_tokens(budget, settings.concurrency, solver)
         service = Service(solver, tokens, settings)

@@ -80,6 +80,16 @@ def test_what_cannot_be_served_is_refused(
     assert done.code == code and says in done.err, done
 
 
+@pytest.mark.usefixtures("loaded_once")
+def test_a_search_of_its_own_that_it_would_refuse_is_refused_at_the_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = in_process(capsys)("serve", "--port", "0", "--set", "beam=50", "--set", "width=50")
+
+    assert done.code == 2
+    assert "5,050 blocks" in done.err and "Give max_expansions=81, or a smaller" in done.err
+
+
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait_and_shows_no_traceback() -> None:
     process = subprocess.Popen(

@@ -339,6 +339,20 @@ def test_a_choice_of_a_search_ends_as_its_path(client: Any) -> None:
     assert (run["answer"], reasons) == (None, ["length"])
 
 
+def test_a_search_is_as_large_as_its_expansions_allow(client: Any) -> None:
+    wide = {"name": "tot", "beam": 50, "width": 50}
+
+    def found(**search: Any) -> Any:
+        return client.chat.completions.create(**chat(HANDS[0]), extra_body={"arbor": search})
+
+    assert found(controller=wide, max_expansions=2).usage.arbor["nodes"] <= 1 + 2 * 50
+    with pytest.raises(openai.BadRequestError, match="may open 5,050 blocks") as refused:
+        found(controller=wide)
+    assert refused.value.code == "search_too_large"
+    says = "Give max_expansions=81, or a smaller max_depth or beam or width."
+    assert str(refused.value.body["message"]).endswith(says)  # type: ignore[index]
+
+
 def test_the_settings_of_a_search_are_used(client: Any) -> None:
     search = {"controller": {"name": "chain", "samples": 3}, "verifier": "exact", "max_depth": 3}
 
