@@ -959,7 +959,8 @@ class Solver:
         """
         self._refuse_fork()
         here = self._thread == threading.get_ident()
-        if here and not (in_loop and isinstance(self._run, Batch)):
+        between_steps = isinstance(self._run, Batch) and not self._run.in_step
+        if here and not (in_loop and between_steps):
             raise _busy()
         with self.checkpoint.use.waiting():
             yield

@@ -271,8 +271,8 @@ def test_a_loop_goes_on_in_another_thread(solver: Solver) -> None:
     assert is_idle(solver)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_listener_never_waits_for_its_own_engine(solver: Solver, streamed: bool) -> None:
+@pytest.mark.parametrize("way", ["solve", "stream", "batch"])
+def test_a_listener_never_waits_for_its_own_engine(solver: Solver, way: str) -> None:
     errors: list[BaseException] = []
 
     def again(event: Event) -> None:
@@ -283,7 +283,12 @@ def test_a_listener_never_waits_for_its_own_engine(solver: Solver, streamed: boo
                 errors.append(error)
 
     solver.listeners = (again,)
-    solution = solver.stream(PROBLEMS[0]).solution if streamed else solver.solve(PROBLEMS[0])
+    if way == "batch":
+        (solution,) = solver.solve_batch(PROBLEMS[:1])
+    elif way == "stream":
+        solution = solver.stream(PROBLEMS[0]).solution
+    else:
+        solution = solver.solve(PROBLEMS[0])
 
     assert solution.problem == PROBLEMS[0]
     assert [getattr(error, "code", None) for error in errors] == ["solver-busy"]
