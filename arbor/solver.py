@@ -160,7 +160,7 @@ class Solver:
         self._last_stop = _Stop("interrupted")
         self._busy = threading.Lock()  # held by it
         self._next = threading.Lock()  # held by the thread that has `_busy` next
-        self._thread: int | None = None  # in which it runs, or ran last
+        self._thread: threading.Thread | None = None  # in which it runs, or ran last
         self._process: int | None = None  # that first used the engine
         self._worker = SearchWorker(self.setup.at_once, self._lend, self._contended)
 
@@ -419,7 +419,7 @@ class Solver:
                 )
             if use.is_read:
                 logger.info("searches in progress end with the former weights")
-            batch = self._run if self._thread == threading.get_ident() else None
+            batch = self._run if self._thread is threading.current_thread() else None
             if isinstance(batch, Batch) and not batch.in_step:
                 batch.finish()
             if use.is_read_here:
@@ -908,13 +908,13 @@ class Solver:
         from arbor.model.threads import torch_threads
 
         self._refuse_fork()
-        if self._thread == threading.get_ident():
+        if self._thread is threading.current_thread():
             raise _busy()
         held = False
         try:
             with self.checkpoint.use.waiting(), self._next:
                 held = self._busy.acquire()
-            self._thread = threading.get_ident()
+            self._thread = threading.current_thread()
             self._run = run
             if since not in (None, self._last_stop):
                 run.stop(self._last_stop.status)
@@ -923,7 +923,7 @@ class Solver:
 
                 @contextmanager
                 def in_thread() -> Iterator[None]:
-                    self._thread = reading.thread = threading.get_ident()
+                    self._thread = reading.thread = threading.current_thread()
                     with torch_threads(threads):
                         yield
 
@@ -958,7 +958,7 @@ class Solver:
             UsageError: the thread would wait for itself.
         """
         self._refuse_fork()
-        here = self._thread == threading.get_ident()
+        here = self._thread is threading.current_thread()
         between_steps = isinstance(self._run, Batch) and not self._run.in_step
         if here and not (in_loop and between_steps):
             raise _busy()

@@ -271,6 +271,34 @@ def test_a_loop_goes_on_in_another_thread(solver: Solver) -> None:
     assert is_idle(solver)
 
 
+def test_a_loop_that_a_thread_left_is_not_that_of_a_thread_with_its_number(solver: Solver) -> None:
+    """The system gives the number of a thread that is over to another."""
+    batch = solver.as_completed([(each, {}) for each in PROBLEMS[:2]], concurrency=1)
+    began = threading.Thread(target=next, args=[batch])
+    began.start()
+    began.join()
+    results: list[Solution | UsageError] = []
+
+    def wait() -> None:
+        if threading.get_ident() == began.ident:
+            try:
+                results.append(solver.solve(PROBLEMS[3]))
+            except UsageError as error:
+                results.append(error)
+
+    for _ in range(100):
+        waits = threading.Thread(target=wait)
+        waits.start()
+        while waits.is_alive() and not (results or solver._next.locked()):
+            time.sleep(0.001)
+        if results or waits.is_alive():
+            break
+    assert not results
+    assert len(list(batch)) == 1
+    waits.join()
+    assert all(isinstance(each, Solution) for each in results)
+
+
 @pytest.mark.parametrize("way", ["solve", "stream", "batch"])
 def test_a_listener_never_waits_for_its_own_engine(solver: Solver, way: str) -> None:
     errors: list[BaseException] = []

@@ -16,7 +16,7 @@ class Reading:
         thread: that reads now; a reading may go on in another one.
     """
 
-    thread: int
+    thread: threading.Thread
 
 
 class ReadWriteLock:
@@ -42,7 +42,7 @@ class ReadWriteLock:
     def is_due(self) -> bool:
         """Whether a writer waits for the end of what this thread reads, and for no reading around
         it."""
-        once = self._threads.count(threading.get_ident()) < 2
+        once = self._threads.count(threading.current_thread()) < 2
         return self.wanted and once and not self._held_up
 
     @property
@@ -53,16 +53,16 @@ class ReadWriteLock:
     @property
     def is_read_here(self) -> bool:
         """Whether this thread reads, so that it would wait for itself to write."""
-        return threading.get_ident() in self._threads
+        return threading.current_thread() in self._threads
 
     @property
-    def _threads(self) -> list[int]:
+    def _threads(self) -> list[threading.Thread]:
         return [each.thread for each in self._readers]
 
     @contextmanager
     def reading(self) -> Iterator[Reading]:
         """While it lasts, nobody writes."""
-        own = Reading(threading.get_ident())
+        own = Reading(threading.current_thread())
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._writers or self._held_up or own.thread in self._threads
