@@ -422,7 +422,7 @@ class Solver:
             batch = self._run if self._thread is threading.current_thread() else None
             if isinstance(batch, Batch) and not batch.in_step:
                 batch.finish()
-            if use.is_read_here:
+            if use.is_read_here or use.is_written_here:
                 raise _busy()
             with use.writing(), self._computing():
                 self._engine = None
@@ -908,8 +908,7 @@ class Solver:
         from arbor.model.threads import torch_threads
 
         self._refuse_fork()
-        if self._thread is threading.current_thread():
-            raise _busy()
+        self._refuse_itself()
         held = False
         try:
             with self.checkpoint.use.waiting(), self._next:
@@ -958,12 +957,21 @@ class Solver:
             UsageError: the thread would wait for itself.
         """
         self._refuse_fork()
-        here = self._thread is threading.current_thread()
-        between_steps = isinstance(self._run, Batch) and not self._run.in_step
-        if here and not (in_loop and between_steps):
-            raise _busy()
+        self._refuse_itself(in_loop)
         with self.checkpoint.use.waiting():
             yield
+
+    def _refuse_itself(self, in_loop: bool = False) -> None:
+        """Refuses a thread that would wait for itself: it searches, or replaces the weights.
+
+        Args:
+            in_loop: see `_waiting`.
+        """
+        run = self._run
+        between_steps = isinstance(run, Batch) and not run.in_step
+        searches = self._thread is threading.current_thread() and not (in_loop and between_steps)
+        if searches or self.checkpoint.use.is_written_here:
+            raise _busy()
 
     def _refuse_fork(self) -> None:
         """Refuses a fork of the process that first used the engine.
@@ -1002,6 +1010,6 @@ def _busy() -> UsageError:
     return UsageError(
         "solver-busy",
         "a listener, task, verifier or controller of this search asked its own solver for another "
-        "search or for new weights, or a loop over a batch did.",
+        "search or for new weights, or a loop over a batch or an iterator of new weights did.",
         "Use another Solver there, or ask after the search.",
     )

@@ -363,6 +363,31 @@ def test_a_listener_cannot_change_what_its_search_reads(
         assert solver.checkpoint.updated is None
 
 
+@pytest.mark.timeout(60)
+def test_an_iterator_of_new_weights_never_waits_for_its_own_update(
+    small: Any, folder: Path
+) -> None:
+    new = moved(small, 1)
+    with Solver(folder, **SMALL) as solver, Solver(folder, **SMALL) as other:
+        other.checkpoint = solver.checkpoint
+
+        def pairs() -> Iterator[tuple[str, Tensor]]:
+            for wait in (
+                lambda: solver.logprobs([([1], [2])]),
+                lambda: other.solve(PUZZLES[0]),
+                lambda: solver.stream(PUZZLES[0]).solution,
+                lambda: asyncio.run(solver.asolve(PUZZLES[0])),
+                lambda: solver.update_weights(new, drain=True),
+            ):
+                with pytest.raises(UsageError, match="solver-busy"):
+                    wait()
+            yield from new.items()
+
+        solver.update_weights(pairs())
+        with loaded_with(small, new) as fresh:
+            assert searched(solver) == searched(fresh)
+
+
 def test_a_shared_checkpoint_is_updated_for_all(small: Any, folder: Path) -> None:
     new = moved(small, 1)
     with Solver(folder, **SMALL) as first, Solver(folder, **SMALL) as second:

@@ -30,6 +30,7 @@ class ReadWriteLock:
         self._changed = threading.Condition()
         self._readers: list[Reading] = []
         self._writers = 0  # those that wait, and the one that writes
+        self._writing: threading.Thread | None = None  # the one that writes
         self._held_up = 0  # readers that wait for other threads
         self._when_unread: list[Callable[[], object]] = []
 
@@ -54,6 +55,11 @@ class ReadWriteLock:
     def is_read_here(self) -> bool:
         """Whether this thread reads, so that it would wait for itself to write."""
         return threading.current_thread() in self._threads
+
+    @property
+    def is_written_here(self) -> bool:
+        """Whether this thread writes, so that it would wait for itself to read or to write."""
+        return self._writing is threading.current_thread()
 
     @property
     def _threads(self) -> list[threading.Thread]:
@@ -116,4 +122,8 @@ class ReadWriteLock:
         """While it lasts, nobody reads; waits until that is so."""
         with self.announced(), self._changed:
             self._changed.wait_for(lambda: not self._readers)
-            yield
+            self._writing = threading.current_thread()
+            try:
+                yield
+            finally:
+                self._writing = None
