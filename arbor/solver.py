@@ -154,6 +154,7 @@ class Solver:
             raise UsageError("setting-type", what, setting="listeners")
         self.listeners = tuple(listeners)
         self._engine: Engine | None = None
+        self._closed: list[Engine] = []  # by `close`, and perhaps in use
         self._loading = threading.Lock()
         # the search in progress, or several
         self._run: Run | Batch | SearchWorker | Generation | TokenScoring | None = None
@@ -218,16 +219,25 @@ class Solver:
         it again. A small model's memory comes back when Python next looks for cycles.
         """
         self._worker.stop()
-        if self._engine is not None and self._busy.acquire(blocking=False):  # nothing in progress
-            try:
-                self._engine.give_back()
-            finally:
-                self._busy.release()
-        self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._closed.append(engine)
+            del engine
+        self._give_back()
         self.checkpoint.close()
         for model in self.setup.verifier_models.values():
             model.close()
         free_dropped()
+
+    def _give_back(self) -> None:
+        """Free what closed engines hold in lower tiers, unless a search is in progress: its end
+        does."""
+        while self._closed and self._busy.acquire(blocking=False):
+            try:
+                while self._closed:
+                    self._closed.pop().give_back()
+            finally:
+                self._busy.release()
 
     # Its parts
 
@@ -312,10 +322,11 @@ class Solver:
         until the weights change."""
         self._refuse_fork()
         with self._loading, self._computing():
-            if self._engine is None or self._engine.runner is not self.checkpoint.load().runner:
-                self._engine = None  # its KV is of other weights
-                self._engine = self._loaded()
-            return self._engine
+            engine = self._engine  # read once: `close` may take it away
+            if engine is None or engine.runner is not self.checkpoint.load().runner:
+                self._engine = engine = None  # its KV is of other weights
+                self._engine = engine = self._loaded()
+            return engine
 
     def _loaded(self) -> Engine:
         from arbor.engine.engine import Engine
@@ -930,13 +941,14 @@ class Solver:
         except (Exception, GeneratorExit):
             raise
         except BaseException as interruption:  # it may have come where no search could end
-            if held and self._engine is not None:
-                self._engine.abandon(interruption)
+            if held and (engine := self._engine) is not None:
+                engine.abandon(interruption)
             raise
         finally:
             if held:
                 self._run = self._thread = None
                 self._busy.release()
+                self._give_back()
 
     def _contended(self) -> bool:
         """Whether no search may begin in the engine: another thread waits for it, or to change the

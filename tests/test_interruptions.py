@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import itertools
 import random
 import sys
 import threading
@@ -19,6 +21,7 @@ from support.reward_models import OWN
 import arbor
 from arbor import Solver
 from arbor.events import Event, Selected
+from arbor.model.checkpoint import Checkpoint
 from arbor.run.searches import completed
 from arbor.run.solution import Solution
 from arbor.support.read_write_lock import ReadWriteLock
@@ -193,6 +196,51 @@ def test_after_an_interruption_in_any_part_a_search_is_as_ever(
     settings: dict[str, Any], search: Callable[[Solver], Any]
 ) -> None:
     check_all(settings, search, known=False, drawn=150)
+
+
+def test_another_thread_may_close_a_solver_at_any_moment() -> None:
+    """Here the thread itself does, before it reads an attribute that this takes away."""
+    checkpoint = [Checkpoint.read, Checkpoint._read, Checkpoint.load, Checkpoint.has]
+    codes = [each.__code__ for each in (*checkpoint, Checkpoint.backend_name, Solver.close)]
+    codes += [each.fget.__code__ for each in (Checkpoint.rounding, Checkpoint.updated)]
+    codes.append(Solver.engine.fget.__code__)
+    taken = {"_engine", "_weights", "_files", "_description", "_digests", "_followers"}
+    reads = {
+        (code, each.offset)
+        for code in codes
+        for each in dis.get_instructions(code)
+        if each.opname == "LOAD_ATTR" and each.argval in taken
+    }
+    left = 0
+
+    def step(frame: FrameType, event: str, argument: Any) -> Traced:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode" and (frame.f_code, frame.f_lasti) in reads:
+            left -= 1
+            if left == 0:
+                solver.close()
+        return step
+
+    def use() -> None:
+        solver.plan(PROBLEM)
+        runner = solver.engine.runner
+        solver.checkpoint.has(runner)
+        _ = solver.checkpoint.rounding, solver.checkpoint.updated
+        solver.checkpoint.backend_name(solver.describe())
+        solver.close()
+
+    with Solver() as solver:
+        for nth in itertools.count(1):
+            left = nth
+            sys.settrace(lambda frame, *_: step if frame.f_code in codes else None)
+            try:
+                use()
+            finally:
+                sys.settrace(None)
+            if left > 0:
+                break
+    assert nth > 10
 
 
 @pytest.mark.parametrize("nth", [1, 3])

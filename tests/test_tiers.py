@@ -247,6 +247,12 @@ def test_closing_a_solver_gives_the_file_on_disk_back(tmp_path: Path) -> None:
         assert solver.solve("4 5 6 10").answer == found
         solver.close()
         assert not held()
+        loop = solver.imap(["4 5 6 10"] * 2)
+        next(loop)
+        solver.close()
+        assert held(), "the search goes on with it"
+        loop.close()  # type: ignore[attr-defined]
+        assert not held()
     finally:
         gc.enable()
 

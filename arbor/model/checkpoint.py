@@ -266,7 +266,8 @@ class Checkpoint:
     @property
     def rounding(self) -> WeightRounding | None:
         """What weights in 8 bits changed; None without them, or before they are loaded."""
-        return None if self._weights is None else self._weights.rounding
+        weights = self._weights  # read once, here and below: `close` may take it away
+        return None if weights is None else weights.rounding
 
     def close(self) -> None:
         """Drop config, tokenizer and weights; a ready model keeps those it has.
@@ -277,9 +278,9 @@ class Checkpoint:
         self._description = self._files = self._weights = None
         if self._given is None:
             self._updated, self._digests = None, {}
-        if self._followers is not None:
-            self.use.when_unread(self._followers.close)
-            self._followers = None
+        followers, self._followers = self._followers, None
+        if followers is not None:
+            self.use.when_unread(followers.close)
 
     def read(self) -> Description:
         """The description of the model, read once; without torch where an earlier process kept it.
@@ -294,9 +295,10 @@ class Checkpoint:
             cheap = "torch" not in sys.modules or self.source.gguf is not None
             light = cheap and self._given is None and self._tokenizer is None
             if light:
-                kept = kept_description(self.source, self._settled_dtype())
-                self._description = kept and replace(kept, info=self._as_kept(kept.info))
-            return self._description or self._read(keep=light)
+                known = kept_description(self.source, self._settled_dtype())
+                if known is not None:
+                    self._description = known = replace(known, info=self._as_kept(known.info))
+            return known or self._read(keep=light)
 
     def read_files(self) -> Files:
         """Config and tokenizer, read once.
@@ -316,24 +318,27 @@ class Checkpoint:
                 was requested and cannot run.
         """
         with self._loading:
-            if self._weights is None:
+            weights = self._weights
+            if weights is None:
                 files = self.read() if self.device.type == "cpu" else self.read_files()
                 if not files.info.supported:
                     reason, hint = files.info.reason, "See 'arbor info MODEL'."
                     raise ModelError("arch-unsupported", reason, hint)
-                self._weights = self._load_together(files)
-            return self._weights
+                self._weights = weights = self._load_together(files)
+            return weights
 
     def has(self, runner: ModelRunner) -> bool:
         """Whether a runner is the one that `load` gives; loads nothing."""
-        return self._weights is not None and self._weights.runner is runner
+        weights = self._weights
+        return weights is not None and weights.runner is runner
 
     @property
     def updated(self) -> str | None:
         """A digest of the weights that `update` gave; None: all are the model's own."""
-        if not self._digests:
+        digests = self._digests
+        if not digests:
             return None
-        named = "".join(f"{name} {each}\n" for name, each in sorted(self._digests.items()))
+        named = "".join(f"{name} {each}\n" for name, each in sorted(digests.items()))
         return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
 
     def update(
@@ -423,8 +428,8 @@ class Checkpoint:
 
             dtype = self._settled_dtype()
             files = read_files(self.source, self._given, self._tokenizer, dtype, keep=keep)
-        self._files = replace(files, info=self._as_kept(files.info))
-        return self._files
+        self._files = files = replace(files, info=self._as_kept(files.info))
+        return files
 
     def _settled_dtype(self) -> str:
         """The dtype to read the model in, as in `resolve_dtype`."""
@@ -459,8 +464,8 @@ class Checkpoint:
             UsageError: the backend that was requested does not compute this model, or none reads
                 8-bit KV on this device.
         """
-        if self._weights is not None:
-            return self._weights.backend
+        if (weights := self._weights) is not None:
+            return weights.backend
         if self.kv_dtype == INT8:
             check_int8(self.backend, str(self.device), self.deterministic, info.head_dims)
         native = runs_native(info, self.device)
