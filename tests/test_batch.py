@@ -15,6 +15,7 @@ from arbor import Solver
 from arbor.errors import BudgetInfeasible, InputError, UsageError
 from arbor.events import KV, Ended, Event, Header, Sampled
 from arbor.model.checkpoint import Checkpoint
+from arbor.run.run import Run
 from arbor.run.solution import Solution
 from arbor.trace import Replay, read_trace
 
@@ -126,6 +127,14 @@ class Together:
             self.most = max(self.most, self.now)
         elif isinstance(event, Ended):
             self.now -= 1
+
+
+def test_stop_reaches_a_search_that_begins_meanwhile(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "announce", lambda run: solver.stop())
+    reasons = [each.finish_reason for each in solver.imap(PROBLEMS[:3], concurrency=2)]
+    assert reasons == ["interrupted"]
 
 
 # Order and errors

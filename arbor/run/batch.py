@@ -262,6 +262,8 @@ class Batch:
             raise run
         run.announce()
         self._running[place] = run
+        if self._stopped is not None:  # since it was read above
+            run.stop(self._stopped)
         heard = () if self._listen is None else (partial(self._listen, place),)
         if not self._several:
             return run.steps(engine, *heard)
