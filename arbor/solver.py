@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import (
     AsyncIterator,
@@ -164,6 +165,7 @@ class Solver:
         self._thread: threading.Thread | None = None  # in which it runs, or ran last
         self._process: int | None = None  # that first used the engine
         self._worker = SearchWorker(self.setup.at_once, self._lend, self._contended)
+        self._shared: list[weakref.ref[SearchWorker]] = []  # those of `shared`
 
     @classmethod
     def from_config(
@@ -870,7 +872,9 @@ class Solver:
             tokens: of KV, for all of them; None: as many as their budgets need.
         """
         most = at_once if self.setup.at_once > 1 else 1
-        return SharedEngine(self._setup, self._lend, self._contended, most, tokens)
+        shared = SharedEngine(self._setup, self._lend, self._contended, most, tokens)
+        self._shared.append(weakref.ref(shared.worker, self._shared.remove))
+        return shared
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the search in progress, or all of them, after the current forward.
@@ -882,7 +886,9 @@ class Solver:
         run = self._run  # read once, after that: the search may begin or end meanwhile
         if run is not None:
             run.stop(status)
-        self._worker.stop(status)
+        for worker in (self._worker, *(each() for each in list(self._shared))):
+            if worker is not None:
+                worker.stop(status)
 
     # One run
 

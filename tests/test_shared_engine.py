@@ -66,6 +66,16 @@ def test_an_abandoned_search_gives_its_kv_back_at_once(checkpoint: Checkpoint) -
     engine.memory.check()
 
 
+def test_stop_of_the_solver_ends_those_that_wait_for_its_engine(solver: Solver) -> None:
+    shared = solver.shared(at_once=2)
+    with solver._busy:
+        job = shared.begin(shared.prepare(PROBLEMS[0]))
+        solver.stop()
+        assert job.ended
+    assert job.solution().finish_reason == "interrupted"
+    assert shared.begin(shared.prepare(PROBLEMS[0])).solution().finish_reason != "interrupted"
+
+
 def test_lossy_searches_next_to_each_other_keep_what_each_was_given(checkpoint: Checkpoint) -> None:
     solver = solver_of(checkpoint, mode="lossy")
     budgets = ("full", "60tok", "90tok")

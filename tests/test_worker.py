@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import zip_longest
@@ -236,6 +236,25 @@ def test_stop_ends_all_and_those_that_wait_never_begin(solver: Solver) -> None:
     assert streams[9].solution.id and list(streams[9]) == []
     assert is_idle(solver)
     assert solver.stream(PROBLEMS[0]).solution.finish_reason != "interrupted"
+
+
+def test_stop_reaches_a_search_that_begins_meanwhile(solver: Solver) -> None:
+    class Going(list[Any]):
+        """Searches in progress; the first begins as soon as they were looked at."""
+
+        def __iter__(self) -> Iterator[Any]:
+            seen = self[:]
+            if threading.current_thread() is threading.main_thread():
+                solver._busy.release()
+                until(lambda: not worker._waiting)
+            return iter(seen)
+
+    worker = solver._worker
+    solver._busy.acquire()
+    stream = solver.stream(PROBLEMS[0])
+    worker._going = Going()
+    solver.stop()
+    assert stream.solution.finish_reason == "interrupted"
 
 
 # Errors

@@ -103,7 +103,8 @@ class SearchWorker:
 
         Safe from a signal handler or another thread.
         """
-        for job in [*(job for _, job in list(self._going)), *list(self._waiting)]:
+        waiting = list(self._waiting)  # first: a job goes from there to those in progress
+        for job in [*waiting, *(job for _, job in list(self._going))]:
             job.stop(status)
 
     def _exit(self) -> None:
@@ -304,6 +305,9 @@ class SharedEngine:
         contended: as for `SearchWorker`.
         at_once: most searches in progress at a time.
         tokens: of KV, for all of them; None: as many as their budgets need.
+
+    Attributes:
+        worker: carries the searches out.
     """
 
     def __init__(
@@ -317,7 +321,7 @@ class SharedEngine:
         self.setup = dataclasses.replace(setup, record_bytes=0)
         self.tokens = tokens
         pool = Pool() if tokens is None else FixedPool(tokens, at_once)
-        self._worker = SearchWorker(at_once, lend, contended, pool)
+        self.worker = SearchWorker(at_once, lend, contended, pool)
 
     def prepare(
         self, problem: str | Problem, options: Options | None = None, **changes: Any
@@ -362,23 +366,23 @@ class SharedEngine:
 
         keep_threads()
         job = SearchJob(run)
-        self._worker.add(job)
-        self._worker.start()
+        self.worker.add(job)
+        self.worker.start()
         return job
 
     @property
     def running(self) -> int:
         """Number of searches in progress."""
-        return len(self._worker.running)
+        return len(self.worker.running)
 
     @property
     def waiting(self) -> int:
         """Number of searches that have not begun."""
-        return self._worker.waiting
+        return self.worker.waiting
 
     def stop(self, status: Status = "interrupted") -> None:
         """End all searches after the current forward; those that wait never begin."""
-        self._worker.stop(status)
+        self.worker.stop(status)
 
 
 def default_tokens(context: int, at_once: int, bytes_per_token: int, free_bytes: int) -> int:
