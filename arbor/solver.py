@@ -554,6 +554,7 @@ class Solver:
 
         Those that are awaited together are searched together, see `stream`.
         """
+        self._refuse_itself(in_loop=True)
         stream = self._stream(problem, options, keeps_events=False)
         self._start_soon()
         return await stream.wait()

@@ -328,6 +328,7 @@ def test_a_listener_never_waits_for_its_own_engine(solver: Solver, way: str) -> 
                 asyncio.run(solver.asolve(PROBLEMS[1]))
             except UsageError as error:
                 errors.append(error)
+            assert not solver._worker.waiting, "what is refused is not searched either"
 
     solver.listeners = (again,)
     if way == "batch":
