@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,38 @@ def test_permissions_and_links_stay(tmp_path: Path) -> None:
 
     assert link.is_symlink() and path.read_bytes() == b"caf\xc3\xa9 \\ud800"
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("late", range(6))
+def test_another_process_may_delete_what_is_replaced_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    path = tmp_path / "block.kv"
+    access, stat, asked = os.access, Path.stat, 0
+
+    def deleted() -> None:
+        nonlocal asked
+        if asked == late:
+            path.unlink(missing_ok=True)
+        asked += 1
+
+    def stat_later(self: Path, **options: bool) -> os.stat_result:
+        try:
+            return stat(self, **options)
+        finally:
+            deleted()
+
+    def access_later(where: Path, mode: int) -> bool:
+        found = access(where, mode)
+        deleted()
+        return found
+
+    path.write_text("old")
+    monkeypatch.setattr(Path, "stat", stat_later)
+    monkeypatch.setattr("os.access", access_later)
+
+    write_atomically(path, "new")
+    assert path.read_text("utf-8") == "new"
 
 
 def test_permissions_are_asked_for_before_anything_is_replaced(

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import re
-import shutil
+import stat
 import threading
 from pathlib import Path
 
@@ -51,27 +51,38 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 
 
 def _is_stream(path: Path) -> bool:
+    mode = _mode(path)
     named = STREAMS.fullmatch(path.absolute().as_posix())
-    return named is not None or (path.exists() and not path.is_file())
+    return named is not None or (mode is not None and not stat.S_ISREG(mode))
+
+
+def _mode(path: Path) -> int | None:
+    """What a path is, and its permissions; None: nothing is there, as far as can be seen."""
+    try:
+        return path.stat().st_mode
+    except OSError:
+        return None
 
 
 def _replace(target: Path, data: bytes) -> None:
     """Replaces a file, keeping its permissions; overwrites it if its folder is not writable.
 
+    Another process may delete it meanwhile.
+
     Raises:
         OSError: no space, or no permission.
     """
-    there = target.exists()
-    if there and not os.access(target, os.W_OK):
+    mode = _mode(target)
+    if mode is not None and not os.access(target, os.W_OK) and target.exists():
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
-    if there and not os.access(target.parent, os.W_OK):
+    if mode is not None and not os.access(target.parent, os.W_OK):
         _overwrite(target, data)
         return
     draft = target.with_name(f".arbor-{os.getpid()}-{threading.get_ident()}")
     try:
         draft.write_bytes(data)
-        if there:
-            shutil.copymode(target, draft)
+        if mode is not None:
+            draft.chmod(stat.S_IMODE(mode))
         draft.replace(target)
     finally:
         with contextlib.suppress(OSError):
