@@ -137,6 +137,24 @@ def test_a_damaged_file_is_deleted_and_reported_once(
 # Folders that fail
 
 
+def test_what_is_no_file_ends_its_own_prompt_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(files_in(tmp_path / "first"), LONG)
+    second = entries(tmp_path / "first")[1].name  # of the prompt's files
+    (tmp_path / "again" / ONE / second).mkdir(parents=True)
+    files = files_in(tmp_path / "again", limit=6 * (HEADER.size + 4 * BLOCK * NUMBERS))
+    others = [another(LONG, 0), another(another(LONG, 0), 0)]
+
+    for prompt in (LONG, LONG, *others):
+        save(files, prompt)
+
+    assert files.find(LONG) in (0, BLOCK)
+    assert [files.find(each) for each in others] == [3 * BLOCK] * 2, "there is room for two"
+    assert [each.name for each in tmp_path.rglob("*.kv") if each.is_dir()] == [second]
+    assert len(caplog.messages) == 1 and second in caplog.text
+
+
 def test_what_is_no_folder_of_a_model_is_left_alone(tmp_path: Path) -> None:
     foreign = tmp_path / ("b" * 32)
     foreign.write_text("no folder")

@@ -7,10 +7,12 @@ import hashlib
 import logging
 import os
 import re
+import stat
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +64,7 @@ class PromptFiles:
 
     Damaged, truncated and foreign files are deleted when they are read. Whatever fails (a full
     disk, a folder that cannot be written) is reported once in the log; no method raises for it.
+    Where a file cannot stand, as in the place of a folder, no more of its prompt is kept.
 
     Args:
         folder: created when it is first written.
@@ -76,7 +79,8 @@ class PromptFiles:
         self._folder = folder / identity
         self._identity = bytes.fromhex(identity)
         self._limit = limit
-        self._unusable: set[bytes] = set()  # damaged ones that could not be deleted
+        # damaged ones that could not be deleted, and those in whose place is something else
+        self._unusable: set[bytes] = set()
         self._writable = True
         self._held: int | None = None  # bytes in the folder, as far as is known
         self._written = 0  # bytes since they were counted
@@ -142,7 +146,8 @@ class PromptFiles:
         if not self._writable:
             return
         size = HEADER.size + BLOCK * bytes_per_token
-        keys = list(self._keys(tokens))[: self._limit // size]
+        usable = takewhile(lambda key: not self._is_unusable(key), self._keys(tokens))
+        keys = list(islice(usable, self._limit // size))
         missing = [block for block, key in enumerate(keys) if not self._exists(key)]
         if missing:
             self._touch(keys)  # those that are there must not make room for the others
@@ -176,6 +181,16 @@ class PromptFiles:
             return self._path(key).is_file()
         except OSError:  # the folder may not be read
             return False
+
+    def _is_unusable(self, key: bytes) -> bool:
+        """Whether no file of this name can be read or written; reported once."""
+        path = self._path(key)
+        if key not in self._unusable:
+            with contextlib.suppress(OSError):  # none yet, or deleted by now
+                if not stat.S_ISREG(path.stat().st_mode):
+                    self._unusable.add(key)
+                    logger.warning("no KV of prompts is kept in %s: it is not a file", path)
+        return key in self._unusable
 
     def _read(self, key: bytes, size: int, damaged: list[str]) -> NDArray[np.uint8] | None:
         """What a file holds, uint8 [size]; None: it is gone, or damaged and deleted.
@@ -251,7 +266,7 @@ class PromptFiles:
             for file in files:
                 with contextlib.suppress(FileNotFoundError):  # another process deletes too
                     status = file.stat()
-                    if _ENTRY.fullmatch(file.name):
+                    if _ENTRY.fullmatch(file.name) and stat.S_ISREG(status.st_mode):
                         yield Entry(status.st_mtime_ns, status.st_size, file.path)
                     elif _DRAFT.fullmatch(file.name) and _is_abandoned(status):
                         Path(file.path).unlink(missing_ok=True)
