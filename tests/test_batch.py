@@ -17,7 +17,7 @@ from arbor.events import KV, Ended, Event, Header, Sampled
 from arbor.model.checkpoint import Checkpoint
 from arbor.run.run import Run
 from arbor.run.solution import Solution
-from arbor.trace import Replay, read_trace
+from arbor.trace import Replay, TraceWriter, read_trace
 
 PROBLEMS = tuple(f"What is {a}+{b}?" for a, b in ((2, 3), (14, 5), (7, 7), (120, 31), (9, 18)))
 SMALL: dict[str, Any] = {
@@ -315,6 +315,24 @@ def test_every_search_writes_a_trace_of_its_own(
 
 
 # The pool
+
+
+@pytest.mark.parametrize("given", ["path", "writer"])
+def test_of_two_searches_that_run_together_one_has_a_trace(
+    solver: Solver, tmp_path: Path, given: str
+) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    trace: Any = path if given == "path" else TraceWriter(path)
+    jobs = [(problem, {"trace": trace}) for problem in PROBLEMS[:2]]
+
+    results = dict(solver.as_completed(jobs, concurrency=2))
+
+    assert isinstance(results[0], Solution)
+    assert isinstance(results[1], UsageError) and results[1].code == "trace-shared"
+    trace_read = read_trace(path)
+    assert (trace_read.bad, trace_read.gaps) == ([], [])
+    headers = [each for each in trace_read.events if isinstance(each, Header)]
+    assert [each.problem for each in headers] == [PROBLEMS[0]]
 
 
 def test_searches_that_run_together_share_one_ratio_over_all_their_trees(

@@ -15,7 +15,7 @@ from arbor.run.limits import First, RunLimits
 from arbor.support.setting import setting, settings_of
 from arbor.support.texts import clipped, refuse_surrogates
 from arbor.trace.read import read_trace
-from arbor.trace.write import TraceWriter
+from arbor.trace.write import TraceWriter, shared_trace
 
 
 class Options(TypedDict, total=False):
@@ -113,10 +113,11 @@ class Request(RunLimits, TraceDetail):
             object.__setattr__(self, name, each.checked(getattr(self, name)))
 
     def writer(self) -> TraceWriter | None:
-        """The writer of the trace; None if no trace is asked for.
+        """The writer of the trace, for one run; None if no trace is asked for.
 
         Raises:
-            UsageError: the file cannot be created, or the writer is closed: it has written a run.
+            UsageError: the file cannot be created, or another search writes it, or the writer is
+                closed: it has written a run.
         """
         if self.trace is None:
             return None
@@ -130,6 +131,9 @@ class Request(RunLimits, TraceDetail):
                 "Make a TraceWriter for each run, or pass a path.",
                 path=str(self.trace.path),
             )
+        if self.trace.taken:
+            raise shared_trace(self.trace.path)
+        self.trace.taken = True
         return self.trace
 
     def reads(self, problem: str, seed: int) -> FutureReads | None:

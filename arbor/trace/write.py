@@ -163,12 +163,22 @@ def _exists(path: Path) -> UsageError:
     )
 
 
+def shared_trace(path: Path) -> UsageError:
+    """The error of a search whose trace another writes."""
+    return UsageError(
+        "trace-shared",
+        f"another search is writing the trace {path}.",
+        "Name another file, or close the writer that was made for it.",
+        path=str(path),
+    )
+
+
 def _opened(path: Path, overwrite: bool) -> FileIO:
-    """A file, empty and locked, so that no other writer who does not overwrite opens it too.
+    """A file, empty and locked, so that no other writer opens it too.
 
     Raises:
         OSError: it cannot be opened.
-        UsageError: it is not to be overwritten, and is open in a writer or holds something.
+        UsageError: it is open in a writer, or holds something and is not to be overwritten.
     """
     # truncated only once nothing forbids it
     file = FileIO(path, "wb", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666))
@@ -177,6 +187,8 @@ def _opened(path: Path, overwrite: bool) -> FileIO:
             alone = locked(file)
             if not overwrite and not (alone and file.seek(0, os.SEEK_END) == 0):
                 raise _exists(path)
+            if not alone:
+                raise shared_trace(path)
             file.truncate(0)
     except BaseException:
         file.close()
@@ -195,10 +207,14 @@ class TraceWriter:
         path: compressed if its name ends in ``.gz``.
         clock: seconds; only differences count.
         text: ``none`` leaves out what holds words, see `without_words`.
-        overwrite: False refuses a file that another writer has open, or that holds something.
+        overwrite: False refuses a file that holds something.
+
+    Attributes:
+        taken: a run has it.
 
     Raises:
-        UsageError: the file cannot be created, or is not to be overwritten.
+        UsageError: the file cannot be created, is open in another writer, or is not to be
+            overwritten.
     """
 
     def __init__(
@@ -215,6 +231,7 @@ class TraceWriter:
         self.text = text
         self.events = 0
         self.stopped = False
+        self.taken = False
         self._clock = clock
         self._start: float | None = None
         self._packer = zlib.compressobj(LEVEL, wbits=GZIP) if self.path.suffix == ".gz" else None
