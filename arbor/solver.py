@@ -1029,6 +1029,6 @@ def _busy() -> UsageError:
     return UsageError(
         "solver-busy",
         "a listener, task, verifier or controller of this search asked its own solver for another "
-        "search or for new weights, or a loop over a batch or an iterator of new weights did.",
+        "search or new weights, or a loop over a batch or an iterator of new weights did.",
         "Use another Solver there, or ask after the search.",
     )
