@@ -325,7 +325,7 @@ def test_of_two_searches_that_run_together_one_has_a_trace(
     trace: Any = path if given == "path" else TraceWriter(path)
     jobs = [(problem, {"trace": trace}) for problem in PROBLEMS[:2]]
 
-    results = dict(solver.as_completed(jobs, concurrency=2))
+    results = dict(solver.results(jobs, concurrency=2))
 
     assert isinstance(results[0], Solution)
     assert isinstance(results[1], UsageError) and results[1].code == "trace-shared"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -320,7 +321,7 @@ def test_kernels_are_tried_on_the_gpu_of_the_model(
 
 def test_all_that_runs_a_model_runs_it_on_its_gpu(current: list[torch.device]) -> None:
     runner, second = ModelRunner(build("llama"), TorchCascade()), torch.device("cuda:1")
-    runner.device, ran = second, []
+    runner._launches, ran = partial(torch.cuda.device, second), []
     model: Any = runner.model
     for part in (model.lm_head, model.model.layers[0].self_attn):
         part.register_forward_pre_hook(lambda *given: ran.append(current[-1:]))

@@ -54,7 +54,6 @@ from arbor.model.fuse.layers import (
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, Unembedding, install, note_form
 from arbor.model.parallel.shards import cannot
-from arbor.model.placement import current
 from arbor.model.plan import ForwardPlan, select_rows
 from arbor.model.rotation import rotations_of
 from arbor.model.streaming import StreamedAttention
@@ -168,6 +167,10 @@ class ModelRunner:
         self.kv_dtype = kv_dtype or self.dtype
         self._shapes = tuple(dict.fromkeys(spec.shape for spec in self.specs))
         self._staging = None if self.device.type == "cpu" else Staging(self.device)
+        # Triton and FlashInfer launch on the current device, wherever their tensors are
+        self._launches: Callable[[], AbstractContextManager[object]] = nullcontext
+        if self.device.type == "cuda":
+            self._launches = partial(torch.cuda.device, self.device)
         self._layers_context: Callable[[], AbstractContextManager[None]] = (
             partial(row_invariant, self.device) if deterministic else nullcontext
         )
@@ -233,7 +236,7 @@ class ModelRunner:
         assert 0 <= last < self.layer_count, f"layer {last} of {self.layer_count}"
         observed = bool(mass or queries)
         plain = stop_after is None and not hidden and leave is None and not observed
-        with self._turn, current(self.device):
+        with self._turn, self._launches():
             cells: CellAttention | None = None  # where KV heads read each other's cells
             if pool.holders is not None:
                 cells = pool.cell_attention(plan.layout(None), pool, self.backend)
@@ -267,7 +270,7 @@ class ModelRunner:
         """
         if self.ranks is not None:
             raise cannot(self.ranks.count, "leaving between layers", "another verifier")
-        with self._turn, current(self.device), self._layers_context():
+        with self._turn, self._launches(), self._layers_context():
             if self._unembedding is None:
                 self._unembedding = Unembedding(self.model, self._layers)
             return self._unembedding(state, ids, norm=norm)
@@ -280,7 +283,7 @@ class ModelRunner:
         if order.mass or order.queries:
             rows = {layer: torch.from_numpy(each) for layer, each in (order.queries or {}).items()}
             asked = _Asked(dict.fromkeys(order.mass), queries=rows)
-        with self._turn, current(self.device), torch.inference_mode():
+        with self._turn, self._launches(), torch.inference_mode():
             self._together(order.plan, pool, order.last, order.hidden, asked)
 
     def _order(
@@ -360,7 +363,7 @@ class ModelRunner:
 
     def rotations(self, layers: Sequence[int]) -> dict[int, PairRotation | None]:
         """How layers encode positions, found once; None where that is not a known rotation."""
-        with self._turn, current(self.device):
+        with self._turn, self._launches():
             missing = [layer for layer in layers if layer not in self._rotations]
             if missing:
                 with nullcontext() if self.ranks is None else self.ranks.alone():
