@@ -16,7 +16,7 @@ from .base import Expansion
 # Settings
 
 MOST = 10**12  # of any number, so that none overflows
-MOST_AT_ONCE = 100_000  # children of a leaf; beginning so many takes half a minute and 1 GB
+MOST_AT_ONCE = 100_000  # children of a leaf; beginning so many took 8 s and 0.7 GB with Sapling
 
 
 def check_settings(settings: Any, least: Mapping[str, float]) -> None:
