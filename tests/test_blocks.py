@@ -253,6 +253,14 @@ def test_layers_over_several_matrices_look_like_those_of_torch() -> None:
     assert torch.equal(table(ids), defined(parts[0]).bfloat16()[ids] * torch.tensor(8.0).bfloat16())
 
 
+def test_a_bias_with_gaps_is_read_as_it_is() -> None:
+    weights = [random_blocks("Q8_0", outputs, 64) for outputs in (19, 13)]
+    bias, x = torch.arange(64, dtype=torch.float32)[::2], torch.randn(3, 64)
+    found = BlockLinear(weights, bias, torch.float32)(x)
+
+    assert torch.equal(found, BlockLinear(weights, bias.clone(), torch.float32)(x))
+
+
 def test_8_bits_change_a_weight_by_half_a_step_at_most() -> None:
     weight = torch.randn(20, 96) * torch.logspace(-4, 4, 20)[:, None]
     encoded = encode_q8_0(weight)

@@ -76,6 +76,14 @@ def test_packed_layer_equals_f_linear(
     torch.testing.assert_close(replacement(sliced), layer(sliced), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_a_bias_with_gaps_is_read_as_it_is(kind: Packing) -> None:
+    layer, x = nn.Linear(32, 16), torch.randn(3, 32)
+    layer.bias = nn.Parameter(torch.arange(32, dtype=torch.float32)[::2])
+
+    torch.testing.assert_close(packed(layer, kind)(x), layer(x))
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "size"),
     drawn(PACKINGS, [torch.float32, torch.bfloat16, torch.float64], [(64, 48), (100, 77)], count=8),

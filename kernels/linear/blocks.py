@@ -193,7 +193,7 @@ def multiply(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
 
     Args:
         x: [rows, inputs], on the CPU.
-        bias: float32 [outputs], or None.
+        bias: float32 [outputs], contiguous, or None.
 
     Returns:
         [rows, outputs] in x's dtype.
@@ -223,7 +223,7 @@ def native_linear(
         library: with the kernels.
         rows: [M, inputs], float32 or bfloat16.
         packed: a weight in panels (kernels/csrc/linear.h) or in blocks.
-        bias: float32 [outputs], or None.
+        bias: float32 [outputs], contiguous, or None.
         size: inputs and outputs of the weight.
         packed_number: its `Number`, or `BLOCKS` and its format.
         packed_row: bytes of an output's weights, if in blocks.
@@ -305,7 +305,7 @@ class BlockLinear(nn.Module):
         self.in_features = self.weights[0].inputs
         self.out_features = sum(each.outputs for each in self.weights)
         self.dtype = dtype
-        self.bias = None if bias is None else bias.detach().float()
+        self.bias = None if bias is None else bias.detach().float().contiguous()
         nothing = torch.full((1, 1), torch.nan, dtype=dtype)
         self.weight: Tensor = nothing.expand(self.out_features, self.in_features)
 

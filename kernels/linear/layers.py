@@ -134,7 +134,8 @@ class PackedLinear(nn.Module):
         self.dtype = weight.dtype
         self.compute = compute or weight.dtype
         added = torch.float32 if packing == "native" else self.compute
-        self.bias = None if linear.bias is None else linear.bias.detach().to(added)
+        bias = linear.bias
+        self.bias = None if bias is None else bias.detach().to(added).contiguous()
         self.weight: Tensor = weight
         self._ghost = weight
         self._packed: Tensor | None = None
