@@ -7,7 +7,8 @@ without them torch multiplies by the rows that `gguf.quants` decodes.
 
 No weight is rounded to bfloat16, as a converted model has it: codes are multiplied exactly, and
 sums of a scale's weights are scaled in float32. Only matrices in F16 and F32 are rounded, where the
-CPU multiplies pairs of bfloat16 and the model is in bfloat16.
+CPU multiplies pairs of bfloat16 and the model is in bfloat16. As codes meet x before the scale, on
+x86 numbers of x beyond 1e35 may give infinity where the scaled sum would be finite.
 """
 
 from __future__ import annotations
