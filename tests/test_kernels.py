@@ -351,6 +351,12 @@ def test_a_row_that_overflowed_is_not_hidden(cascade: Backend) -> None:
     assert out[1].isnan().all()
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(3, 2), (1, 2), (2, 0), (0, 1), (-2, -1)])
+def test_query_heads_that_do_not_share_kv_heads_evenly_are_refused(queries: int, keys: int) -> None:
+    with pytest.raises(ValueError, match=f"{queries} query heads over {keys} KV heads"):
+        make_shape(num_qo_heads=queries, num_kv_heads=keys)
+
+
 def test_reference_equals_the_textbook_formula() -> None:
     shape = make_shape(softcap=3.0, window=5)
     case = make_case([make_level([(6, list(range(10, 22)))], True)], shape)

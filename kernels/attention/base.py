@@ -23,6 +23,9 @@ class AttentionShape:
             ``window_left = window - 1``).
         softcap: logits become softcap * tanh(logits / softcap); None = off.
 
+    Raises:
+        ValueError: the query heads are not as many for each KV head, at least one.
+
     Example:
         Llama 3.1 8B:
 
@@ -37,6 +40,14 @@ class AttentionShape:
     scaling: float
     window: int | None = None
     softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        queries, keys = self.num_qo_heads, self.num_kv_heads
+        if not 0 < keys <= queries or queries % keys:
+            raise ValueError(
+                f"{queries} query heads over {keys} KV heads: the query heads must be a multiple"
+                " of the KV heads, of which there is at least one"
+            )
 
     @property
     def group(self) -> int:
