@@ -254,6 +254,9 @@ def test_tensors_that_are_not_those_of_the_plan_are_refused() -> None:
         ((q, k, v.float()), "a pool "),
         ((q, k, v[:, :1]), "a pool "),
         ((q, encode(k), v), "a pool "),
+        ((q, spread(k), v), "contiguous in the last"),
+        ((q, k, spread(v)), "contiguous in the last"),
+        ((q, k.to("meta"), v), "on meta"),
     ):
         with pytest.raises(ValueError, match=message):
             backend.run(plan, *wrong)
@@ -261,6 +264,21 @@ def test_tensors_that_are_not_those_of_the_plan_are_refused() -> None:
     level = CascadeLevel(*lists, level_of(case).kv_indices, causal=True)
     with pytest.raises(ValueError, match="a level has int32"):
         backend.plan(CascadeLayout(2, (level,)), case.shape)
+
+
+def spread(pool: Tensor) -> Tensor:
+    """The same numbers, a gap after each."""
+    return torch.stack([pool, pool], -1)[..., 0]
+
+
+@needs_native
+def test_mass_takes_an_lse_of_any_dtype() -> None:
+    case, backend = make_case([make_level([(2, [5, 6, 7])], True)], make_shape()), NativeCascade()
+    plan = backend.plan(case.layout, case.shape)
+    _, lse = backend.run(plan, case.q, case.k_pool, case.v_pool)
+    wanted = backend.mass(plan, case.q, case.k_pool, lse)
+
+    assert torch.equal(backend.mass(plan, case.q, case.k_pool, lse.double()), wanted)
 
 
 def level_of(case: Case) -> CascadeLevel:

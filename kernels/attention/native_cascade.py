@@ -175,7 +175,7 @@ class NativeCascade:
         if job is None:
             return self._torch.mass(self._fallback(plan), q, k_pool, lse, heads, by_head=by_head)
         received = self.received(plan)
-        lse = lse.contiguous()
+        lse = lse.to(torch.float32).contiguous()
         job.v, job.out, job.sinks = None, None, None
         job.lse, job.mass = lse.data_ptr(), received.data_ptr()
         self._attention(ctypes.addressof(job), torch.get_num_threads())
@@ -275,6 +275,11 @@ def _check_pool(pool: Tensor, q: Tensor, stored: bool, heads: int, dim: int) -> 
         raise ValueError(
             f"a pool {list(pool.shape)} of {pool.dtype}: queries of {q.dtype} take slots of"
             f" {heads} heads of {wanted} {dtype} here"
+        )
+    if pool.stride(2) != 1 or not pool.is_cpu:
+        raise ValueError(
+            f"a pool of strides {pool.stride()} on {pool.device}: the kernels read pools on cpu,"
+            " contiguous in the last dimension"
         )
 
 
