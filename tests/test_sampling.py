@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ from support.trees import Lab, own_logits
 from torch import Tensor
 
 from arbor.engine import sampling as sampler
-from arbor.engine.sampling import ArithmeticCode, sample, stream
+from arbor.engine.sampling import ArithmeticCode, likeliest, likelihoods, sample, stream
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import ModelError
 from arbor.kernels.fused import choice
+from arbor.kernels.native import without_native
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree
@@ -170,6 +172,17 @@ def test_of_tokens_equally_probable_at_the_edge_the_first_ones_stay(
 
     assert drawn == sorted(drawn, key=lambda token: (-float(logits[0, token]), token))
     assert set(drawn) <= set(allowed(logits[0], sampling))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_largest_logit_is_the_most_probable_whatever_rounding_makes_equal(native: bool) -> None:
+    logits = torch.full((1, 8), -1e-7)
+    logits[0, 4] = 0.0
+
+    with contextlib.nullcontext() if native else without_native():
+        assert sample(logits, [0.5], Sampling(temperature=0.0)).tokens == [4]
+        assert likelihoods(logits, [0, 0], [0, 4])[1] == [False, True]
+        assert likeliest(logits, 1)[0][0][0] == 4
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), EVERYTHING, Sampling(1.0, 1.0, 5)])

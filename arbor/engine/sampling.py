@@ -236,11 +236,10 @@ def likeliest(logits: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]
     """
     count = min(count, logits.shape[1])
     sums = logit_sums(logits)
+    found = logits.topk(count)  # logarithms of probabilities are rounded and may be equal
     if sums is None:
-        found = torch.log_softmax(logits, -1, torch.float32).topk(count)
-        logprobs = found.values
+        logprobs = torch.log_softmax(logits, -1, torch.float32).gather(1, found.indices)
     else:
-        found = logits.topk(count)
         logprobs = found.values.double() - _log_total(sums).unsqueeze(1)
     return [
         tuple((token, logprob) for token, logprob in zip(*row, strict=True) if logprob > -math.inf)
@@ -264,7 +263,7 @@ def likelihoods(
     sums = logit_sums(logits)
     if sums is None:
         every = torch.log_softmax(logits, dim=-1)
-        values, best = every[index, chosen], every.argmax(dim=-1)
+        values, best = every[index, chosen], logits.argmax(dim=-1)
     else:
         values = logits[index, chosen].double() - _log_total(sums)[index]
         best = sums[3].long()
@@ -330,8 +329,9 @@ def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling, width: int) -> Te
     else of such a row is meaningful except top1.
     """
     if sampling.temperature == 0:
-        highest, tokens = torch.log_softmax(logits, -1, torch.float32).max(dim=-1)
-        chosen = highest
+        tokens = logits.argmax(dim=-1)
+        logprobs = torch.log_softmax(logits, -1, torch.float32)
+        chosen = highest = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
         settled = share = torch.ones_like(uniform).squeeze(1)
         left = torch.zeros_like(share)
     else:
