@@ -16,7 +16,7 @@ from arbor.tasks.grading.notation import LONGEST, normalise, number, same
 class ExactGrader(Grader):
     """No rounding, no tolerance, no factor of 100: 4.6667 is not 14/3, and 50 % is 50, not 0.5."""
 
-    version = "exact/4"
+    version = "exact/5"
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""
@@ -53,7 +53,7 @@ _AND_PART = re.compile(r"(?<=\d)\s+and\s+(?=\d+\s*/\s*\d+$|\\frac)")  # 2 and 1/
 class NumberGrader(Grader):
     """Numbers compared as exact fractions: ``$1,234.50`` is 1234.5, and 72 clips are 72."""
 
-    version = "number/4"
+    version = "number/5"
     method = "number"
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
@@ -72,7 +72,7 @@ class NumberGrader(Grader):
 class IntegerGrader(NumberGrader):
     """Integers from 0 to 999, compared as integers: 033 is 33, and 25 is not in 125."""
 
-    version = "integer/4"
+    version = "integer/5"
     method = "integer"
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:

@@ -94,7 +94,7 @@ _CHOICE = re.compile(r"\(([A-Z])\)")
 _BRACED = re.compile(r"([_^])\{(\w)\}")  # x^{2} is x^2
 
 # Numbers
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(rf"([+-]?)\s*({_DIGITS})")
 _SCIENTIFIC = re.compile(rf"([+-]?)({_DIGITS})[eE]([+-]?\d{{1,3}})")
 _POWER = re.compile(
@@ -109,6 +109,7 @@ _GOING_ON = re.compile(r"([+-]?)(\d*)\.(\d*?)(\d{1,3}?)\4{2,}\s*\\(?:ldots|dots|
 _TIMES = re.compile(rf"(.*?)\s*\b({'|'.join(FACTORS)})s?", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(\d)[kK]")
 _THREES = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")  # 1,234 in an expression
+_OF_A_LIST = re.compile(r",(?=\d{3}(?!\d))")  # what is left of them
 _OPENING = re.compile(r"[(\[]|\\\{")
 _CLOSING = re.compile(r"[)\]]|\\\}")
 _PERCENT = re.compile(r"\s*(?:\\?%|(?i:per ?cent)\b)")
@@ -207,10 +208,11 @@ def number(text: str) -> Fraction | None:
     r"""The exact value of a normalised answer that is a plain number; None for anything else.
 
     Such as 1,234.50, 50%, \frac{3}{4}, 11 5/6, 0.1\overline{6}, 10^6, 2.5\times10^3, 5 million.
-    Commas must group by threes. A percent sign is a unit and changes no value.
+    Commas must group by threes; in brackets they never do: (1,234) may be a point. A percent sign
+    is a unit and changes no value.
     """
     text = _PERCENT.sub("", text.strip()) if len(text) <= LONGEST else ""
-    if re.fullmatch(r"\([^()]*\)|\[[^\[\]]*\]", text):
+    if re.fullmatch(r"\([^(),]*\)|\[[^\[\],]*\]", text):
         text = text[1:-1].strip()
     factor = 1
     text = _THOUSANDS.sub(r"\1 thousand", text) if _THOUSANDS.search(text[-2:]) else text
@@ -255,15 +257,17 @@ def _signed(sign: str, value: Fraction) -> Fraction:
 def in_digits_alone(text: str) -> str:
     r"""An answer whose numbers have no commas of thousands and no factor in words.
 
-    Commas in brackets stay: ``(1,200)`` may be a point. ``1, 000`` is a list.
+    Commas in brackets stay: ``(1,200)`` may be a point. ``1, 000`` and ``0,100`` are lists, with
+    a space behind each comma that could else group by threes.
     """
     exact = None if text.startswith(("(", "[")) or is_percentage(text) else number(text)
     if exact is not None:
         return str(exact)
-    return _THREES.sub(
+    plain = _THREES.sub(
         lambda match: match[0] if _is_open(text[: match.start()]) else match[0].replace(",", ""),
         text,
     )
+    return _OF_A_LIST.sub(", ", plain)
 
 
 def _is_open(text: str) -> bool:
