@@ -9,7 +9,7 @@ from fractions import Fraction
 from arbor.tasks.base import Grade
 from arbor.tasks.grading.base import Grader, graded, invalid
 from arbor.tasks.grading.extraction import EMPTY_BOX, marked, numbers_in, single_number, stated
-from arbor.tasks.grading.notation import LONGEST, normalise, number, same
+from arbor.tasks.grading.notation import LONGEST, in_thousands, normalise, number, same
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ExactGrader(Grader):
         if expected is None:
             return Grade(False, extracted, "The problem has no answer key.")
         key = normalise(marked(expected) or expected)
+        extracted = extracted if number(key) is None else in_thousands(extracted)
         method = "text" if number(extracted) is None else "number"
         return graded(same(extracted, key), extracted, key, method)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from arbor.tasks.grading.notation import LONGEST, grouped, normalise, number
+from arbor.tasks.grading.notation import LONGEST, grouped, in_thousands, normalise, number
 from arbor.tasks.grading.number_words import FACTORS, in_digits, numbers_in_words
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
@@ -323,8 +323,9 @@ def last_value(text: str) -> str | None:
 def single_number(text: str) -> str | None:
     r"""The number of a text that is one, as written: the last side of an equation, 9 * 2 = 18."""
     for side in reversed(normalise(text).split("=")):
-        if number(side.strip()) is not None:
-            return side.strip()
+        value = in_thousands(side.strip())
+        if number(value) is not None:
+            return value
     return None
 
 

@@ -44,6 +44,7 @@ from arbor.tasks.grading.intervals import as_interval, is_interval
 from arbor.tasks.grading.notation import (
     has_factor,
     in_digits_alone,
+    in_thousands,
     is_percentage,
     normalise,
     number,
@@ -103,6 +104,7 @@ class Mathematics(Grader):
         if expected is None:
             return Grade(False, extracted, "The problem has no answer key.")
         key = normalise(marked(expected) or expected)
+        extracted = extracted if number(key) is None else in_thousands(extracted)
         plain = number(extracted) is not None and number(key) is not None
         if same(extracted, key):
             return graded(True, extracted, key, "number" if plain else "text")

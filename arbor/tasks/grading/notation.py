@@ -107,7 +107,10 @@ _MIXED = re.compile(rf"([+-]?)\s*(\d+)(?:\s*\\frac\s*{_TWO}|(?:\s+|\s*[+]\s*)(\d
 _RECURRING = re.compile(r"([+-]?)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?|\()(\d+)[})]?")
 _GOING_ON = re.compile(r"([+-]?)(\d*)\.(\d*?)(\d{1,3}?)\4{2,}\s*\\(?:ldots|dots|cdots)")
 _TIMES = re.compile(rf"(.*?)\s*\b({'|'.join(FACTORS)})s?", re.IGNORECASE)
-_THOUSANDS = re.compile(r"(\d)[kK]")
+_IN_K = re.compile(rf"([+-]?\s*(?:{_DIGITS}))[kK]")
+_PRICE_IN_K = re.compile(  # $18k, but not the mathematics of $2k$
+    rf"((?:\\?\$|[£€¥₹])\s*(?:{_DIGITS}))[kK](?![\w^_]|.*(?<!\\)\$)", re.DOTALL
+)
 _THREES = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")  # 1,234 in an expression
 _OF_A_LIST = re.compile(r",(?=\d{3}(?!\d))")  # what is left of them
 _OPENING = re.compile(r"[(\[]|\\\{")
@@ -124,6 +127,7 @@ def normalise(answer: str) -> str:
     if len(answer) > 4 * LONGEST:
         return answer.strip()
     text = grouped(_NO_BRACKET.sub("", _in_latex(answer)))
+    text = _PRICE_IN_K.sub(r"\1 thousand", text)
     text = _unwrapped(text.replace("\\$", "").replace("$", ""))
     text = text.replace("\\%", "%").replace("{,}", ",")
     text = _SPACING.sub(" ", re.sub(r"\\!\s*", "", text))
@@ -215,7 +219,6 @@ def number(text: str) -> Fraction | None:
     if re.fullmatch(r"\([^(),]*\)|\[[^\[\],]*\]", text):
         text = text[1:-1].strip()
     factor = 1
-    text = _THOUSANDS.sub(r"\1 thousand", text) if _THOUSANDS.search(text[-2:]) else text
     while match := _TIMES.fullmatch(text):
         factor *= FACTORS[match[2].lower()]
         text = match[1]
@@ -252,6 +255,12 @@ def _plain(digits: str) -> str:
 
 def _signed(sign: str, value: Fraction) -> Fraction:
     return -value if sign == "-" else value
+
+
+def in_thousands(text: str) -> str:
+    """A normalised answer where a number is asked for: 18k is 18 thousand, and else a product."""
+    match = _IN_K.fullmatch(text)
+    return f"{match[1]} thousand" if match else text
 
 
 def in_digits_alone(text: str) -> str:
