@@ -41,9 +41,9 @@ def canonical(answer: str | None) -> str | Grade:
     return extracted
 
 
-_CHANGED = re.compile(
-    r"\d\s*(?:[kKM]\b|squared|cubed|[xyzn]\b|[_^!])"
-)  # a number that is not the value
+_CHANGED = re.compile(  # a number that is not the value
+    r"\d\s*(?:[kKM]\b|squared|cubed|[xyzn]\b|[_^!])|\b(?i:minus|negative)\s+[£€]?\.?\d"
+)
 
 LARGEST = 999  # integer
 

@@ -126,6 +126,9 @@ _NUMBER = re.compile(
     rf"({_HALF})?|(\d+){_HALF}|half\s+an?(?=\s+(?:{'|'.join(_SCALES)})\b))",
     re.IGNORECASE,
 )
+_SIGN_IN_WORDS = re.compile(
+    rf"^(?:minus|negative)\s+(?=\\?\$?(?:{_CURRENCY})?\s*\.?\d)", re.IGNORECASE
+)
 _FACTOR = re.compile(rf"\s+(?:{'|'.join(_SCALES)})\b", re.IGNORECASE)  # half a dozen
 _TOKEN = re.compile(r"[a-z]+|,")
 # What follows a word that counts nothing by itself: "one of them", "five sixths", "one that"
@@ -139,7 +142,11 @@ _COUNTS_NOT = re.compile(
 
 
 def in_digits(text: str) -> str:
-    """A text whose number in words at its beginning is in digits; others stay as they are."""
+    """A text whose number in words at its beginning is in digits; others stay as they are.
+
+    So is a sign in words: minus 5.
+    """
+    text = _SIGN_IN_WORDS.sub("-", text)
     found = _NUMBER.match(text)
     value = _read(found) if found else None
     if found is None or value is None:
