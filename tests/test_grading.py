@@ -236,6 +236,37 @@ def test_a_piece_of_a_malformed_number_is_no_answer(said: str, text: str, piece:
 
 
 @pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("So the balance is -$5.", "-5"),
+        ("It is -€5", "-5"),
+        (r"It is -\$5", "-5"),
+        ("It is –5", "-5"),
+        ("It is negative 5.", "-5"),
+        ("It is minus $5.", "-5"),
+        ("It is 10 minus 5", "5"),
+        ("It is 3-5", "5"),
+        ("It is 3–5", "5"),
+        ("It is 3 –5", "5"),
+        ("It is 3€–5€", "5"),
+        ("It is $3-$5 a day", "5"),
+        ("It is 40%-50% a day", "50"),
+        ("2 1/2 cups", "2 1/2"),
+        ("3 5/2 cups", "5/2"),
+        ("In 2020 1/2 of them", "1/2"),
+        (r"2\frac{1}{4} cups", r"2\frac{1}{4}"),
+        (r"\frac34 cups", r"\frac34"),
+        ("2 coins, so it is .5", ".5"),
+        ("It is -.5", "-.5"),
+        (r"4.25\text{ cm}^2 in all", "4.25"),
+        ("It is 25 cm^2", "25"),
+    ],
+)
+def test_the_last_number_of_a_text_is_read_whole(text: str, last: str) -> None:
+    assert GSM8K().guess(Problem("0", "gsm8k", "?", last), text) == last
+
+
+@pytest.mark.parametrize(
     ("text", "found"),
     [
         ("48/2=24\n#### 72", "72"),

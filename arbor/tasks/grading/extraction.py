@@ -106,10 +106,22 @@ _SQUARE_OR_CUBE = rf"(?:[kcmd]?m|ft|in|yd|mi)[23](?!{_IN_WORD})"
 _MALFORMED = (  # what follows a number in 1.000.000, 0x10, 0xff and 4x4, but not in 5kg or 5m2
     rf"(?:[.,]+\d|(?!{_SQUARE_OR_CUBE})(?:(?!\d){_IN_WORD})+\d|(?<=\b0)x[\da-f])(?:[.,]*{_IN_WORD})*"
 )
+_LATEX_FRACTION = r"\\[dtc]?frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)"
+_MIXED = r"\d{1,3}[ ]+\d{1,2}/\d{1,2}(?![\d/]|\.\d)"
 _NUMBERS = re.compile(
-    rf"((?:(?<![)\]}}.])(?<!{_IN_WORD})[-−])?(?:(?<!\.)(?<!{_IN_WORD})|(?<=__))"
-    rf"\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?(?:{_MALFORMED})?)"
-    rf"(\s+(?:{'|'.join(FACTORS)})s?\b)?",
+    rf"(?P<sign>(?<![)\]}}.%°])(?<!{_IN_WORD})(?<!\d[€£])(?:[-−]|(?<!\d )–)(?:(?<!\$.)(?:\\?\$|[£€¥₹])\s?)?)?"
+    rf"(?:(?:(?<!\.)(?<!{_IN_WORD})|(?<=__))"
+    rf"(?P<value>(?:\d+\s*)?{_LATEX_FRACTION}|{_MIXED}|\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?"
+    rf"(?:{_MALFORMED})?)|(?<![^\s(\[{{$£€¥₹*=:+−–-])(?P<part>\.\d+(?:{_MALFORMED})?))"
+    rf"(?P<factor>\s+(?:{'|'.join(FACTORS)})s?\b)?",
+    re.IGNORECASE,
+)
+_UNIT_POWER = re.compile(  # the 2 of cm^2
+    r"(\\(?:text|mathrm)\s*\{[^{}\d]*\}|(?<![A-Za-z])(?:[kcmd]?m|ft|in|yd|mi))\s*"
+    r"\^\s*(?:\{\s*-?\d\s*\}|\d)"
+)
+_SIGN_IN_WORDS = re.compile(
+    r"(?:\bnegative|(?<=\bis )minus|(?<=\bwas )minus|(?<=[:=] )minus)\s+(?=\\?[$£€¥₹]?\s?\.?\d)",
     re.IGNORECASE,
 )
 _FIRST_NUMBER = re.compile(  # with all digits, points and commas that belong to it
@@ -330,11 +342,20 @@ def single_number(text: str) -> str | None:
 
 
 def numbers_in(text: str) -> list[str]:
-    """Every number of a text, as written, with a factor in words; markers of lists do not count.
+    """Every number of a text, with its sign and a factor in words; no marker of a list is one.
 
-    So is a malformed one, whole, though it has no value: 1.000.000 or 0x10. Numbers in words count
+    A malformed one is one, whole, though it has no value: 1.000.000 or 0x10. Numbers in words count
     in a text without digits.
     """
-    text = grouped(text)
-    found = _NUMBERS.findall(_LIST_MARKER.sub("", text)) or _NUMBERS.findall(text)
-    return [value + factor for value, factor in found] or numbers_in_words(text)
+    text = _SIGN_IN_WORDS.sub("-", _UNIT_POWER.sub(r"\1", grouped(text)))
+    return _in_figures(_LIST_MARKER.sub("", text)) or _in_figures(text) or numbers_in_words(text)
+
+
+def _in_figures(text: str) -> list[str]:
+    """The numbers of a text that are written in digits."""
+    found = []
+    for match in _NUMBERS.finditer(text):
+        value = ("-" if match["sign"] else "") + (match["value"] or match["part"])
+        two = value.split() if "/" in value and number(value) is None else [value]  # 3 5/2
+        found += [*two[:-1], two[-1] + (match["factor"] or "")]
+    return found
