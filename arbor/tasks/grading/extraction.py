@@ -129,6 +129,9 @@ _FIRST_NUMBER = re.compile(  # with all digits, points and commas that belong to
     rf"((?:\s+(?:{'|'.join(FACTORS)})s?\b)?)",
     re.IGNORECASE,
 )
+_EXPRESSION = re.compile(
+    rf"{_BEFORE_NUMBER}\.?\d[\d.,/]*\s*(?:[-+*/×÷·−–]|\\(?:times|cdot|div)(?![A-Za-z]))\s*[$£€]?\.?\d"
+)
 _LIST_MARKER = re.compile(
     r"^[-*>#_\u2022 \t]{0,16}(?:(?:step|part)[ ]*)?\(?\d{1,3}[.):](?=[\s*]|$)",
     re.IGNORECASE | re.MULTILINE,
@@ -200,7 +203,8 @@ def hashed(text: str) -> str | None:
     """The first number after ``####``, with what belongs to it: ``#### 18 thousand dollars``.
 
     It stands alone where more follows: 18 of "#### 18 eggs and 3 hens". An equation is its last
-    side, 9 * 2 = 18; an expression such as 2x + 3, or a point, has none.
+    side, 9 * 2 = 18. An expression of numbers, 18 - 3, is the answer itself; 2x + 3, or a point,
+    has no number.
 
     Headings of Markdown do not count: "#### 1. Add the parts", "#### Step 2", "#### Two cases".
     A number with a full stop is one where it is the next of a list: "#### 1.", not "#### 18."
@@ -224,6 +228,8 @@ def hashed(text: str) -> str | None:
         value = single_number(found)
         if value is not None:
             return value if "=" in found else found
+        if _EXPRESSION.match(grouped(found)):
+            return found
         first = _FIRST_NUMBER.match(grouped(found))
         if first and "=" not in found and first[2] in grouped(line):  # not one in words
             return "".join(first.groups())
