@@ -10,6 +10,7 @@ from arbor.tasks.base import Grade
 from arbor.tasks.grading.base import Grader, graded, invalid
 from arbor.tasks.grading.extraction import EMPTY_BOX, marked, numbers_in, single_number, stated
 from arbor.tasks.grading.notation import LONGEST, in_thousands, normalise, number, same
+from arbor.tasks.grading.number_words import PARTS
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ def canonical(answer: str | None) -> str | Grade:
     return extracted
 
 
+_SHARE = rf"\d\s+(?:[bm]n|(?i:{PARTS}))\b"
 _CHANGED = re.compile(  # a number that is not the value
-    r"\d\s*(?:[kKM]\b|squared|cubed|[xyzn]\b|[_^!])|\b(?i:minus|negative)\s+[£€]?\.?\d"
+    rf"{_SHARE}|\d\s*(?:[kKM]\b|squared|cubed|[xyzn]\b|[_^!])|\b(?i:minus|negative)\s+[£€]?\.?\d"
 )
 
 LARGEST = 999  # integer
@@ -86,9 +88,11 @@ class IntegerGrader(NumberGrader):
 
 
 def said_number(text: str) -> str | None:
-    """What a text says is its answer, if that is a number; several are refused later."""
+    """What a text says is its answer, if that is a number; several, or parts, are refused later."""
     said = stated(text)
-    return said if said and (number_of(said) is not None or len(numbers_in(said)) > 1) else None
+    if not said or number_of(said) is not None:
+        return said
+    return said if len(numbers_in(said)) > 1 or re.search(_SHARE, said) else None
 
 
 def number_of(text: str | None) -> Fraction | None:

@@ -14,19 +14,27 @@ FACTORS = {
     "million": 10**6,
     "billion": 10**9,
     "trillion": 10**12,
+    "quadrillion": 10**15,
+    "lakh": 10**5,
+    "crore": 10**7,
     "dozen": 12,
 }
 FACTOR = re.compile(rf"(?i)\b(?:{'|'.join(FACTORS)}|score|half|pi|percent)s?\b")
 
 # Words behind a number that are something else than a unit: parts, powers, functions, symbols
+PARTS = (
+    r"(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|"
+    r"(?:thir|four|fif|six|seven|eigh|nine)teenth|twentieth|(?:hundred|thousand|[mb]illion)th)s?"
+)
 _NO_UNIT = re.compile(
-    r"squared|cubed|factorial|hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|"
-    r"tenth|hundredth|thousandth|root)s?|plus|minus|over|choose|mod|modulo|and|but|not|nor|than|"
+    rf"{PARTS}|squared|cubed|factorial|hal(?:f|ves)|(?:quarter|root)s?|plus|minus|over|choose|mod|"
+    r"modulo|and|but|not|nor|than|"
     r"with|base|undefined|infinity|inf|infty|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|"
     r"exp|sqrt|gcd|lcm|max|min|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|cdot|frac|"
     r"text",
     re.IGNORECASE,
 )
+_NO_STYLED_UNIT = re.compile(rf"\b(?:base|(?i:{PARTS}))\b")
 _ABBREVIATION = re.compile(
     r"[km]g|lbs?|oz|[kcmn]?m|mi|ft|in|yd|h|hrs?|s|ms|g|[mcd]?[lL]|V|k?W|k?J|Hz|Pa|N|C|F|sq|cu"
 )
@@ -67,7 +75,7 @@ def without_unit(text: str) -> str:
     text = _BEFORE.sub(r"\1", _ABOUT.sub("", text.strip()))
     text = _CURRENCY_BEHIND.sub("", text)
     styled = _IN_LATEX.search(text)
-    if styled and not FACTOR.search(styled[0]) and not re.search(r"\bbase\b", styled[0]):
+    if styled and not FACTOR.search(styled[0]) and not _NO_STYLED_UNIT.search(styled[0]):
         return _value_before(text, styled.start())
     words = _IN_WORDS.search(text)
     if words and _are_unit(words[2], apart=bool(words[1])):
@@ -135,8 +143,7 @@ _TOKEN = re.compile(r"[a-z]+|,")
 _COUNTS_NOT = re.compile(
     rf"\s*[{_HYPHENS}]\s*\w|\s+(?:of|out|that|who|which|whose|where|we|you|can|could|may|might|must|"
     r"should|would|will|has|have|had|does|do|to|or|and|if|by|point|possible|way|"
-    r"hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|"
-    r"thousandth)s?)\b",
+    rf"hal(?:f|ves)|quarters?|{PARTS})\b",
     re.IGNORECASE,
 )
 
