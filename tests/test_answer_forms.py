@@ -160,6 +160,13 @@ KINDS: list[tuple[str, str, str, bool]] = [
     ("math", "7", r"\boxed{7,7}", False),
     ("math", "2,7", r"\boxed{7,2}", True),
     ("math", "1,1,2", r"\boxed{1,2,2}", False),
+    ("reasoning", "1 1/2, 3", r"\boxed{11/2, 3}", False),
+    ("reasoning", "1 1/2, 3", r"\boxed{1 1/2,3}", True),
+    ("reasoning", "12, 3", r"\boxed{1 2, 3}", False),
+    # letters: symbols, units, words
+    ("math reasoning", "ab", r"\boxed{AB}", False),
+    ("math reasoning", r"\text{No}", "The answer is no.", True),
+    ("math reasoning", r"\text{east}", r"\boxed{\text{East}}", True),
     # intervals
     ("math", r"(3,5]", r"\boxed{3 < x \le 5}", True),
     ("math", r"(3,5]", r"\boxed{5 \ge t > 3}", True),

@@ -91,6 +91,7 @@ _BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7,
 _VARIABLE = re.compile(r"([A-Za-z])\s*(?:=|\\in\b)\s*(?=\S)")
 _SUM = re.compile(r"(?:[^A-Za-z\\]|\\(?:times|cdot|div|frac|sqrt)\b)+=\s*(?=[^=]+$)")  # 9 + 9 = 18
 _CHOICE = re.compile(r"\(([A-Z])\)")
+_SPACES = re.compile(r"\s+(?!(?<=\d\s)\d)")  # but the one of 1 1/2
 _BRACED = re.compile(r"([_^])\{(\w)\}")  # x^{2} is x^2
 
 # Numbers
@@ -297,7 +298,8 @@ def has_factor(text: str) -> bool:
 def same(answer: str, expected: str) -> bool:
     r"""Whether two normalised answers are equal: as numbers, or as text.
 
-    Text is compared without spaces; plain words also without case; a single capital letter also in
+    Text is compared without spaces, but those between digits; plain words also without case, from
+    three letters on; a single capital letter also in
     parentheses. ``x = 5`` is 5, but not ``y = 5``; so with ``\in``.
     """
     mine, theirs = _VARIABLE.match(answer), _VARIABLE.match(expected)
@@ -310,11 +312,11 @@ def same(answer: str, expected: str) -> bool:
     if left is not None or right is not None:
         return left == right
     left_text, right_text = _bare(answer), _bare(expected)
-    if left_text.isalpha() and len(left_text) > 1:
+    if left_text.isalpha() and (len(left_text) > 2 or left_text.casefold() == "no"):
         return left_text.casefold() == right_text.casefold()
     return left_text == right_text
 
 
 def _bare(text: str) -> str:
     choice = _CHOICE.fullmatch(text)
-    return choice[1] if choice else _BRACED.sub(r"\1\2", re.sub(r"\s", "", text))
+    return choice[1] if choice else _BRACED.sub(r"\1\2", _SPACES.sub("", text))
