@@ -308,6 +308,10 @@ LEAST = 16  # tokens of a paragraph that stands alone; a shorter one goes on wit
 LONG = 64  # tokens from which a line's end is enough
 _PAIRS = (("\\[", "\\]"), ("\\begin{", "\\end{"))
 _FENCES = ("$$", "```")
+_ESCAPED = re.compile(r"\\[\\$]")  # a line break, as in ``\\[4pt]``, or a dollar sign
+_FORMULA = r"(?=[^$\s])[^$\n]*(?<=\S)"
+# formulas within a line, which may touch: ``$x$$y$``
+_INLINE = re.compile(rf"(?<!\$)\${_FORMULA}(?:\$\${_FORMULA})*\$(?!\$)")
 
 
 def ends_paragraph(text: str, tokens: int) -> bool:
@@ -327,6 +331,7 @@ def ends_paragraph(text: str, tokens: int) -> bool:
 
 def is_open(text: str) -> bool:
     """Whether a text ends inside of a display, an environment or code."""
+    text = _INLINE.sub("", _ESCAPED.sub(".", text))
     return any(text.count(begin) > text.count(end) for begin, end in _PAIRS) or any(
         text.count(fence) % 2 for fence in _FENCES
     )
