@@ -129,6 +129,29 @@ def test_the_groups_do_not_depend_on_the_order_of_paths(texts: Sequence[str]) ->
 
 
 @pytest.mark.parametrize(
+    ("texts", "together"),
+    [
+        (["7", "7", "(a, b)", "(b, a)", "a, b"], [{"(a, b)", "a, b"}, {"(b, a)"}, {"7"}]),
+        (["(a, b)", "(b, a)", "(b, a)", "a, b"], [{"(b, a)", "a, b"}, {"(a, b)"}]),
+        (["a, b", "b, a"], [{"a, b", "b, a"}]),
+    ],
+)
+def test_a_third_answer_joins_no_two_that_differ(
+    texts: Sequence[str], together: list[set[str]]
+) -> None:
+    """A list without brackets equals a pair in either order; it goes with the more frequent one."""
+    task = Math()
+    for order in list(itertools.permutations(texts))[::23]:
+        ends = leaves([f"So \\boxed{{{each}}}." for each in order])
+
+        paths = AnswerGroups(task, Problem("id", task.name, "a question", None)).paths(ends)
+
+        groups = {path.group for path in paths}
+        found = [{p.answer for p in paths if p.group == group} for group in groups]
+        assert sorted(map(sorted, found)) == sorted(map(sorted, together))
+
+
+@pytest.mark.parametrize(
     ("aggregate", "compares"),
     [(Best(), False), (Argmax(), False), (Majority(), True), (Weighted(), True)],
 )

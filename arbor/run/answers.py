@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from arbor.aggregate.base import Aggregate, AnswerVotes, Confident, FinishedPath
 from arbor.run.plugin_answers import CheckedTask, PluginCalls, is_finite, path_answer
@@ -24,8 +26,9 @@ class AnswerGroups:
     """The finished paths of one search, equal answers in one group.
 
     Two answers are in one group if the grader extracts the same text from them, or by the task's
-    `same_answer`; also if a third one equals both, so that the order of the paths plays no part.
-    Whether an answer is right plays none either. Each pair is compared once in a search.
+    `same_answer`. Two that differ are never in one, even if a third one equals both: it goes with
+    the answer that more paths give. Neither the order of the paths nor whether an answer is right
+    plays a part. Each pair is compared once in a search.
 
     Args:
         task, problem: of the search.
@@ -52,7 +55,7 @@ class AnswerGroups:
         for answer, form in zip(answers, forms, strict=True):
             if answer is not None and form is not None:
                 texts[form] = min(answer, texts.get(form, answer))
-        first = self._first_equal(texts, seconds)
+        first = self._first_equal(texts, Counter(forms), seconds)
         numbers: dict[str, int] = {}
         found = []
         for leaf, answer, form in zip(leaves, answers, forms, strict=True):
@@ -72,19 +75,37 @@ class AnswerGroups:
         extracted = self._task.grade(problem, answer).extracted
         return answer.strip() if extracted is None else extracted
 
-    def _first_equal(self, texts: Mapping[str, str], seconds: float) -> dict[str, str]:
-        """For each form the first of its group, shorter ones first."""
+    def _first_equal(
+        self, texts: Mapping[str, str], paths: Mapping[str | None, int], seconds: float
+    ) -> dict[str, str]:
+        """For each form the first of its group.
+
+        Args:
+            texts: an answer of each form.
+            paths: how many have each form.
+            seconds: see `paths`.
+        """
         forms = sorted(texts, key=lambda form: (len(form), form))
         first = {form: form for form in forms}
         ends = time.monotonic() + min(seconds, self._left_s)
-        for place, one in enumerate(forms):
-            for two in forms[place + 1 :]:
-                if first[one] != first[two] and self._are_equal(one, two, texts, ends):
-                    low, high = sorted((first[one], first[two]), key=forms.index)
-                    first = {form: low if of == high else of for form, of in first.items()}
+        for one, two in itertools.combinations(forms, 2):
+            if first[one] != first[two] and self._are_equal(one, two, texts, ends):
+                low, high = sorted((first[one], first[two]), key=forms.index)
+                first = {form: low if of == high else of for form, of in first.items()}
+        for name in set(first.values()):
+            linked = [form for form in forms if first[form] == name]
+            different = {
+                frozenset((one, two))
+                for one, two in itertools.combinations(linked, 2)
+                if self._are_equal(one, two, texts, ends) is False
+            }
+            if different:
+                for group in _without(different, linked, paths):
+                    first |= dict.fromkeys(group, group[0])
         return first
 
-    def _are_equal(self, one: str, two: str, texts: Mapping[str, str], ends: float) -> bool:
+    def _are_equal(self, one: str, two: str, texts: Mapping[str, str], ends: float) -> bool | None:
+        """Whether two forms are equal; None if that was not decided in time."""
         same: Callable[..., bool] | None = getattr(self._task, "same_answer", None)
         if same is None:
             return False
@@ -99,9 +120,40 @@ class AnswerGroups:
             now = time.monotonic()
             self._left_s = max(0.0, self._left_s - (now - began))
             if not equal and self._compares and now >= ends:
-                return False  # undecided
+                return None
             self._equal[one, two] = equal
         return self._equal[one, two]
+
+
+def _without(
+    different: Set[frozenset[str]], forms: Sequence[str], paths: Mapping[str | None, int]
+) -> list[list[str]]:
+    """Groups of forms without a pair of different ones.
+
+    A form that equals two different ones comes last, and goes with the most paths.
+
+    Args:
+        different: the pairs that are not equal.
+        forms: of the groups.
+        paths: how many have each form.
+    """
+
+    def links(form: str) -> bool:
+        equal = [each for each in forms if frozenset((form, each)) not in different]
+        return any(frozenset(pair) in different for pair in itertools.combinations(equal, 2))
+
+    groups: list[list[str]] = []
+    for form in sorted(forms, key=links):
+        fitting = [
+            group
+            for group in groups
+            if all(frozenset((form, each)) not in different for each in group)
+        ]
+        if fitting:
+            max(fitting, key=lambda group: sum(paths[each] for each in group)).append(form)
+        else:
+            groups.append([form])
+    return groups
 
 
 def ranked(aggregate: Aggregate, paths: Sequence[FinishedPath]) -> tuple[AnswerVotes, ...]:
