@@ -147,6 +147,7 @@ def test_arc_reads_letters(
         ({"question": "Which?\n1) one\nA. x\nB. y", "answerKey": "2"}, ["x", "y"], "B"),
         ({"question": "Which?\nB. x\nA. y", "answerKey": "B"}, None, "from A or 1 on"),
         ({"question": "Which?\nA. x\nB. y", "answerKey": "G"}, None, "Labels: A, B"),
+        ({"question": "Which?\nA. x\nB. y", "answerKey": "²"}, None, "Labels: A, B"),
         (
             {
                 "question": "Which?",

@@ -139,7 +139,7 @@ class ARC(Worded):
         if answer is None:
             return problem, None
         key = answer.strip()
-        if key not in labels and key.isdigit() and 1 <= int(key) <= len(LETTERS):
+        if key not in labels and key.isdecimal() and 1 <= int(key) <= len(LETTERS):
             key = LETTERS[int(key) - 1]
         if key not in labels:
             known = ", ".join(labels[:8])
