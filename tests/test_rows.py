@@ -8,9 +8,11 @@ import json
 import sys
 import types
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,6 +108,30 @@ def test_a_time_that_python_cannot_hold_ends_nothing_unless_it_is_needed(
     with pytest.raises(InputError, match="row 1 has a 'made' that cannot be read") as e:
         samples("a.parquet", Reasoning(), input_key="made")
     assert e.value.code == "dataset-invalid"
+
+
+@pytest.mark.parametrize(
+    ("type_", "value", "text"),
+    [
+        (lambda pa: pa.float16(), np.float16(0.1), "0.1"),
+        (lambda pa: pa.float32(), 0.1, "0.1"),
+        (lambda pa: pa.float32(), 16777216.0, "16777216.0"),
+        (lambda pa: pa.float64(), 0.1, "0.1"),
+        (lambda pa: pa.decimal128(9, 2), Decimal("-12.50"), "-12.50"),
+        (lambda pa: pa.decimal256(60, 2), Decimal("1.25"), "1.25"),
+    ],
+)
+def test_a_number_of_a_column_is_as_long_as_its_type_needs(
+    type_: Any, value: Any, text: str
+) -> None:
+    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    numbers = pyarrow.array([value, None], type_(pyarrow))
+    parquet.write_table(pyarrow.table({"problem": ["?", "!"], "answer": numbers}), "a.parquet")
+
+    (sample,) = samples("a.parquet", Reasoning(), limit="1")
+    assert sample.expected == text
+    with pytest.raises(InputError, match="row 2: its 'answer' is empty"):
+        samples("a.parquet", Reasoning())
 
 
 # Streaming

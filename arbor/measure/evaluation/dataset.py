@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 from arbor.errors import ArborError, InputError, UsageError
@@ -234,6 +235,8 @@ class _SampleReader:
         half = surrogate_of(value) if isinstance(value, str) else ""
         if isinstance(value, str) and not half:
             return value
+        if isinstance(value, Decimal) and value.is_finite():
+            return f"{value:f}"
         whole = isinstance(value, int) and not isinstance(value, bool)
         if whole or (isinstance(value, float) and math.isfinite(value)):
             return json.dumps(value)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from arbor.errors import InputError, UsageError
 from arbor.support.texts import one_line
 
@@ -24,6 +26,7 @@ BATCH = 256  # rows of a Parquet file
 LONGEST_CELL = 2**31 - 1  # characters; csv's own limit is 131,072
 HUB = "hf:"  # before the name of a data set of the Hub
 
+_SHORTER_FLOATS = {"halffloat": np.float16, "float": np.float32}  # types of Parquet columns
 _HUB_NAME = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.+-]+))?")
 
 
@@ -196,7 +199,7 @@ class _Cells(Mapping[str, Any]):
         self._where = where
 
     def __getitem__(self, key: str) -> Any:
-        """A cell.
+        """A cell; a float of fewer than 64 bits as the shortest one that its own type reads so.
 
         Raises:
             InputError: Python has no such value, as a time before the year 1 or in nanoseconds.
@@ -204,8 +207,11 @@ class _Cells(Mapping[str, Any]):
         columns = self._batch.schema.get_all_field_indices(key)
         if not columns:
             raise KeyError(key)
+        column = self._batch.column(columns[-1])
+        shorter = _SHORTER_FLOATS.get(str(column.type))
         try:
-            return self._batch.column(columns[-1])[self._at].as_py()
+            value = column[self._at].as_py()
+            return value if shorter is None or value is None else float(str(shorter(value)))
         except (ValueError, OverflowError) as error:
             raise InputError(
                 "dataset-invalid",
