@@ -87,6 +87,19 @@ def test_every_format_has_the_same_samples() -> None:
         assert [each.text for each in found] == [each["problem"] for each in TABLE]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-32-be", "gb18030"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_file_may_begin_with_a_byte_order_mark(encoding: str, mark: str) -> None:
+    mark = "" if encoding == "utf-16" else mark  # which writes one by itself
+    for name in ("a.jsonl", "a.csv"):
+        text = (
+            '{"problem": "½?", "answer": "1"}\n' if name == "a.jsonl" else "problem,answer\n½?,1\n"
+        )
+        Path(name).write_bytes((mark + text).encode(encoding))
+        found = samples(name, Reasoning(), encoding=encoding)
+        assert [each.text for each in found] == ["½?"]
+
+
 @pytest.mark.parametrize(
     ("type_", "value"),
     [

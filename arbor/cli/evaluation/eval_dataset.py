@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
 import io
 import itertools
@@ -144,8 +143,12 @@ def _file_rows(path: Path, name: str, encoding: str) -> Iterator[DataRow]:
             yield from parquet_rows(path, name)
             return
         ends = "\n" if path.suffix.lower() in (".jsonl", ".json") else ""
-        with path.open(encoding=_without_mark(encoding), newline=ends) as stream:
-            yield from TEXTS[path.suffix.lower()](stream, name)
+        with path.open("rb") as file:
+            mark = "\ufeff".encode(encoding, "ignore")  # with which an editor may begin a file
+            if file.peek(len(mark)).startswith(mark):
+                file.read(len(mark))
+            with io.TextIOWrapper(file, encoding, newline=ends) as stream:
+                yield from TEXTS[path.suffix.lower()](stream, name)
     except UnicodeError as error:
         decoded(path.read_bytes(), encoding, name)  # its error names the line
         raise InputError(
@@ -158,11 +161,6 @@ def _file_rows(path: Path, name: str, encoding: str) -> Iterator[DataRow]:
             "Name a file of rows, such as problems.jsonl, or '-' for stdin.",
             path=name,
         ) from error
-
-
-def _without_mark(encoding: str) -> str:
-    """The encoding that leaves out the byte order mark with which an editor may begin UTF-8."""
-    return "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
 
 
 def _tasks_with_problems() -> list[str]:
