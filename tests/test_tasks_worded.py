@@ -72,6 +72,8 @@ def test_every_task_in_words_has_every_part(task: Any) -> None:
     assert problem.text in task.prompt(problem)
     assert task.parse(task.example).id == problem.id
     assert task.grading and task.prompt_version
+    assert replace(task, system=task.system_message).prompt_version == task.prompt_version
+    assert replace(task, system="Be terse.").prompt_version != task.prompt_version
     with pytest.raises(InputError, match="problem-empty"):
         task.parse("  ")
     with pytest.raises(UsageError, match="no-problems"):

@@ -6,7 +6,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from arbor.errors import InputError, UsageError, check_settings
@@ -197,7 +197,7 @@ class Worded(ABC):
 
     @property
     def prompt_version(self) -> str:
-        return self.prompt_template().digest(self.shots)
+        return replace(self.prompt_template(), system=self.system_message).digest(self.shots)
 
     def prompt_template(self) -> PromptTemplate:
         """The template of the prompt.
