@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from arbor import Solver
 from arbor.aggregate.argmax import Argmax
-from arbor.aggregate.base import Aggregate, AnswerVotes, FinishedPath, reduced
+from arbor.aggregate.base import Aggregate, AnswerVotes, FinishedPath, reduced, total
 from arbor.aggregate.best import Best
 from arbor.aggregate.majority import Majority
 from arbor.aggregate.weighted import Weighted
@@ -57,6 +57,7 @@ def test_scores_of_values_whose_sum_is_beyond_any_float_are_finite(steps: Any) -
         assert all(map(math.isfinite, scores)) and min(scores) >= 1e308
     assert reduced((1e308, 1.7e308, 1.5e308), "mean") == 1.4e308
     assert reduced((0.1, 0.7, 0.4), "mean") == math.fsum((0.1, 0.7, 0.4)) / 3
+    assert total([5e-324]) == reduced((5e-324,), "mean") == 5e-324
 
 
 def test_majority_counts_paths_and_leaves_ties_to_the_order_of_the_controller() -> None:

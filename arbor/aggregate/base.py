@@ -15,17 +15,23 @@ LARGEST = sys.float_info.max
 
 
 def total(values: Sequence[float]) -> float:
-    """The sum of some scores; the largest float where it is beyond that.
-
-    They are made smaller first, which changes no bit.
-    """
-    scale = 0.5 ** len(values).bit_length()
-    return _within(math.fsum(each * scale for each in values) / scale)
+    """The sum of some scores; the largest float where it is beyond that."""
+    found, scale = _scaled_sum(values)
+    return _within(found / scale)
 
 
 def _mean(values: Sequence[float]) -> float:
-    scale = 0.5 ** len(values).bit_length()
-    return math.fsum(each * scale for each in values) / (len(values) * scale)
+    found, scale = _scaled_sum(values)
+    return found / (len(values) * scale)
+
+
+def _scaled_sum(values: Sequence[float]) -> tuple[float, float]:
+    """The sum of some scores times a power of two, and that: 1, or less for a sum beyond floats."""
+    try:
+        return math.fsum(values), 1.0
+    except OverflowError:
+        scale = 0.5 ** len(values).bit_length()
+        return math.fsum(each * scale for each in values), scale
 
 
 def _within(score: float) -> float:
