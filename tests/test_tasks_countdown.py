@@ -148,6 +148,20 @@ def test_a_composed_path_is_right_exactly_when_it_ends_at_the_target(data: st.Da
     assert COUNTDOWN.value(problem, path) == float(state[0] == target)
 
 
+def test_the_longest_results_of_six_numbers_are_read() -> None:
+    numbers = [999_999] * 6
+    state: tuple[Any, ...] = tuple(numbers)
+    path = []
+    while len(state) > 1:
+        products = [step for step in exact_steps(state) if step.sign == "*"]
+        step = max(products, key=lambda each: each.result)
+        path.append(step.text)
+        state = step.left
+
+    assert len(str(state[0])) == 36
+    assert compose(numbers, path) == " * ".join(["999999"] * 6)
+
+
 def test_solve_finds_a_solution_for_every_classic_hand() -> None:
     assert len(classic()) == 1362
     for hand in classic()[::100]:

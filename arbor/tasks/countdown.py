@@ -38,7 +38,7 @@ from arbor.tasks.splits import content_id, split_of
 Number = int | Fraction
 State = tuple[Number, ...]
 
-_NUMBER = r"-?[0-9]{1,12}(?:/[0-9]{1,12})?"
+_NUMBER = r"-?[0-9]{1,40}(?:/[0-9]{1,40})?"
 _STEP = re.compile(
     rf"({_NUMBER}) ([-+*/]) ({_NUMBER}) = ({_NUMBER}) \(left: ({_NUMBER}(?: {_NUMBER})*)\)\n?"
 )
