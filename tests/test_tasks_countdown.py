@@ -54,6 +54,13 @@ def correct(problem: Problem, answer: str | None) -> bool:
         r"The answer is $\boxed{(10 - 4) * 5 - 6}$.",
         r"**Answer:** $\boxed{(10 - 4) * 5 - 6 = 24}$.",
         r"$(10 - 4) * 5 - 6$ = $24$",
+        r"\( (10 - 4) \times 5 - 6 \)",
+        r"The answer is \(\boxed{(10 - 4) * 5 - 6}\).",
+        "\\[\n\\boxed{(10 - 4) * 5 - 6 = 24}\n\\]",
+        "`(10 - 4) * 5 - 6`",
+        "```\n(10 - 4) * 5 - 6\n```",
+        "(10 - 4) * 5 - 6 = 24!",
+        "**(10 - 4) * 5 - 6 = 24**!",
         "((10) - (4)) * 5 - 6",
         "Let me think.\n\nAnswer: (10 - 4) · 5 – 6 = 24\n",
     ],
@@ -72,6 +79,9 @@ def test_a_right_answer_is_accepted_however_it_is_written(answer: str) -> None:
         "(10 - 4) * 5 - 6 = 25",  # a wrong right side
         "(10 - 4) * 5 - 6 = 24 = 24",
         "(10 - 4) * 5 - 6 =",
+        "(10 - 4) * 5 - 6 = 25!",
+        "(10 - 4) * 5 - 6!",
+        "(1`0 - 4) * 5 - 6",
         "(10 - 4) * 5",  # a number missing
         "(10 - 4) * 5 - 6 + 5 - 5",  # a number too often
         "10 + 4 + 5 + 6",  # another value

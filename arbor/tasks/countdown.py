@@ -44,6 +44,8 @@ _STEP = re.compile(
 )
 _LISTED = re.compile(rf"(?<![\w./-]){_STEP.pattern}")  # also after a bullet or a number
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", "·": "*", "⋅": "*", "∗": "*"})
+_MARKS = re.compile(r"[$`]|\\[()\[\]]")  # around a formula or code
+_CHEER = re.compile(r"(=\s*[0-9]+)\s*!+$")  # no factorial: the target needs none
 _LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": ""}
 _LABEL = re.compile(r"^(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*)", re.IGNORECASE)
 _BOLD = re.compile(r"(^|[^\s*)}\d])\s*\*\*(.+?)\*\*")  # behind a number or a bracket ** is a power
@@ -290,15 +292,17 @@ def parse_expression(text: str) -> tuple[Fraction, list[int]]:
 
 
 def normalise(answer: str) -> str:
-    """The last line of an answer without label, bold marks, ``$``, ``\\boxed{}`` and full stop."""
-    lines = [line.strip() for line in answer.strip().splitlines() if line.strip()]
-    text = (lines[-1] if lines else "").translate(_SIGNS).replace("$", " ")
+    """The last line of an answer without label, marks of a formula, of code or of bold text,
+    ``\\boxed{}`` and full stop."""
+    lines = [line.strip() for line in _MARKS.sub(" ", answer).splitlines() if line.strip()]
+    text = (lines[-1] if lines else "").translate(_SIGNS)
     for name, sign in _LATEX.items():
         text = text.replace(name, sign)
     before = None
     while text != before and len(text) <= 2 * _LONGEST_ANSWER:
         before = text
         text = _BOLD.sub(r"\1 \2 ", _LABEL.sub("", text)).strip().rstrip(".").rstrip()
+        text = _CHEER.sub(r"\1", text)
         boxed = _BOX.fullmatch(text)
         text = boxed[1] if boxed else text
     return text
@@ -345,7 +349,7 @@ class Countdown(Generated):
 
     @property
     def grading(self) -> str:
-        return f"{self.name}/2"
+        return f"{self.name}/3"
 
     @property
     def boundary(self) -> BlockLimits:
