@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,18 +77,26 @@ def outcome(tree: ThoughtTree, events: list[Event], answers: Any) -> tuple[Any, 
     return [node.tokens for node in tree], reported, answers.tolist()
 
 
-def run_together(lab: Lab, cases: list[Case]) -> list[tuple[Any, ...]]:
-    """The cases side by side, each step of the engine for all of them."""
+def run_together(lab: Lab, cases: list[Case], most: int | None = None) -> list[tuple[Any, ...]]:
+    """The cases side by side, each step of the engine for all of them.
+
+    Args:
+        most: searches at a time: the next one is opened once one has ended and is closed. None:
+            all.
+    """
     pool = sum(case.slots for case in cases)
     heard: list[list[Event]] = [[] for _ in cases]
     trees = [ThoughtTree(case.prompt) for case in cases]
     going: dict[int, tuple[Any, Any]] = {}
     answers: dict[int, Any] = {}
-    for place, (case, tree) in enumerate(zip(cases, trees, strict=True)):
-        lab.open(tree, case.slots, alone=not place, pool=pool, emit=heard[place].append)
-        steps = case.steps(lab, tree)
-        going[place] = steps, next(steps)
-    while going:
+    waiting = deque(range(len(cases)))
+    while going or waiting:
+        while waiting and (most is None or len(going) < most):
+            place = waiting.popleft()
+            case, tree = cases[place], trees[place]
+            lab.open(tree, case.slots, alone=not place, pool=pool, emit=heard[place].append)
+            steps = case.steps(lab, tree)
+            going[place] = steps, next(steps)
         lab.step()
         for place, (steps, awaited) in list(going.items()):
             assert lab.memory.peak_of(trees[place]) <= cases[place].slots
@@ -97,6 +106,8 @@ def run_together(lab: Lab, cases: list[Case]) -> list[tuple[Any, ...]]:
                 except StopIteration as end:
                     answers[place] = end.value
                     del going[place]
+                    if most is not None:
+                        lab.close(trees[place])
     return [outcome(tree, heard[i], answers[i]) for i, tree in enumerate(trees)]
 
 
@@ -121,10 +132,11 @@ cases = st.lists(
 )
 
 
-def check_together(cases: list[Case], name: str, rehydrate: Any, trigger: Trigger) -> None:
+def check_together(
+    cases: list[Case], policy: Policy, rehydrate: Any, most: int | None = None
+) -> None:
     """Several searches in one engine against each in an engine of its own."""
-    policy = replace(POLICIES[name], trigger=trigger)
-    together = run_together(lab_of(policy, rehydrate), cases)
+    together = run_together(lab_of(policy, rehydrate), cases, most)
 
     lab = lab_of(policy, rehydrate)
     alone = [run_together(lab, [case])[0] for case in cases]
@@ -136,7 +148,20 @@ def check_together(cases: list[Case], name: str, rehydrate: Any, trigger: Trigge
 @pytest.mark.parametrize("name", ["rkv", "lru", "pyramidkv"])
 def test_two_searches_are_those_of_each_alone(name: str) -> None:
     cases = [Case(PROMPTS[1], 20, 2, 4, 1), Case(PROMPTS[0], 24, 1, 6, 0)]
-    check_together(cases, name, "off", Trigger())
+    check_together(cases, replace(POLICIES[name], trigger=Trigger()), "off")
+
+
+@pytest.mark.parametrize("granularity", ["token"])
+@pytest.mark.parametrize("name", ["h2o", "rkv", "snapkv"])
+def test_a_search_that_ends_leaves_nothing_to_others(name: str, granularity: Any) -> None:
+    """The first goes on while the second is closed and the third gets its rows and slots."""
+    cases = [
+        Case(PROMPTS[0], 24, 2, 12, 0),
+        Case(PROMPTS[2], 44, 1, 3, 1),
+        Case(PROMPTS[1], 16, 2, 5, 2),
+    ]
+    policy = replace(POLICIES[name], granularity=granularity, trigger=Trigger())
+    check_together(cases, policy, "off", most=2)
 
 
 # One search must not pay for another

@@ -131,7 +131,7 @@ class Observer:
         self.layers = observation.layers_of(runner.layer_count)
         heads = observation.heads
         self._heads = None if heads is None else torch.tensor(heads, device=runner.device)
-        self._windows: dict[int, QueryWindow] = {}  # by number of the tree
+        self._windows: dict[ThoughtTree, QueryWindow] = {}
         self._rows = np.empty(0, np.int64)  # of the forward in progress, whose queries are kept
 
     def asked(self, plan: ForwardPlan) -> dict[str, Any]:
@@ -163,9 +163,9 @@ class Observer:
         """The last queries of a tree's running paths; None if the policy wants none."""
         if not self._wanted.window:
             return None
-        if tree.number not in self._windows:
-            self._windows[tree.number] = QueryWindow(self._wanted.window, self.layers)
-        return self._windows[tree.number]
+        if tree not in self._windows:
+            self._windows[tree] = QueryWindow(self._wanted.window, self.layers)
+        return self._windows[tree]
 
     def _add_queries(self, plan: ForwardPlan, queries: Mapping[int, Tensor]) -> None:
         """Keep queries of a forward, those of each tree in its own window: how many it keeps of a
@@ -206,4 +206,4 @@ class Observer:
 
     def forget(self, tree: ThoughtTree) -> None:
         """Remove the queries of a tree that was dropped."""
-        self._windows.pop(tree.number, None)
+        self._windows.pop(tree, None)
