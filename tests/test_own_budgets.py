@@ -151,7 +151,7 @@ def test_two_searches_are_those_of_each_alone(name: str) -> None:
     check_together(cases, replace(POLICIES[name], trigger=Trigger()), "off")
 
 
-@pytest.mark.parametrize("granularity", ["token"])
+@pytest.mark.parametrize("granularity", ["token", "head"])
 @pytest.mark.parametrize("name", ["h2o", "rkv", "snapkv"])
 def test_a_search_that_ends_leaves_nothing_to_others(name: str, granularity: Any) -> None:
     """The first goes on while the second is closed and the third gets its rows and slots."""

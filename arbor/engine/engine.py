@@ -404,8 +404,7 @@ class Engine:
         stepper.cancel(stepper.operations_of(opened), InterruptedError("the tree was closed"))
         stepper.drop_ahead()
         rows = self.state.close(opened)
-        self.residency.forget(tree)
-        self.residency.view.forget(rows)
+        self.residency.forget(tree, rows)
         if parts.forwards.observer is not None:
             parts.forwards.observer.forget(tree)
         parts.stepper.drop(tree)

@@ -152,9 +152,12 @@ class Residency:
             room = min(room, used - self._capped.excess(offered))
         return room if room < used else None
 
-    def forget(self, tree: ThoughtTree) -> None:
-        """Remove the count of steps of a tree that was dropped."""
+    def forget(self, tree: ThoughtTree, rows: Sequence[int]) -> None:
+        """Remove what is known of a tree that was dropped; other blocks may have its rows later."""
         del self._steps[tree]
+        self.view.forget(rows)
+        if self._heads is not None:
+            self._heads.forget(rows)
 
     def _alone(self, leaves: Sequence[Node]) -> ThoughtTree | None:
         """The tree whose own budget is concerned; None: that of all trees."""

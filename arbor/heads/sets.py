@@ -114,6 +114,11 @@ class HeadStatistics:
 
         return {name: read(name) for name in _NAMES}
 
+    def forget(self, rows: Sequence[int]) -> None:
+        """Have slots of blocks that were dropped begin anew, also for blocks that get their rows
+        and slots at once."""
+        self._owner[np.isin(self._owner, rows)] = NO_SLOT
+
     def _follow(self) -> None:
         """Begin anew where a slot holds something else than before."""
         table = self._memory.table
@@ -203,6 +208,11 @@ class HeadSets:
         """Let what is known of tokens follow moves that the memory has made."""
         if self._statistics is not None:
             self._statistics.move(moves)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Remove what is known of blocks that were dropped; others may have their rows later."""
+        if self._statistics is not None:
+            self._statistics.forget(rows)
 
     def _holders(self, tokens: Tokens) -> NDArray[np.integer] | None:
         """The KV heads whose tokens lie in the cells of some tokens' slots, [C, T]; None: its own
