@@ -20,6 +20,8 @@ from test_deterministic import deterministic_runner
 
 from arbor import Solver
 from arbor.engine.operation import Growth
+from arbor.engine.scheduler import Scheduler
+from arbor.engine.step import Stepper
 from arbor.engine.stop_rule import StopRule
 from arbor.errors import UsageError
 from arbor.events import Allocated, Event, Evicted, Pressure, Rehydrated
@@ -162,6 +164,45 @@ def test_a_search_that_ends_leaves_nothing_to_others(name: str, granularity: Any
     ]
     policy = replace(POLICIES[name], granularity=granularity, trigger=Trigger())
     check_together(cases, policy, "off", most=2)
+
+
+def test_a_closed_search_holds_up_no_step_of_another() -> None:
+    """Its last step decoded nothing, so the rows of the other are those of the step before."""
+    lab = lab_of(replace(POLICIES["lru"], trigger=Trigger()), "off")
+    tree, other = ThoughtTree(PROMPT), ThoughtTree(PROMPTS[1])
+    lab.open(tree, 60, pool=90)
+    lab.open(other, 16, alone=False, pool=90)
+    growing = lab.begin_grow([(tree.root, 3)], growth(12, 0))
+    lab.ask(lab.grow([(other.root, 1)], growth(2, 0)), [(7, 8)])
+    lab.close(other)
+
+    before = [len(node.tokens) for node in growing.children]
+    assert lab.memory.used_by(tree) > 16  # more than the other could hold
+    lab.step()
+
+    assert 0 < max(before) < 12
+    after = [count + 1 if count else 0 for count in before]  # one waits for room
+    assert [len(node.tokens) for node in growing.children] == after
+
+
+def test_a_failure_that_concerns_no_operation_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = lab_of(POLICIES["lru"], "off")
+    tree = lab.plant(60)
+    growing = lab.begin_grow([(tree.root, 1)], growth(6, 0))
+    lab.step()
+
+    def failing(self: Stepper) -> bool:
+        self._serving = Scheduler(lab.state.account(tree))
+        raise KeyError("of nobody")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "_make_room", failing)
+        with pytest.raises(KeyError, match="of nobody"):
+            lab.step()
+    while lab.busy:
+        lab.step()
+
+    assert len(growing.result()[0].tokens) == 6
 
 
 # One search must not pay for another

@@ -135,6 +135,8 @@ class Stepper:
             visited = []
             if error is not failure:
                 error.__cause__ = failure
+            if not concerned:  # nothing would end, and the next step would fail alike
+                raise error from error.__cause__
             if joining:  # the others are tried again without the youngest
                 concerned = [max(concerned, key=lambda operation: operation.order)]
             self.cancel(concerned, error)
@@ -279,7 +281,8 @@ class Stepper:
         self._ready, rows = [], []
         for group in self._schedulers.groups:
             mine = [row for row in group.rows if row.started and row.operation.error is None]
-            self._ready.append((group, len(mine)))
+            if mine:  # else its search may be closed before the batch changes
+                self._ready.append((group, len(mine)))
             rows += mine
         self._batch.hold(rows)
         self._changed = False
