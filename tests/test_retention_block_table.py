@@ -114,6 +114,42 @@ def test_figures_of_the_search_stand_for_values_and_are_scaled_if_they_have_to_b
     assert table.expected({1: 2.4}) == pytest.approx([1.0, 1.0, 0.0, 0.1])
 
 
+@pytest.mark.parametrize(
+    ("values", "others"),
+    [((0.25, 0.5), (0.75,)), ((0.25, 0.5), (3.0, -1.0)), ((-2.0, -1.0), (-9.0, 4.0)), ((), (3.0,))],
+)
+def test_what_blocks_are_worth_does_not_depend_on_the_trees_next_to_theirs(
+    values: tuple[float, ...], others: tuple[float, ...]
+) -> None:
+    forest, table = Forest(), BlockTable()
+    trees = [ThoughtTree([1, 2]), ThoughtTree([1, 2])]
+    for tree in trees:
+        forest.adopt(tree)
+    for value in (values, others):
+        tree = trees[value is others]
+        for each in value:
+            child = tree.fork(tree.root)
+            child.value, child.valued = each, True
+        tree.fork(tree.fork(tree.root))  # not valued
+    for node in forest:
+        table.touch(node)
+    table.refresh()
+
+    for tree in trees:
+        alone = table_of(tree_of_values(tree)).expected()
+        assert table.expected()[[node.row for node in tree]].tolist() == alone.tolist()
+
+
+def tree_of_values(tree: ThoughtTree) -> ThoughtTree:
+    """A tree alone with the structure and the values of another."""
+    copy = ThoughtTree(tree.root.tokens)
+    for node in tree.nodes[1:]:
+        assert node.parent is not None
+        child = copy.fork(copy[node.parent.id])
+        child.value, child.valued = node.value, node.valued
+    return copy
+
+
 def test_a_table_that_forgot_a_tree_is_one_that_never_knew_it() -> None:
     forest, table, other = Forest(), BlockTable(2), BlockTable(2)
     stays, goes = random_tree(5, 9), random_tree(6, 9, deep=True)

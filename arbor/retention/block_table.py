@@ -232,24 +232,30 @@ class BlockTable:
             scores: what stands for the values of some blocks, by row.
 
         An unvalued block has the value of its nearest valued ancestor; without one (the prompt, and
-        its children) that of the best block, or 1. Values that do not all lie in [0, 1] are scaled
-        from the smallest to the largest of the tree, of any offer (the paper leaves this open).
+        its children) that of the best block of its tree, or 1. Values of a tree that do not all lie
+        in [0, 1] are scaled from its smallest to its largest, of any offer (the paper leaves this
+        open).
         """
         levels = self._levels
         value = self.value
         if scores:
             value = value.copy()
             value[list(scores)] = list(scores.values())
-        known = value[~np.isnan(value)]
+        root = levels.root()
         worth = np.empty(self._size)
         worth[levels.place] = value
         unknown = np.isnan(worth)
-        best = float(known.max()) if len(known) else 1.0
-        worth[unknown] = best
+        best = np.full(self._size, -np.inf)
+        np.maximum.at(best, root[~unknown], worth[~unknown])
+        best[best == -np.inf] = 1.0
+        worth[unknown] = best[root[unknown]]
         for begin, end in levels.below_root:
             above = worth[levels.parent[begin:end]]
             worth[begin:end] = np.where(unknown[begin:end], above, worth[begin:end])
-        return normalised(worth)[levels.place]
+        for each in np.unique(root[(worth < 0) | (worth > 1)]).tolist():
+            mine = root == each
+            worth[mine] = normalised(worth[mine])
+        return worth[levels.place]
 
     def _reach(self, size: int) -> bool:
         """Add new blocks and their ancestors; return whether there were any."""
@@ -322,3 +328,12 @@ class _Levels:
         self.parent = self.place[parent[by_depth]] if len(depth) else by_depth
         ends = np.cumsum(np.bincount(depth)).tolist()
         self.below_root = list(itertools.pairwise(ends))
+        self._root: Ints | None = None
+
+    def root(self) -> Ints:
+        """The index of the root above each block, int64 [N], in that order."""
+        if self._root is None:
+            self._root = np.arange(len(self.place))
+            for begin, end in self.below_root:
+                self._root[begin:end] = self._root[self.parent[begin:end]]
+        return self._root
