@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -38,7 +38,8 @@ class Forest:
 
     A block's id is its place in its own tree: controllers, random streams and traces use it. Its
     `row` is its place among the blocks of all trees: slots, tables and statistics use it. The rows
-    of a tree that is dropped are given to later blocks, lowest first, so that a tree alone in its
+    of a tree that is dropped are given to later blocks: each has the lowest free one above those of
+    its tree. So the blocks of a tree are in the same order by row as by id, and a tree alone in its
     forest has rows equal to its ids.
 
     Attributes:
@@ -61,7 +62,7 @@ class Forest:
         self._by_number: list[ThoughtTree | None] = []
         self._nodes: list[Node | None] = []  # by row
         self.numbers = np.zeros(0, np.int64)
-        self._free: list[int] = []  # a heap of rows below len(self._nodes)
+        self._free: list[int] = []  # rows below len(self._nodes), increasing
         self.cuts: dict[int, tuple[int, ...]] = {}
         self._tokens: dict[int, NDArray[np.int64]] = {}  # of prompts and closed blocks, by row
         self._common: dict[int, dict[int, int]] = {}  # by rows
@@ -120,9 +121,9 @@ class Forest:
         for node in tree.nodes:
             assert not node.span.resident.any(), f"block {node.id} still holds KV"
             self._nodes[node.row] = None
-            heapq.heappush(self._free, node.row)
             node.span.move_to(tree.spans)
             node.row = node.id
+        self._free = sorted(self._free + rows)
         if not self.trees:
             self._clear()
         elif self.spans.unused > max(LEAST_UNUSED, self.spans.size // 2):
@@ -217,8 +218,10 @@ class Forest:
 
     def add(self, node: Node) -> None:
         """Take a new block of a tree of the forest."""
-        if self._free:
-            node.row = heapq.heappop(self._free)
+        above = node.tree.nodes[node.id - 1].row if node.id else -1
+        at = bisect.bisect(self._free, above)
+        if at < len(self._free):
+            node.row = self._free.pop(at)
             self._nodes[node.row] = node
         else:
             node.row = len(self._nodes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from dataclasses import dataclass, field
 
@@ -51,7 +50,7 @@ def place_all(memory: KVMemory, node: Node) -> None:
 # Forest
 
 
-def test_rows_and_numbers_of_a_dropped_tree_are_given_out_again_lowest_first() -> None:
+def test_rows_and_numbers_of_a_dropped_tree_are_given_out_again_in_the_order_of_ids() -> None:
     forest = Forest()
     first, second, third = tree_of(2, 1), tree_of(3, 1), tree_of(4, 1)
     for tree in (first, second, third):
@@ -66,9 +65,9 @@ def test_rows_and_numbers_of_a_dropped_tree_are_given_out_again_lowest_first() -
     beyond = blank(fourth, fourth.root, 1)
 
     assert (fourth.number, third.number) == (0, 2)
-    assert [node.row for node in fourth] == [0, 1, 2, 6]
-    assert (last.row, beyond.row, len(forest)) == (3, 6, 7)
-    assert forest.numbers[[0, 3, 4, 6]].tolist() == [0, 2, 2, 0]
+    assert [node.row for node in fourth] == [0, 1, 2, 3]
+    assert (last.row, beyond.row, len(forest)) == (6, 3, 7)  # the third has row 5 already
+    assert forest.numbers[[0, 3, 4, 6]].tolist() == [0, 0, 2, 2]
     assert [forest[node.row] is node for node in forest] == [True] * 7
     assert forest.trees == [third, fourth]
 
@@ -257,8 +256,12 @@ class Woods(RuleBasedStateMachine):
         return before - len(set(held.values()))
 
     def expect_row(self, node: Node) -> None:
-        """A block has the lowest free row; without one, a new row."""
-        assert node.row == (heapq.heappop(self.free_rows) if self.free_rows else len(self.rows))
+        """A block has the lowest free row above its tree's; without one, a new row."""
+        older = max((each.row for each in node.tree.nodes[: node.id]), default=-1)
+        new = len(self.rows) + len(self.free_rows)
+        assert node.row == min((row for row in self.free_rows if row > older), default=new)
+        if node.row != new:
+            self.free_rows.remove(node.row)
         self.rows[node.row] = node
 
     # Trees
@@ -295,8 +298,7 @@ class Woods(RuleBasedStateMachine):
         account = self.accounts.pop(tree)
         assert self.memory.used == used - account.used
         assert [self.rows.pop(row) for row in rows] == tree.nodes
-        for row in rows:
-            heapq.heappush(self.free_rows, row)
+        self.free_rows.extend(rows)
         if not self.accounts:
             self.free_rows = []
         self.dropped.append((tree, [list(node.tokens) for node in tree]))

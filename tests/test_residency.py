@@ -517,3 +517,26 @@ def test_a_policy_is_shown_nothing_of_a_tree_that_was_closed(policy: str) -> Non
     used.close(closed)
 
     assert shown(used) == shown(fresh)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_ties_go_by_node_id_whatever_was_searched_and_closed_before(closed: bool) -> None:
+    lab = Lab(build("llama"), policy=POLICIES["uniform"], mode="lossy", rehydrate="off", debug=True)
+    tree, other = ThoughtTree(PROMPT), ThoughtTree(PROMPT[::-1])
+    if closed:
+        lab.open(other, 40, pool=80)
+        lab.extend(other.root)
+        lab.sprout([(other.root, 3)])
+    lab.open(tree, 28, alone=not closed, pool=80)
+    lab.extend(tree.root)
+    first, second = lab.sprout([(tree.root, 2)], length=5)
+    if closed:
+        lab.close(other)  # its rows lie below those of the tree
+    lab.sprout([(first, 2)], length=5)
+    lab.sprout([(second, 2)], length=5)
+
+    blocks = lab.residency.view.offered([tree.nodes[-1]], where="anywhere", tree=tree)
+    ids = [node.id for node in lab.memory.forest.nodes(blocks.ids.tolist())]
+    assert ids == sorted(ids)
+    held = [int(node.span.resident.sum()) for node in tree]
+    assert held[1:] == [3, 3, 2, 2, 5, 5]
