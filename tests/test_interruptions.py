@@ -116,7 +116,7 @@ def shown(line: Line, nth: int) -> str:
 KNOWN = (
     ("close", "del self.trees[opened.tree]"),
     ("drop", "self.trees.remove(tree)"),
-    ("drop", "heapq.heappush(self._free, node.row)"),
+    ("drop", "self._free = sorted("),
     ("open", "self._look()"),
     ("_take", "self._paths += sum"),
 )
