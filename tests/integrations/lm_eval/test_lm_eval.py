@@ -280,3 +280,21 @@ def test_the_command_evaluates_arbor(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "write_nine" in done.stdout and "exact_match" in done.stdout
+
+
+def test_lm_evals_own_models_stay_known() -> None:
+    program = (
+        "import arbor.integrations.lm_eval.model\n"
+        "from lm_eval.api.registry import get_model\n"
+        "print(get_model('dummy').__name__, get_model('arbor').__name__)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(PYTHONPATH=":".join((str(ROOT), *sys.path))),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.split() == ["DummyLM", "ArborLM"]
