@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from arbor import Solution, Solver, registry
+from arbor.controllers.chain import Chain
 from arbor.controllers.tot import ToT
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.events import (
@@ -393,6 +394,16 @@ def test_a_setting_without_effect_for_want_of_another_is_refused(
 
 
 @dataclass(frozen=True)
+class OwnChain(Chain):
+    """A chain of a user, whose search reads no values."""
+
+
+def test_a_search_of_a_user_says_which_values_it_reads() -> None:
+    with Solver(controller=OwnChain(), verifier="exact") as own, Solver(controller=Chain()) as ours:
+        assert own.solve(PUZZLE).metrics.verified == ours.solve(PUZZLE).metrics.verified == 0
+
+
+@dataclass(frozen=True)
 class Saying:
     """A verifier that returns the same for any candidates."""
 
@@ -425,6 +436,30 @@ def test_what_a_verifier_returns_is_checked(verdict: Any, code: str, words: str)
     ):
         solver.solve(PUZZLE)
     assert error.value.code == code and "Saying" in error.value.message
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A verifier that gives one half to all, and may empty the list it was given."""
+
+    empties: bool
+    needs_model: ClassVar[bool] = False
+
+    def verify(self, task: Any, problem: Any, candidates: list[Any], *rest: Any) -> Verdict:
+        count = len(candidates)
+        if self.empties:
+            candidates.clear()
+        return Verdict((0.5,) * count, 0)
+
+
+def test_a_verifier_that_changes_its_candidates_changes_no_search() -> None:
+    found = []
+    for empties in (False, True):
+        tot = {"name": "tot", "beam": 2, "width": 2}
+        with Solver(controller=tot, verifier=Halves(empties)) as solver:
+            solution = solver.solve(PUZZLE)
+        found.append((solution.text, solution.steps, solution.metrics.nodes))
+    assert found[0] == found[1]
 
 
 @dataclass(frozen=True)

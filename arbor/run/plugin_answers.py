@@ -20,6 +20,7 @@ from arbor.controllers.base import (
     Foresight,
     Generate,
     Proposer,
+    ReadsValues,
     Scores,
     Search,
 )
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 # A frame in these marks an exception that the plug-in only passes on: of a listener, or a bug.
 NOT_ITS_OWN = ("arbor.engine.", "arbor.run.listeners")
 LONGEST_SHOWN = 80  # characters of an answer or a message
+_PAGES = {"aggregate": "answers"}  # of docs, where their names are not the kinds'
 
 
 class PluginCalls:
@@ -77,7 +79,7 @@ class PluginCalls:
                 f"{kind}-raised",
                 f"the {kind} '{self._name}' raised {type(error).__name__} in '{member}': "
                 f"{clipped(one_line(str(error)), LONGEST_SHOWN)} ({place}).",
-                f"docs/{kind}.md says what it is called with.",
+                f"docs/{_PAGES.get(kind, kind)}.md says what it is called with.",
                 name=self._name,
                 member=member,
             ) from error
@@ -107,7 +109,7 @@ class PluginCalls:
             f"{kind}-answer",
             f"the {kind} '{self._name}' answered '{member}' with "
             f"{clipped(one_line(reprlib.repr(answer)), LONGEST_SHOWN)}, not {wanted}.",
-            f"docs/{kind}.md says what it answers.",
+            f"docs/{_PAGES.get(kind, kind)}.md says what it answers.",
             name=self._name,
             member=member,
         )
@@ -374,6 +376,21 @@ class _CheckedSearch:
             "terminal blocks of its tree",
         )
         return list(found)
+
+    def reads(self, children: Sequence[Node]) -> Sequence[Node]:
+        """See `ReadsValues.reads`; all of them of a search without it."""
+        if not isinstance(self._search, ReadsValues):
+            return children
+        known = {child.id for child in children}
+        return cast(
+            Sequence[Node],
+            self._answers.right(
+                "reads",
+                lambda: list(self._search.reads(list(children))),
+                lambda read: all(self._is_known(each) and each.id in known for each in read),
+                "some of the children that it was asked about",
+            ),
+        )
 
     def scores(self) -> Mapping[int, float]:
         """See `Scores.scores`; none of a search without it."""

@@ -161,7 +161,7 @@ class Valuation:
             self._early.clear()
             return False
         began = time.perf_counter()
-        found = yield from self._verdict(self._verifier, children)
+        found = yield from self._verdict(self._verifier, list(children))  # it may change its own
         verdict = _checked(self._verifier, children, found)
         for child, value in zip(children, verdict.values, strict=True):
             child.value, child.valued = value, True
