@@ -460,7 +460,13 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _named(component: Any, name: str) -> Any:
-    """A ready component with its name in the field `registered_as`, if its class has that field."""
+    """A ready component with its name in the field `registered_as`, if its class has that field.
+
+    A file is named from the root, as the one of a class is.
+    """
+    module, attribute = _split(name)
+    if module.endswith(FILE):
+        name = f"{Path(module).expanduser().resolve()}:{attribute}"
     if isinstance(component, type) or getattr(component, "registered_as", name) == name:
         return component
     return dataclasses.replace(component, registered_as=name)

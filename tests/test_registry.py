@@ -370,3 +370,18 @@ def test_a_class_of_kvpress_without_its_folder_names_the_folder(
         registry.resolve("policy", "kvpress:SnapKVPress")
 
     assert raised.value.code == "policy-broken"
+
+
+def test_a_ready_component_of_a_file_is_named_from_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from arbor.components import build\nMINE = build('policy', 'h2o')\n", encoding="utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    policy = build("policy", "mine.py:MINE")
+
+    assert spec_of(policy)["name"] == f"{tmp_path / 'mine.py'}:MINE"
+    monkeypatch.chdir("/")
+    assert build("policy", spec_of(policy)) == policy
