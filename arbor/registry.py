@@ -35,9 +35,12 @@ import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from arbor.errors import UnknownName, UsageError
@@ -431,19 +434,25 @@ def _module(name: str) -> Any:
         if own and top not in sys.modules:
             _look_in(Path.cwd())
         return importlib.import_module(name)
-    file = Path(name).expanduser().resolve(strict=True)
-    path = str(file)
-    if path not in sys.modules:
+    return importlib.import_module(str(Path(name).expanduser().resolve(strict=True)))
+
+
+class _ModulesByFile(MetaPathFinder):
+    """Finds a module whose name is the absolute path of its file, so that pickle does too.
+
+    What is before a dot in such a name is taken for a package, which is empty.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = Path(fullname)
+        if not file.is_absolute():
+            return None
+        if not fullname.endswith(FILE):
+            return ModuleSpec(fullname, None, is_package=True)
         _look_in(file.parent)  # a file imports what lies next to it
-        spec = importlib.util.spec_from_file_location(path, path)
-        assert spec is not None and spec.loader is not None, "a file of Python can be loaded"
-        sys.modules[path] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[path])
-        except BaseException:
-            del sys.modules[path]
-            raise
-    return sys.modules[path]
+        return importlib.util.spec_from_file_location(fullname, file)
 
 
 def _look_in(folder: Path) -> None:
@@ -486,3 +495,4 @@ def _shape(component: Any) -> tuple[str, ...]:
 
 
 register = Register()
+sys.meta_path.append(_ModulesByFile())

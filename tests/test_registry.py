@@ -6,6 +6,8 @@ import dataclasses
 import enum
 import json
 import math
+import pickle
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -385,3 +387,23 @@ def test_a_ready_component_of_a_file_is_named_from_the_root(
     assert spec_of(policy)["name"] == f"{tmp_path / 'mine.py'}:MINE"
     monkeypatch.chdir("/")
     assert build("policy", spec_of(policy)) == policy
+
+
+def test_what_a_file_holds_is_pickled_by_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "version 1.2"
+    folder.mkdir()
+    (folder / "kept.py").write_text(
+        "from arbor.controllers.chain import Chain\nclass Kept(Chain): ...\n"
+    )
+    kept = resolve("controller", f"{folder / 'kept.py'}:Kept")(samples=3)
+    data = pickle.dumps(kept)
+
+    assert pickle.loads(data) == kept
+    code = "import sys, pickle, arbor.registry; print(pickle.load(sys.stdin.buffer))"
+    there = subprocess.run(
+        [sys.executable, "-c", code],
+        input=data,
+        capture_output=True,
+        cwd=Path(registry.__file__).parents[1],
+    )
+    assert there.stdout.decode().strip() == "Kept(samples=3)", there.stderr
