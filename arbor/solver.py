@@ -686,6 +686,8 @@ class Solver:
     ) -> Generator[tuple[int, Solution | ArborError], None, None]:
         """`as_completed` with the error itself that ended a search in place of its solution.
 
+        Nothing begins before the first is asked for; a `stop` after this call ends it all the same.
+
         Args:
             jobs, concurrency, listen: as in `as_completed`.
             bugs: ``return`` makes an internal error in one search that search's `SearchBug`, and
@@ -696,28 +698,32 @@ class Solver:
             message = f"unknown bugs {bugs!r:.60}."
             raise UsageError("setting-choice", message, "Known: raise, return.", setting="bugs")
         since = self._last_stop
-        batch = Batch(self._setup, jobs, at_once, listen)
 
-        def found() -> Generator[Found, None, None]:
-            engine = self.engine
-            begin = batch.searches(engine)
-            for search in as_completed(engine, begin, at_once, batch.begun):
-                batch.over(search.place)
-                if isinstance(search.error, ArborError):
-                    yield search.place, search.error
-                elif isinstance(search.error, Exception) and bugs == "return":
-                    yield search.place, SearchBug(search.error)
-                elif search.error is not None:
-                    raise search.error
-                else:
-                    assert search.result is not None
-                    yield search.place, search.result
+        def results() -> Generator[Found, None, None]:
+            batch = Batch(self._setup, jobs, at_once, listen)
 
-        def searched() -> Generator[Found, None, None]:
-            with self._held(batch, since) as in_thread:
-                yield from each_within(in_thread, found())
+            def found() -> Generator[Found, None, None]:
+                engine = self.engine
+                begin = batch.searches(engine)
+                for search in as_completed(engine, begin, at_once, batch.begun):
+                    batch.over(search.place)
+                    if isinstance(search.error, ArborError):
+                        yield search.place, search.error
+                    elif isinstance(search.error, Exception) and bugs == "return":
+                        yield search.place, SearchBug(search.error)
+                    elif search.error is not None:
+                        raise search.error
+                    else:
+                        assert search.result is not None
+                        yield search.place, search.result
 
-        yield from batch.results(searched)
+            def searched() -> Generator[Found, None, None]:
+                with self._held(batch, since) as in_thread:
+                    yield from each_within(in_thread, found())
+
+            yield from batch.results(searched)
+
+        return results()
 
     def solve_batch(
         self,

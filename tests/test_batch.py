@@ -137,6 +137,22 @@ def test_stop_reaches_a_search_that_begins_meanwhile(
     assert reasons == ["interrupted"]
 
 
+@pytest.mark.parametrize("asked", ["imap", "as_completed", "rollouts"])
+def test_stop_before_the_first_is_asked_for_ends_them_all(solver: Solver, asked: str) -> None:
+    def ask() -> Iterator[Any]:
+        if asked == "imap":
+            return solver.imap(PROBLEMS[:2])
+        if asked == "as_completed":
+            return solver.as_completed((each, {}) for each in PROBLEMS[:2])
+        return solver.rollouts(PROBLEMS[:2])
+
+    stopped = ask()
+    solver.stop()
+
+    assert list(stopped) == []
+    assert len(list(ask())) == 2
+
+
 # Order and errors
 
 

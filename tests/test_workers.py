@@ -254,3 +254,13 @@ def test_an_error_comes_from_another_process_as_it_was(error: ArborError) -> Non
 
     assert type(again) is type(error) and str(again) == str(error)
     assert (again.to_dict(), vars(again)) == (error.to_dict(), vars(error))
+
+
+def test_stop_before_the_first_is_asked_for_ends_them_all() -> None:
+    cluster = FakeCluster()
+    with workers(cluster) as many:
+        stopped = many.imap(problems(3))
+        many.stop()
+
+        assert list(stopped) == [] and not cluster.begun
+        assert len(list(many.imap(problems(3)))) == 3

@@ -212,7 +212,7 @@ class Workers:
         self._ready: dict[int, str] = {}  # worker -> its process, for people
         self._failed_starts = 0  # one after the other
         self._busy = threading.Lock()
-        self._stopped = False
+        self._stops = 0  # calls of `stop`
 
     def __enter__(self) -> Self:
         return self
@@ -228,11 +228,11 @@ class Workers:
         self._cluster.close()
 
     def stop(self, status: str = "interrupted") -> None:
-        """Give up what is in progress; the loop over solutions ends.
+        """Give up what is in progress; the loop over solutions ends, also one that has not begun.
 
         Safe from a signal handler or another thread.
         """
-        self._stopped = True
+        self._stops += 1
 
     def imap(
         self,
@@ -280,9 +280,14 @@ class Workers:
                     )
                 yield Job(place, problem, options, None if trace is None else Path(trace))
 
-        with contextlib.closing(self.outcomes(given())) as found:
-            for outcome in found:
-                yield outcome.job.place, outcome.result
+        found = self.outcomes(given())
+
+        def results() -> Generator[tuple[int, Solution | ArborError], None, None]:
+            with contextlib.closing(found):
+                for outcome in found:
+                    yield outcome.job.place, outcome.result
+
+        return results()
 
     def outcomes(
         self, jobs: Iterable[Job], progress: Callable[[int], None] = lambda in_progress: None
@@ -303,6 +308,15 @@ class Workers:
             ArborError: the model cannot be loaded.
             RuntimeError: a bug in a worker.
         """
+        stops = self._stops
+        return self._all_outcomes(jobs, progress, lambda: self._stops != stops)
+
+    def _all_outcomes(
+        self,
+        jobs: Iterable[Job],
+        progress: Callable[[int], None],
+        stopped: Callable[[], bool],
+    ) -> Generator[JobOutcome, None, None]:
         if not self._busy.acquire(blocking=False):
             raise UsageError(
                 "workers-busy",
@@ -310,11 +324,12 @@ class Workers:
                 "End it first, or take other Workers.",
             )
         try:
-            self._stopped = False
+            if stopped():
+                return
             self._wanted = self._wanted or self._cluster.open()
             hand_out = HandOut(jobs, self._wanted, self._concurrency, self._tries)
             try:
-                yield from self._outcomes(hand_out, progress)
+                yield from self._outcomes(hand_out, progress, stopped)
             finally:
                 for worker in [each for each in self._ready if hand_out.holds(each)]:
                     self._end(worker)
@@ -322,18 +337,18 @@ class Workers:
             self._busy.release()
 
     def _outcomes(
-        self, hand_out: HandOut, progress: Callable[[int], None]
+        self, hand_out: HandOut, progress: Callable[[int], None], stopped: Callable[[], bool]
     ) -> Generator[JobOutcome, None, None]:
         """The loop: hand out, wait for news, hand out again, and only then yield what was found."""
         since = time.monotonic()
         named = False  # why there is no worker
-        while not (hand_out.over or self._stopped):
+        while not (hand_out.over or stopped()):
             self._hand_out(hand_out)
             progress(hand_out.in_progress)
             found: list[JobOutcome] = []
             for news in self._cluster.news(POLL_S):
                 found += self._heard(hand_out, news)
-            if not (hand_out.over or self._stopped):
+            if not (hand_out.over or stopped()):
                 self._hand_out(hand_out)
             yield from found
             if self._ready:

@@ -352,8 +352,10 @@ def solutions_of(
                 place += 1
             yield job
 
+    results = solving(noted())
+
     def solutions() -> Generator[tuple[int, Solution], None, None]:
-        with closing(solving(noted())) as results:
+        with closing(results):
             for place, result in in_order(results) if ordered else results:
                 problem, options = begun.pop(place)
                 if not isinstance(result, ArborError):
