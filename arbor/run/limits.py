@@ -19,7 +19,8 @@ class RunLimits:
     """The limits of one run.
 
     Attributes:
-        timeout: wall seconds; then the best so far is the answer.
+        timeout: wall seconds since the search began, those in which it waited for its turn in the
+            engine not counted; then the best so far is the answer.
         max_tokens: tokens of closed blocks; after the round in which they are reached, the best so
             far is the answer.
         first: end at the first finished path with an answer (``answer``), or at the first of those
