@@ -47,6 +47,7 @@ HEADERS_BYTES = 65_536
 _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")  # with a port
 IDLE_S = 15  # of a connection that is kept open
 BACKLOG = 256
+BINDS = "Take an address of this machine, as in --bind 127.0.0.1, or 0.0.0.0 for all of them."
 LAST_FORWARD_S = 30  # that requests get beyond their time to end, after which they are cancelled
 
 Asked = TypeVar("Asked", bound=BaseModel)
@@ -345,10 +346,17 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        # `create_server` hides why a name is unknown
+        socket.getaddrinfo(host or None, port, family)
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (socket.gaierror, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no name of a host"
+        raise UsageError(
+            "address", f"{host}:{port}: the host '{host}' is unknown: {reason}.", BINDS
+        ) from error
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        hint = "Take another --port; 0 takes a free one." if taken else "Check --bind and --port."
+        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        hint = "Take another --port; 0 takes a free one." if taken else BINDS
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise UsageError("address", f"{host}:{port}: {reason}.", hint) from error
 

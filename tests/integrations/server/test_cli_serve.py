@@ -68,6 +68,8 @@ def test_its_help_names_no_default_task_but_says_which_it_is(
         (["--port", "70000"], 2, "65535"),
         (["--controller", "nobody"], 2, "unknown controller"),
         (["--bind", "203.0.113.1", "--api-keys", "keys.txt"], 2, "[address]"),
+        (["--bind", "nosuch.invalid", "--api-keys", "keys.txt"], 2, "'nosuch.invalid' is unknown"),
+        (["--bind", "a..b", "--api-keys", "keys.txt"], 2, "'a..b' is unknown: no name of a host"),
     ],
 )
 def test_what_cannot_be_served_is_refused(
