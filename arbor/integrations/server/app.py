@@ -92,6 +92,10 @@ def make_app(service: Service) -> FastAPI:
     async def refused(request: Request, refusal: Refusal) -> Response:
         return refusal.response()
 
+    @app.exception_handler(ClientGone)
+    async def unread(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         what = f"{request.method} {request.url.path}"
@@ -134,8 +138,6 @@ def make_app(service: Service) -> FastAPI:
                 return EventStream(made.stream(admitted), over)
             try:
                 document = await unless_gone(request, made.whole(admitted))
-            except ClientGone:
-                return Response(status_code=CLIENT_GONE)
             finally:
                 over()
             return JSONResponse(document)
@@ -290,6 +292,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
 
     Raises:
         Refusal: it is too large, too slow, or not declared as JSON.
+        ClientGone: it has not come whole.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -312,7 +315,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
         words = f"The body has not arrived within {settings.body_s:g} s."
         raise Refusal(408, "body_timeout", words) from None
     except ClientDisconnect:
-        raise Refusal(400, "disconnected", "The client went away.") from None
+        raise ClientGone from None
     return b"".join(parts)
 
 
@@ -321,6 +324,7 @@ async def parsed_body(request: Request, settings: ServerSettings, schema: type[A
 
     Raises:
         Refusal: it cannot be read, or does not follow the schema.
+        ClientGone: it has not come whole.
     """
     body = await read_body(request, settings)
     try:

@@ -728,6 +728,20 @@ def test_a_client_that_goes_away_gives_its_slots_back(
         assert tokens.labels("prompt")._value.get() + tokens.labels("reused")._value.get() > 0
 
 
+def test_a_client_that_breaks_off_its_body_counts_as_gone(solver: Solver) -> None:
+    with serving(solver) as running:
+        with closing(running.connect()) as connection:
+            connection.putrequest("POST", CHAT)
+            connection.putheader("content-type", "application/json")
+            connection.putheader("content-length", "100")
+            connection.endheaders(b'{"messages": [')
+        metrics = running.service.metrics
+
+        until(lambda: metrics.cancelled._value.get() == 1)
+        assert metrics.requests.labels(CHAT, "499")._value.get() == 1
+        assert metrics.requests.labels(CHAT, "400")._value.get() == 0
+
+
 def test_a_client_that_goes_away_leaves_the_others_alone(
     solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
