@@ -189,6 +189,11 @@ class Generating(TokenFields):
     arbor: SearchFields | None = None
     # without effect
     user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     # only as switched off
     frequency_penalty: Annotated[Any, off(0)] = None
     presence_penalty: Annotated[Any, off(0)] = None
@@ -330,11 +335,6 @@ class ChatRequest(Generating):
     tool_choice: Annotated[Any, off("auto", "none")] = None
     response_format: ResponseFormat | None = None
     # without effect
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
     # only as switched off
     add_generation_prompt: Annotated[Any, off(True)] = None

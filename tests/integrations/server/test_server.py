@@ -961,12 +961,13 @@ def test_a_chat_that_is_not_supported_is_refused(running: Running, fields: dict[
 NEUTRAL: dict[str, Any] = {
     **{"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0},
     **{"logit_bias": {}, "n": 1, "top_k": -1, "stop": [], "ignore_eos": False, "min_tokens": 0},
-    **{"extra_body": {}, "user": "me"},
+    **{"extra_body": {}, "user": "me", "metadata": {"a": "b"}, "store": False},
+    **{"service_tier": "auto", "safety_identifier": "me", "prompt_cache_key": "mine"},
 }
 OF_A_CHAT: dict[str, Any] = {
     **{"tools": [], "tool_choice": "none", "functions": [], "response_format": {"type": "text"}},
-    **{"top_logprobs": 0, "logprobs": False, "modalities": ["text"], "metadata": {"a": "b"}},
-    **{"store": False, "parallel_tool_calls": True, "audio": None},
+    **{"top_logprobs": 0, "logprobs": False, "modalities": ["text"]},
+    **{"parallel_tool_calls": True, "audio": None},
     **{"add_generation_prompt": True, "continue_final_message": False},
 }
 
