@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import gzip
 import logging
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,14 @@ def test_each_event_is_on_disk_before_the_next(tmp_path: Path, run: list[Event])
         writer(event)
         assert len(path.read_bytes().splitlines()) == count
     writer.close()
+
+
+def test_a_fork_that_lives_on_does_not_keep_a_closed_trace(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    writer = TraceWriter(path)
+    with multiprocessing.get_context("fork").Pool(1):
+        writer.close()
+        TraceWriter(path).close()
 
 
 @pytest.mark.parametrize("name", ["run.arbor.jsonl", "run.arbor.jsonl.gz"])
@@ -133,6 +142,9 @@ def test_a_full_disk_stops_the_trace_with_one_warning_and_never_the_search(
 
         def truncate(self, size: int) -> int:
             raise OSError(errno.EINVAL, "Invalid argument")  # a device
+
+        def fileno(self) -> int:
+            raise OSError(errno.EBADF, "no file")
 
         def close(self) -> None:
             self.closed = True

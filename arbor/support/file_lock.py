@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from io import IOBase
 
 
 def locked(file: IOBase) -> bool:
-    """Lock a file until it is closed; whether no other has it, as far as the system knows locks.
+    """Lock a file until `unlock`; whether no other has it, as far as the system knows locks.
 
     Args:
         file: open for writing.
@@ -22,3 +23,13 @@ def locked(file: IOBase) -> bool:
     except OSError:  # a file system without locks
         return True
     return True
+
+
+def unlock(file: IOBase) -> None:
+    """Close a locked file; its lock ends here even if a fork of this process has the file open."""
+    if not file.closed:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_UN)
+        file.close()

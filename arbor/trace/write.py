@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 
 from arbor.errors import UsageError
 from arbor.events import EVENTS, KV, Event
-from arbor.support.file_lock import locked
+from arbor.support.file_lock import locked, unlock
 
 SCHEMA = "arbor.trace/1"
 # fields that hold words of the problem, of thoughts or of the answer; token ids are words too
@@ -277,7 +277,7 @@ class TraceWriter:
             return
         if not self.stopped:
             self._write(last=True)
-        self._file.close()
+        unlock(self._file)
 
     def _write(self, last: bool = False) -> None:
         """Writes the waiting events; `last` ends a gzip stream."""

@@ -27,7 +27,7 @@ from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.results import SampleRow
 from arbor.run.config import config_text, read_config
 from arbor.support.atomic_write import DISK_FULL, FREE_SPACE, write_atomically
-from arbor.support.file_lock import locked
+from arbor.support.file_lock import locked, unlock
 from arbor.trace.write import to_line
 
 CONFIG, SAMPLES, RESULTS, PAGE, TRACES = (
@@ -270,7 +270,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Closes the file of samples; everything written stays."""
-        self._file.close()
+        unlock(self._file)
 
     def finished(self, sample: Sample) -> bool:
         """Whether this sample has been solved; failed samples are tried again."""
