@@ -30,6 +30,7 @@ from arbor.trace import Replay, TraceWriter, canonical, read_trace
 from arbor.trace.diff import diff_traces
 from arbor.trace.records import NO_TOKEN
 from arbor.trace.repair import repair_trace
+from arbor.trace.write import NamelessTrace
 
 
 def write(path: Path, events: list[Event]) -> Path:
@@ -71,6 +72,23 @@ def test_a_fork_that_lives_on_does_not_keep_a_closed_trace(tmp_path: Path) -> No
     with multiprocessing.get_context("fork").Pool(1):
         writer.close()
         TraceWriter(path).close()
+
+
+def test_a_nameless_trace_is_that_of_a_file_and_leaves_none(
+    tmp_path: Path, run: list[Event]
+) -> None:
+    path = tmp_path / "run.arbor.jsonl.gz"
+    for events in (run, []):
+        writer = NamelessTrace(path)
+        writer._clock = tick()
+        for event in events:
+            writer(event)
+
+        assert writer.finish() == bool(events)
+        assert list(tmp_path.iterdir()) == []
+        if events:
+            assert writer.take() == write(path, run).read_bytes()
+            path.unlink()
 
 
 @pytest.mark.parametrize("name", ["run.arbor.jsonl", "run.arbor.jsonl.gz"])

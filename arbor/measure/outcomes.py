@@ -61,11 +61,18 @@ class JobOutcome:
     traced: bool = False
 
 
+def written_there(job: Job) -> TraceWriter:
+    """The writer of a job's trace, in the file that the job names."""
+    assert job.trace is not None, "the job asks for a trace"
+    return TraceWriter(job.trace, text=job.trace_text)
+
+
 def outcomes(
     solver: Solver,
     jobs: Iterable[Job | None],
     concurrency: int,
     listen: Callable[[int, Event], None] | None = None,
+    write: Callable[[Job], TraceWriter] = written_there,
 ) -> Generator[JobOutcome, None, None]:
     """What becomes of each job, in one engine, as they end.
 
@@ -75,6 +82,7 @@ def outcomes(
             `Solver.as_completed`.
         concurrency: jobs in progress at a time.
         listen: called with a job's place and every event of its search.
+        write: the writer of the trace of a job that asks for one.
 
     Yields:
         outcomes, each when its trace is whole. Closing the generator gives up what is in progress;
@@ -101,7 +109,7 @@ def outcomes(
             began[number] = time.perf_counter(), time.process_time()
             options = job.options.copy()
             if job.trace is not None:
-                options["trace"] = writers[number] = TraceWriter(job.trace, text=job.trace_text)
+                options["trace"] = writers[number] = write(job)
             begun[number] = job
             number += 1
             yield job.problem, options
@@ -111,7 +119,8 @@ def outcomes(
         with contextlib.closing(results):
             for which, result in results:
                 job, tokens = begun.pop(which), reused.pop(which, ReusedTokens()).total
-                traced = _close(writers.pop(which, None))
+                writer = writers.pop(which, None)
+                traced = writer is not None and writer.finish()
                 began_s, began_cpu_s = began.pop(which)
                 now_s = time.process_time()
                 seconds = {
@@ -122,19 +131,7 @@ def outcomes(
                 yield JobOutcome(job, result, seconds, tokens, traced)
     finally:
         for writer in writers.values():
-            _close(writer)
-
-
-def _close(writer: TraceWriter | None) -> bool:
-    """Close a trace; whether it holds anything, else it is removed."""
-    if writer is None:
-        return False
-    writer.close()
-    # none of a search that never began, or on a disk that was full before the first event
-    holds = writer.events > 0 and writer.path.is_file() and writer.path.stat().st_size > 0
-    if not holds:
-        writer.path.unlink(missing_ok=True)
-    return holds
+            writer.finish()
 
 
 class ReusedTokens:

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import stat
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -239,7 +240,7 @@ class TraceWriter:
         self._waiting: list[tuple[Event, float]] = []  # with their seconds, not yet written
         self._written = 0  # bytes
         try:
-            self._file = _opened(self.path, overwrite)
+            self._file = self._open(overwrite)
         except OSError as error:
             raise UsageError(
                 "trace-unwritable",
@@ -279,6 +280,21 @@ class TraceWriter:
             self._write(last=True)
         unlock(self._file)
 
+    def finish(self) -> bool:
+        """Completes the file; whether it holds anything, else it is removed."""
+        self.close()
+        # nothing of a search that never began, or on a disk that was full before the first event
+        holds = self.events > 0 and self._written > 0
+        if not holds:
+            self._remove()
+        return holds
+
+    def _open(self, overwrite: bool) -> FileIO:
+        return _opened(self.path, overwrite)
+
+    def _remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
     def _write(self, last: bool = False) -> None:
         """Writes the waiting events; `last` ends a gzip stream."""
         first = self.events - len(self._waiting)
@@ -313,3 +329,35 @@ class TraceWriter:
                 self.events - 1,
                 error.strerror,
             )
+
+
+class NamelessTrace(TraceWriter):
+    """A writer whose file has no name, so that nothing of it is left however its process ends.
+
+    Args:
+        path: where the trace will lie, as a search and its solution name it; nothing is written
+            there.
+        text: as for `TraceWriter`.
+
+    Raises:
+        UsageError: there is no room for temporary files.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, text: Literal["full", "none"] = "full"
+    ) -> None:
+        super().__init__(path, text=text)
+
+    def take(self) -> bytes:
+        """The whole trace, once, after the writer was closed."""
+        with self._kept as file:
+            file.seek(0)
+            return file.read()
+
+    def _open(self, overwrite: bool) -> FileIO:
+        with tempfile.TemporaryFile(buffering=0) as file:
+            self._kept = FileIO(os.dup(file.fileno()), "rb")
+            return FileIO(os.dup(file.fileno()), "wb")
+
+    def _remove(self) -> None:
+        self._kept.close()

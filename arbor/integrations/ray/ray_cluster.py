@@ -9,14 +9,11 @@ import os
 import queue
 import signal
 import socket
-import tempfile
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbor._version import __version__
@@ -33,6 +30,7 @@ from arbor.measure.cluster import (
     WorkerPlace,
 )
 from arbor.measure.outcomes import Job, outcomes
+from arbor.trace.write import NamelessTrace, TraceWriter
 
 if TYPE_CHECKING:
     from arbor.solver import Solver
@@ -128,15 +126,14 @@ class EngineProcess:
 
     def _work(self, solver: Solver) -> None:
         try:
-            with tempfile.TemporaryDirectory(prefix="arbor-traces-") as folder:
-                while True:
-                    self._search(solver, Path(folder))
+            while True:
+                self._search(solver)
         except RankLost as lost:
             self._found.put(lost)
         except BaseException:
             self._found.put(traceback.format_exc())
 
-    def _search(self, solver: Solver, folder: Path) -> None:
+    def _search(self, solver: Solver) -> None:
         """Search until nothing is in progress and nothing is given.
 
         Raises:
@@ -144,7 +141,7 @@ class EngineProcess:
         """
         first = self._first()
         self._in_progress = 0
-        wanted: dict[int, Path | None] = {}  # where the sender wants its trace
+        traces: dict[int, NamelessTrace] = {}
 
         def jobs() -> Iterator[Job | None]:
             while True:
@@ -155,23 +152,20 @@ class EngineProcess:
                     yield None
                     continue
                 self._in_progress += 1
-                wanted[job.place] = job.trace
-                if job.trace is not None:
-                    suffixes = ".arbor.jsonl" + (".gz" if job.trace.suffix == ".gz" else "")
-                    job = replace(job, trace=folder / f"{job.place}{suffixes}")
                 yield job
 
-        for outcome in outcomes(solver, jobs(), self._concurrency):
+        def write(job: Job) -> TraceWriter:
+            assert job.trace is not None, "the job asks for a trace"
+            traces[job.place] = NamelessTrace(job.trace, text=job.trace_text)
+            return traces[job.place]
+
+        for outcome in outcomes(solver, jobs(), self._concurrency, write=write):
             if isinstance(outcome.result, RankLost):
                 raise outcome.result
             self._in_progress -= 1
-            path, data = outcome.job.trace, None
-            if outcome.traced and path is not None:
-                data = path.read_bytes()
-                path.unlink()
-            place = outcome.job.place
-            sent = replace(outcome, job=replace(outcome.job, trace=wanted.pop(place)))
-            self._found.put(Delivered(sent, data))
+            trace = traces.pop(outcome.job.place, None)
+            data = trace.take() if trace is not None and outcome.traced else None
+            self._found.put(Delivered(outcome, data))
 
     def _first(self) -> deque[Job]:
         """The jobs of an idle engine: waits for one, and briefly for those sent with it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,17 +101,21 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 def test_a_killed_worker_costs_its_problem_in_progress_and_changes_no_result(
     together: tuple[str, ...], tmp_path: Path, expected: dict[str, dict[str, Any]]
 ) -> None:
-    folder = tmp_path / "run"
-    command = (*EVAL, "--limit", "8", "--workers", "2", *together, "--output", str(folder), "-v")
-    with spawn(*command, code=REAL) as process:
+    folder, temporary = tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
+    command = (*EVAL, "--limit", "8", "--workers", "2", *together, "--output", str(folder))
+    places = environment(TMPDIR=str(temporary), RAY_TMPDIR=tempfile.gettempdir())
+    with spawn(*command, "-v", "--json", code=REAL, env=places) as process:
         until(lambda: len(rows(folder)) >= 2)
         victim = worker = engines(process.pid)[0]
         if together:
             (victim,) = descendants(worker)
         os.kill(victim, signal.SIGKILL)
-        _, err = process.communicate(timeout=1200)
+        out, err = process.communicate(timeout=1200)
 
     assert process.returncode == 0, err
+    assert json.loads(out)["n"] == 8, "nothing of Ray's is on stdout"
+    assert list(temporary.glob("arbor*")) == [], "no traces are left"
     assert f"process {worker} of".encode() in err and b"died" in err
     assert (f"process {victim}) was ended by signal SIGKILL".encode() in err) == bool(together)
     found = rows(folder)
