@@ -40,6 +40,8 @@ CALLS = 2  # of one actor at a time: `take` waits while `give` comes
 LOCAL_STARTS = 2  # Ray gives its processes half a minute, too little on a busy machine
 REGISTER_S = 300  # in which a process of a worker has to answer Ray, for the same reason
 STORE_BYTES = 256 * 2**20  # of a cluster that is begun here; outcomes are small
+REACH_S = 5  # in which what listens at an address takes a connection
+CONNECTS = 2  # of Ray to what listens there and may be no cluster; each takes half a minute
 # Ray writes nothing of its own next to the command's output
 QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 
@@ -243,10 +245,12 @@ class RayCluster:
             UsageError: it cannot be reached, or has no device for any worker.
         """
         with _quietly():
+            os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", str(CONNECTS))
             import ray
 
             self._ray = ray
             if not ray.is_initialized():
+                _print_messages(False)
                 self._connect()
                 self._began = True
         total = ray.cluster_resources()
@@ -334,26 +338,31 @@ class RayCluster:
             self._began = False
             with contextlib.suppress(Exception), _quietly():
                 self._ray.shutdown()
+                _print_messages(True)
 
     def _connect(self) -> None:
         """Begin a cluster of this machine's processes, or connect to one that runs."""
         address = self._place.address
+        if address == RUNNING:
+            address = os.environ.get("RAY_ADDRESS") or "auto"
         failed: Exception | None = None
         for _ in range(LOCAL_STARTS if address is None else 1):
             try:
                 if address is None:
                     self._begin_here()
                 else:
-                    self._ray.init("auto" if address == RUNNING else address, **QUIET)
+                    _check_listens(address, self._ray.util.get_node_ip_address)
+                    self._ray.init(address, **QUIET)
                 return
             except Exception as error:
                 failed = error
                 with contextlib.suppress(Exception):
                     self._ray.shutdown()
+        _print_messages(True)
         assert failed is not None, "a connection that is not made has failed"
         raise UsageError(
             "ray-unreachable",
-            f"--workers {self._place}: {_first_line(failed)}",
+            f"--workers {self._place}: {_first_line(failed).rstrip('.')}.",
             "See 'ray status', or begin processes of this machine: --workers 2.",
         ) from failed
 
@@ -383,6 +392,42 @@ def _quietly() -> Iterator[None]:
         with contextlib.suppress(ValueError):
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _print_messages(wanted: bool) -> None:
+    """Whether Ray prints, on stdout, what its processes say of those that died."""
+    with contextlib.suppress(ImportError):
+        from ray._private import worker
+
+        worker._worker_logs_enabled = wanted
+
+
+def _check_listens(address: str, own_address: Callable[[], str]) -> None:
+    """Refuse an address where nothing listens, for which Ray would wait ten minutes.
+
+    Args:
+        address: ``HOST:PORT``, or ``ray://HOST:PORT``; others are left to Ray.
+        own_address: of this machine; Ray takes it for ``localhost``.
+
+    Raises:
+        OSError: the host is unknown, or nothing listens there; names the address.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal():
+        return
+    hosts = [host, own_address()] if host in ("localhost", "127.0.0.1", "::1") else [host]
+    for each in hosts:
+        try:
+            socket.create_connection((each, int(port)), timeout=REACH_S).close()
+            return
+        except socket.gaierror as error:
+            failed = f"the host '{host}' is unknown: {error.strerror}"
+        except (OSError, OverflowError, UnicodeError) as error:
+            failed = (
+                f"nothing listens at {host}:{port}: {getattr(error, 'strerror', None) or error}"
+            )
+    raise OSError(failed)
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from support.deadly import Deadly
 from support.run_cli import REAL, environment, spawn
 
 from arbor import Solver, Workers
+from arbor.errors import UsageError
 from arbor.run.solution import Solution
 from arbor.trace import Replay, read_trace
 
@@ -164,6 +165,42 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(tmp_path: Path) -> 
     assert b"--workers 2" in err and b"to resume" in err
     assert json.loads((folder / "results.json").read_text())["missing"] > 0
     until(lambda: not [pid for pid in below if Path(f"/proc/{pid}/exe").exists()])
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1:1", "nothing listens at 127.0.0.1:1"),
+        ("ray://127.0.0.1:1", "nothing listens at 127.0.0.1:1"),
+        ("nosuch.invalid:6379", "the host 'nosuch.invalid' is unknown"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_refused_within_seconds(address: str, why: str) -> None:
+    began = time.monotonic()
+    with Workers({"task": "game24"}, address) as workers, pytest.raises(UsageError) as raised:
+        list(workers.imap(["4 5 6 10"]))
+
+    assert raised.value.code == "ray-unreachable" and why in raised.value.message
+    assert time.monotonic() - began < 60
+
+
+def test_a_controller_named_by_its_file_searches_in_workers(tmp_path: Path) -> None:
+    own = tmp_path / "version 1.2" / "own"
+    own.mkdir(parents=True)
+    (own / "aid.py").write_text("SAMPLES = 2\n")
+    (own / "mine.py").write_text(
+        "import aid\nfrom arbor.controllers.chain import Chain\n"
+        "class Mine(Chain):\n"
+        "    def max_blocks(self, max_depth):\n        return aid.SAMPLES * max_depth\n"
+    )
+    folder = tmp_path / "run"
+    command = ("eval", "chains", "--limit", "1", "--workers", "1", "--output", str(folder))
+    with spawn(*command, "--controller", str(own / "mine.py:Mine"), code=REAL) as process:
+        _, err = process.communicate(timeout=1200)
+
+    assert process.returncode == 0, err
+    (row,) = rows(folder).values()
+    assert Replay.of(read_trace(folder / row["trace"])).problems == []
 
 
 @pytest.fixture
