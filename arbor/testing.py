@@ -43,9 +43,10 @@ def check_policy(
     An allocator returns one integer per block: at least the block's floor, at most its resident
     tokens, in sum at most the room. It is deterministic, and treats blocks by their columns, not by
     their ids: where no values are equal, the same blocks in another order keep as many tokens (one
-    more or less where rounding ties). A scorer returns one finite number per token: deterministic,
-    independent of the order of blocks and of the other tokens shown, and of attention unless
-    `observes` is true. Neither writes into its arguments. A policy's settings survive a trace.
+    more or less where rounding ties). `active` and `turn` always have equal values: a policy that
+    ranks by them needs another column for ties. A scorer returns one finite number per token:
+    deterministic, independent of the order of blocks and of the other tokens shown, and of
+    attention unless `observes` is true. Neither writes into its arguments. A policy's settings survive a trace.
 
     Args:
         policy: a ready policy, allocator or scorer; or its class, or a policy's name.
@@ -234,7 +235,7 @@ def _check_allocator(policy: Policy, blocks: Blocks, room: int, order: Ints | No
     # where rounding ties, a token may go to the one or to the other
     assert (np.abs(moved - counts[order]) <= 1).all(), (
         f"{policy.name}: {counts[order].tolist()}, but {moved.tolist()} for the same blocks with their ids "
-        f"exchanged; {offer}"
+        f"exchanged; ties of `active` and `turn` need another column; {offer}"
     )
 
 
