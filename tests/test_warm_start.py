@@ -165,6 +165,22 @@ def test_what_is_no_folder_of_a_model_is_left_alone(tmp_path: Path) -> None:
     assert foreign.read_text() == "no folder"
 
 
+def test_a_smaller_limit_holds_for_a_folder_that_is_larger(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    save(files_in(kept), LONG)
+    save(files_in(kept, OTHER), LONG)
+    size = entries(kept)[0].stat().st_size
+
+    save(files_in(kept, limit=2 * size), LONG)  # nothing of it is missing
+    assert len(entries(kept)) == 2 and files_in(kept).find(LONG) == 2 * BLOCK
+
+    save(files_in(kept, limit=size), LONG[:5])  # a prompt too short to be kept
+    assert len(entries(kept)) == 1 and files_in(kept).find(LONG) == BLOCK
+
+    save(files_in(tmp_path / "none"), LONG[:5])
+    assert not (tmp_path / "none").exists()
+
+
 # Engines
 
 EXAMPLES = tuple(int(token) + 5 for token in LONG[: 2 * BLOCK + 8])

@@ -135,7 +135,8 @@ class PromptFiles:
     def save(
         self, tokens: NDArray[np.int64], bytes_per_token: int, rows_of: Callable[[Offsets], Tensor]
     ) -> None:
-        """Keep what is not here yet of a prompt's whole blocks, within the limit.
+        """Keep what is not here yet of a prompt's whole blocks, within the limit; the first call
+        deletes what earlier runs kept beyond it.
 
         Args:
             tokens: int64 [n].
@@ -149,10 +150,11 @@ class PromptFiles:
         usable = takewhile(lambda key: not self._is_unusable(key), self._keys(tokens))
         keys = list(islice(usable, self._limit // size))
         missing = [block for block, key in enumerate(keys) if not self._exists(key)]
-        if missing:
+        if missing or self._held is None:
             self._touch(keys)  # those that are there must not make room for the others
             try:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if missing:
+                    self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._make_room(len(missing) * size)
                 for block in missing:
                     rows = rows_of(np.arange(block * BLOCK, (block + 1) * BLOCK))
@@ -259,7 +261,7 @@ class PromptFiles:
     def _entries(self) -> Iterator[Entry]:
         """The files of all models in the folder; drafts that a killed process left are deleted, and
         nothing else is touched."""
-        for model in _scan(self._root, _MODEL):
+        for model in _scan(self._root, _MODEL) if self._root.exists() else ():
             files: list[os.DirEntry[str]] = []
             with contextlib.suppress(OSError):  # no folder, another user's, or deleted by now
                 files = _scan(model.path, None)
