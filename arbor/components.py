@@ -14,11 +14,12 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from arbor import registry
 from arbor.errors import UsageError, unknown_setting
+from arbor.support.annotations import is_unknown, types_of
 
 NO_SETTING = {"setting": False}  # metadata of a field that neither texts nor specs hold
 # metadata of a field that traces and specs hold only where it differs from its default
@@ -68,13 +69,8 @@ def build(kind: str, spec: Any, /, **fields: Any) -> Any:
 def _check_numbers(component: Any, label: str) -> None:
     """Refuse settings of a ready component, and of its parts, that are not numbers as their fields
     are typed; nothing has read them."""
-    fields = _fields(component)
-    try:
-        hints = _hints(component) if fields else {}
-    except NameError:  # a name that only a type checker imports
-        hints = {}
-    for name in fields:
-        value, hint = getattr(component, name), hints.get(name)
+    for name, hint in _hints(component).items():
+        value = getattr(component, name)
         several = typing.get_origin(hint) in (typing.Union, types.UnionType)
         kinds = set(typing.get_args(hint)) if several else {hint}
         if kinds & {int, float} and kinds <= {int, float, types.NoneType}:
@@ -225,22 +221,23 @@ def _default(component: Any, name: str) -> Any:
 
 
 def _hints(component: Any) -> dict[str, Any]:
-    """The type of each setting; a part typed by a protocol has the class it has by default."""
-    cls = component if isinstance(component, type) else type(component)
-    hints = typing.get_type_hints(cls)
+    """The type of each setting; a part typed by a protocol, or by a type that is not known when the
+    program runs, has the class it has by default."""
+    fields = _fields(component)
+    hints = (
+        types_of(component if isinstance(component, type) else type(component)) if fields else {}
+    )
     found = {}
-    for name in _fields(component):
+    for name in fields:
         default = _default(component, name)
-        protocol = getattr(hints[name], "_is_protocol", False)
-        is_part = protocol and dataclasses.is_dataclass(default)
+        says_less = getattr(hints[name], "_is_protocol", False) or is_unknown(hints[name])
+        is_part = says_less and dataclasses.is_dataclass(default)
         found[name] = type(default) if is_part else hints[name]
     return found
 
 
 def _parts(component: Any) -> dict[str, type[Any]]:
     """The classes of the settings that are dataclasses themselves, or None."""
-    if not dataclasses.is_dataclass(component):
-        return {}
     hints = {name: _without_none(hint) for name, hint in _hints(component).items()}
     return {
         name: hint
@@ -330,7 +327,7 @@ def _converted(component: Any, label: str, fields: Mapping[str, Any]) -> dict[st
             # its own name is known where the part that has it was replaced by another
             known = [name for name in settings_of(component) if name != key]
             raise unknown_setting(f"'{label}' has", key, known, name=label)
-    hints = _hints(component) if fields else {}
+    hints = _hints(component)
     return {
         key: convert(value, hints[key], f"{label}.{key}")
         if (spec := _spec_in(key, value)) is None
@@ -372,11 +369,25 @@ def convert(value: Any, hint: Any, where: str) -> Any:
             return read(value)
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise _unreadable(value, wanted, where) from error
+    if (origin or hint) is Sequence:
+        return _convert_sequence(value, tuple, (*options, ...) if options else (), where)
     if (origin or hint) in (tuple, list):
         return _convert_sequence(value, origin or hint, options, where)
+    if (origin or hint) in (dict, Mapping):
+        keys, values = options or (Any, Any)
+        return {
+            convert(key, keys, where): convert(each, values, where)
+            for key, each in _table(value, where).items()
+        }
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping | str):
-        table = _table(value, where) if isinstance(value, str) else value
-        return _changed(hint, where, table)
+        return _changed(hint, where, _table(value, where))
+    if is_unknown(hint) and isinstance(value, str):
+        raise _unreadable(
+            value,
+            f"of the type {hint.__name__}, which is imported for type checkers alone",
+            where,
+            "Import it outside of 'if TYPE_CHECKING:' too.",
+        )
     return value
 
 
@@ -428,14 +439,16 @@ def _one_of(choices: Mapping[Any, tuple[Any, ...]], value: Any, where: str) -> A
     raise _unreadable(value, f"one of {known}", where)
 
 
-def _table(text: str, where: str) -> Mapping[str, Any]:
-    """The settings of a part, from a JSON object."""
-    try:
-        table = json.loads(text)
-    except ValueError:
-        table = None
+def _table(value: Any, where: str) -> Mapping[str, Any]:
+    """A table, also from the text of a JSON object."""
+    table = value
+    if isinstance(value, str):
+        try:
+            table = json.loads(value)
+        except ValueError:
+            table = None
     if not isinstance(table, Mapping):
-        raise _unreadable(text, 'a table, as in {"width": 4}', where)
+        raise _unreadable(value, 'a table, as in {"width": 4}', where)
     return table
 
 
@@ -466,15 +479,17 @@ def _first_that_fits(value: Any, options: tuple[Any, ...], where: str) -> Any:
             return convert(value, option, where)
         except UsageError:
             continue
+    for option in filter(is_unknown, options):
+        convert(value, option, where)
     readable = " or ".join(getattr(option, "__name__", str(option)) for option in options)
     raise _unreadable(value, readable.replace("NoneType", "none"), where)
 
 
-def _unreadable(value: Any, wanted: str, where: str) -> UsageError:
+def _unreadable(value: Any, wanted: str, where: str, hint: str = "") -> UsageError:
     return UsageError(
         "setting-type",
         f"{where}={value}: it must be {wanted}.",
-        "",
+        hint,
         setting=where,
         value=str(value),
     )

@@ -172,7 +172,10 @@ def _words_of(cls: type) -> Mapping[str, tuple[Any, ...]]:
     """The words that each field of a dataclass may be, of those that are one of a fixed set."""
     if not dataclasses.is_dataclass(cls):
         return {}
-    hints = typing.get_type_hints(cls)
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError:  # of a subclass, with a type that is imported for type checkers alone
+        return _words_of(cls.__base__)
     fields = [field.name for field in dataclasses.fields(cls)]
     return {
         name: typing.get_args(hints[name])

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -64,6 +64,10 @@ class Sample:
     inner: Inner = field(default_factory=Inner)
     size: Annotated[int, "tokens"] = 1
     sizes: list[int] = field(default_factory=list)
+    weights: dict[str, float] = field(default_factory=dict)
+    steps: Mapping[int, tuple[str, ...]] | None = None
+    anything: dict = field(default_factory=dict)  # type: ignore[type-arg]
+    words: Sequence[str] = ()
     derived: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -148,6 +152,13 @@ def test_every_name_stands_for_a_component_and_builds_with_its_defaults(
         ("inner", Inner(5), Inner(5)),
         ("size", "5", 5),
         ("sizes", "1,2", [1, 2]),
+        ("weights", '{"a": 1, "b": "2e-1"}', {"a": 1.0, "b": 0.2}),
+        ("weights", {"a": 1}, {"a": 1.0}),
+        ("steps", '{"3": ["x", "y"]}', {3: ("x", "y")}),
+        ("steps", "none", None),
+        ("anything", '{"a": [1, {"b": null}]}', {"a": [1, {"b": None}]}),
+        ("words", "a,b", ("a", "b")),
+        ("words", ["a"], ("a",)),
     ],
 )
 def test_a_setting_is_read_by_its_type(setting: str, written: Any, value: Any) -> None:
@@ -156,6 +167,23 @@ def test_a_setting_is_read_by_its_type(setting: str, written: Any, value: Any) -
 
         assert getattr(built, setting) == value
         assert type(getattr(built, setting)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "written"),
+    [
+        ("weights", "a=1"),
+        ("weights", "[1]"),
+        ("weights", [1]),
+        ("weights", {"a": "heavy"}),
+        ("steps", '{"three": []}'),
+        ("words", 3),
+    ],
+)
+def test_a_table_or_list_that_does_not_fit_is_refused(setting: str, written: Any) -> None:
+    with pytest.raises(UsageError, match=rf"Sample\.{setting}=.*: it must be ") as refused:
+        build("task", Sample, **{setting: written})
+    assert refused.value.code == "setting-type"
 
 
 def with_words() -> Iterator[tuple[type[Any], str]]:
@@ -295,6 +323,14 @@ class Typed:
     """A component whose types only a type checker knows."""
 
     width: Unknown = 4  # type: ignore[name-defined]  # noqa: F821
+    sizes: far.Sizes[int] | None = None  # type: ignore[name-defined]  # noqa: F821
+    inner: Part = field(default_factory=Inner)  # type: ignore[name-defined]  # noqa: F821
+    share: float = 0.5
+
+
+@dataclass(frozen=True)
+class TypedBeam(Beam):
+    most: Unknown = 4  # type: ignore[name-defined]  # noqa: F821
 
 
 @pytest.mark.parametrize(
@@ -332,6 +368,25 @@ def test_numbers_of_a_ready_component_are_of_their_fields_types(
 )
 def test_a_ready_component_keeps_numbers_of_its_fields_types(component: Any) -> None:
     assert build("controller", component) is component
+
+
+def test_a_type_that_only_a_type_checker_knows_spoils_no_other_setting() -> None:
+    built = build("task", Typed, share="0.25", depth="3", width=5, sizes="none")
+
+    assert built == Typed(5, None, Inner(3), 0.25)
+    assert build("controller", TypedBeam, width="2", most=5) == TypedBeam(width=2, most=5)
+
+
+@pytest.mark.parametrize(("setting", "type_name"), [("width", "Unknown"), ("sizes", "far.Sizes")])
+def test_a_text_for_such_a_type_is_refused_by_name(setting: str, type_name: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        build("task", Typed, **{setting: "5"})
+
+    assert refused.value.message == (
+        f"Typed.{setting}=5: it must be of the type {type_name}, "
+        "which is imported for type checkers alone."
+    )
+    assert "outside of 'if TYPE_CHECKING:'" in refused.value.hint
 
 
 # Files and modules of the working directory

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import types
-import typing
 from contextlib import suppress
-from typing import Any, Literal, cast
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from arbor import components, registry
 from arbor.errors import ArborError, UsageError
@@ -18,6 +17,7 @@ from arbor.run.plugin_answers import check_boundary, most_blocks_of
 from arbor.run.request import Options, Request
 from arbor.run.settings import Settings, with_breadth
 from arbor.run.setup import Setup
+from arbor.support.annotations import types_of
 from arbor.support.setting import settings_of
 from arbor.verifiers.base import OwnsModel, parts_of
 
@@ -200,15 +200,15 @@ def _free_settings(component: Any) -> set[str]:
     if not dataclasses.is_dataclass(component):
         return set()
     cls = component if isinstance(component, type) else type(component)
-    hints = typing.get_type_hints(cls)
+    hints = types_of(cls)
     return {name for name in components.settings_of(component) if _is_free(hints.get(name))}
 
 
 def _is_free(hint: Any) -> bool:
     """Whether a type holds numbers, truth values and words of a fixed set only."""
-    origin = typing.get_origin(hint)
+    origin = get_origin(hint)
     if origin is Literal:
         return True
-    if origin in (typing.Union, types.UnionType):
-        return all(_is_free(each) for each in typing.get_args(hint))
+    if origin in (Union, types.UnionType):
+        return all(_is_free(each) for each in get_args(hint))
     return hint in (bool, int, float, type(None))
