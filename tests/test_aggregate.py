@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -175,18 +177,18 @@ def test_only_an_aggregate_that_votes_has_answers_compared(
 
 @dataclass(frozen=True)
 class Last:
-    """An aggregate of a plug-in: the answer of the last path."""
+    """An aggregate of a plug-in: the answer of the last path, or something else."""
 
-    wrong: bool = False
+    instead: Any = None
 
-    def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
-        if self.wrong:
-            return [AnswerVotes("made up", 1, 1.0, (0,))]
+    def rank(self, paths: Sequence[FinishedPath]) -> Any:
+        if self.instead is not None:
+            return self.instead
         answered = [path for path in paths if path.answer is not None]
         return [AnswerVotes(str(answered[-1].answer), 1, 0.5, (answered[-1].node,))]
 
 
-def test_a_plug_in_chooses_the_answer_and_is_checked() -> None:
+def test_a_plug_in_chooses_the_answer() -> None:
     with Solver(controller="best-of-n", verifier="exact", aggregate=Last()) as solver:
         solution = solver.solve("4 5 6 10")
     answered = [each for each in solution.candidates if each.answer is not None]
@@ -194,11 +196,47 @@ def test_a_plug_in_chooses_the_answer_and_is_checked() -> None:
     assert solution.answer == answered[-1].answer
 
     with pytest.raises(UsageError) as caught:
-        ranked(Last(wrong=True), PATHS)
-    assert caught.value.code == "aggregate-answer"
-    with pytest.raises(UsageError) as caught:
         ranked(Last(), [])
     assert caught.value.code == "aggregate-raised"
+
+
+def votes(**parts: Any) -> list[AnswerVotes]:
+    first = AnswerVotes("a", 1, 1.0, (2,))
+    return [first, replace(AnswerVotes("b", 2, 1.0, (3, 4)), **parts)]
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("b", "with 'b', not AnswerVotes"),
+        (["b"], "with 'b', not AnswerVotes"),
+        (votes(answer=None), "with {'answer': None}, not a text"),
+        (votes(votes=1.5), "with {'votes': 1.5}, not a whole number of at least 1"),
+        (votes(votes="2"), "with {'votes': '2'}, not a whole number of at least 1"),
+        (votes(score=math.nan), "with {'score': nan}, not a finite number"),
+        (votes(score="high"), "with {'score': 'high'}, not a finite number"),
+        (votes(paths=3), "with {'paths': 3}, not ids of finished paths with an answer"),
+        (votes(paths=()), "with {'paths': ()}, not ids of finished paths with an answer"),
+        (votes(paths=(3, 1)), "with {'paths': (3, 1)}, not ids of finished paths"),
+        (votes(paths=(3, [4])), "with {'paths': (3, [4])}, not ids of finished paths"),
+    ],
+)
+def test_what_a_plug_in_ranks_is_checked_and_the_fault_shown(returned: Any, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ranked(Last(returned), PATHS)
+
+    assert caught.value.code == "aggregate-answer"
+    assert f"test_aggregate:Last' answered 'rank' {words}" in caught.value.message
+
+
+def test_numbers_of_numpy_in_votes_become_plain_ones() -> None:
+    found = ranked(
+        Last(votes(votes=np.int64(2), score=np.float64(0.5), paths=[np.int64(3)])), PATHS
+    )
+
+    assert json.dumps(asdict(found[1])) == json.dumps(
+        {"answer": "b", "votes": 2, "score": 0.5, "paths": [3]}
+    )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ clear refusals."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -487,7 +488,7 @@ class Asking:
     [
         ([[5], [5]], "questions: 2, blocks: 1; engine.ask takes one question for each"),
         ([[]], "a question has no token: engine.ask takes at least one"),
-        ([[999_999]], r"999999 is no token id: engine.ask takes 0 to \d+ "),
+        ([[999_999]], r"999999 is no token id: engine.ask takes 0 to \d+"),
         ([[-1]], "-1 is no token id"),
         ([[0.5]], "0.5 is no token id"),
         (
@@ -515,6 +516,7 @@ def test_what_a_verifier_asks_is_checked_and_ends_its_own_problem_only(
     assert "Asking" in error.value.message and "(test_solver.py:" in error.value.message
     assert failed.error and failed.error["code"] == "verifier-raised" and solved.error is None
     assert "token ids of the model" in answered.value.message
+    assert questions is None or re.search(words, answered.value.message)
 
 
 def letters() -> PreTrainedTokenizerFast:

@@ -7,10 +7,11 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from numbers import Integral
 
 from arbor.aggregate.base import Aggregate, AnswerVotes, Confident, FinishedPath
-from arbor.run.plugin_answers import CheckedTask, PluginCalls, is_finite, path_answer
+from arbor.run.plugin_answers import CheckedTask, PluginCalls, is_count, is_finite, path_answer
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
@@ -160,23 +161,43 @@ def ranked(aggregate: Aggregate, paths: Sequence[FinishedPath]) -> tuple[AnswerV
     """An aggregate's ranking, checked where it is a plug-in's.
 
     Raises:
-        UsageError: it raised an exception, or its first answer is not one of these paths'.
+        UsageError: it raised an exception, or what it returned is not `AnswerVotes` of these paths.
     """
     if type(aggregate).__module__.startswith("arbor."):
         return tuple(aggregate.rank(paths))
     known = {path.node for path in paths if path.answer is not None}
-    found = PluginCalls("aggregate", aggregate).right(
+    calls = PluginCalls("aggregate", aggregate)
+    found = calls.each_right(
         "rank",
         lambda: aggregate.rank(paths),
-        lambda votes: (
-            isinstance(votes, list | tuple)
-            and all(
-                isinstance(v, AnswerVotes) and v.paths and known.issuperset(v.paths) for v in votes
-            )
-        ),
-        "AnswerVotes with paths of the search",
+        lambda each: isinstance(each, AnswerVotes),
+        "AnswerVotes",
     )
-    return tuple(found)
+    for votes in found:
+        for part, wanted in _wrong_in(votes, known):
+            raise calls.wrong("rank", {part: getattr(votes, part)}, wanted)
+    return tuple(
+        AnswerVotes(each.answer, int(each.votes), float(each.score), tuple(map(int, each.paths)))
+        for each in found
+    )
+
+
+def _wrong_in(votes: AnswerVotes, known: Set[int]) -> Iterator[tuple[str, str]]:
+    """The parts of a plug-in's votes that are wrong, with what they have to be.
+
+    Args:
+        votes: for one answer.
+        known: ids of the last blocks of paths with an answer.
+    """
+    if not isinstance(votes.answer, str):
+        yield "answer", "a text"
+    if not is_count(votes.votes):
+        yield "votes", "a whole number of at least 1"
+    if not is_finite(votes.score):
+        yield "score", "a finite number"
+    paths = votes.paths if isinstance(votes.paths, list | tuple) else ()
+    if not paths or not all(isinstance(each, Integral) and each in known for each in paths):
+        yield "paths", "ids of finished paths with an answer"
 
 
 def confidence(aggregate: Aggregate, votes: Sequence[AnswerVotes]) -> float:

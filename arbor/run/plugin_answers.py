@@ -40,7 +40,16 @@ from arbor.tasks.base import (
 )
 from arbor.tasks.step_format import StepFormat
 from arbor.tree import Node, NodeState, ThoughtTree
-from arbor.verifiers.base import Asker, Encoder, Gate, Inquires, Inquiry, Verdict, Verifier
+from arbor.verifiers.base import (
+    Asker,
+    Encoder,
+    Gate,
+    Inquires,
+    Inquiry,
+    Verdict,
+    Verifier,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +57,8 @@ if TYPE_CHECKING:
 # A frame in these marks an exception that the plug-in only passes on: of a listener, or a bug.
 NOT_ITS_OWN = ("arbor.engine.", "arbor.run.listeners")
 LONGEST_SHOWN = 80  # characters of an answer or a message
+_SHOWN = reprlib.Repr()
+_SHOWN.maxother = LONGEST_SHOWN
 _PAGES = {"aggregate": "answers"}  # of docs, where their names are not the kinds'
 
 
@@ -102,13 +113,24 @@ class PluginCalls:
             raise self.wrong(member, found, wanted)
         return found
 
+    def each_right(
+        self, member: str, call: Callable[[], Any], is_right: Callable[[Any], bool], wanted: str
+    ) -> list[Any]:
+        """What a member answers as a list or tuple, where each item is right; arguments and errors
+        as for `right`, which shows the first wrong item."""
+        found = self.right(member, call, lambda items: isinstance(items, list | tuple), wanted)
+        for item in found:
+            if not is_right(item):
+                raise self.wrong(member, item, wanted)
+        return list(found)
+
     def wrong(self, member: str, answer: object, wanted: str) -> UsageError:
-        """The error for an answer of a member."""
+        """The error for an answer of a member, or for the part of it that is wrong."""
         kind = self._kind
         return UsageError(
             f"{kind}-answer",
             f"the {kind} '{self._name}' answered '{member}' with "
-            f"{clipped(one_line(reprlib.repr(answer)), LONGEST_SHOWN)}, not {wanted}.",
+            f"{clipped(one_line(_SHOWN.repr(answer)), LONGEST_SHOWN)}, not {wanted}.",
             f"docs/{_PAGES.get(kind, kind)}.md says what it answers.",
             name=self._name,
             member=member,
@@ -171,6 +193,10 @@ def checked_task(task: Task) -> Task:
     return task if _own(task) else cast(Task, CheckedTask(task))
 
 
+def _is_decided(value: object) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_grade(found: Any) -> bool:
     return (
         isinstance(found, Grade)
@@ -205,11 +231,11 @@ def _is_proposal(found: Any) -> bool:
 _OF_TASK: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "parse": (lambda found: isinstance(found, Problem), "a Problem"),
     "prompt": (lambda found: isinstance(found, str), "a text"),
-    "is_terminal": (lambda found: isinstance(found, bool), "True or False"),
+    "is_terminal": (_is_decided, "True or False"),
     "answer": (lambda found: found is None or isinstance(found, str), "a text or None"),
     "grade": (_is_grade, "a Grade with True or False, texts, and numbers as scores"),
-    "is_guess": (lambda found: isinstance(found, bool), "True or False"),
-    "same_answer": (lambda found: isinstance(found, bool), "True or False"),
+    "is_guess": (_is_decided, "True or False"),
+    "same_answer": (_is_decided, "True or False"),
     "value": (is_finite, "a finite number"),
     "question": (_is_question, "a Question with a text and a number for each verdict"),
     "proposal": (_is_proposal, "a Proposal with texts and a number of at least 1"),
@@ -250,15 +276,29 @@ def check_boundary(task: Task) -> BlockLimits:
     """The task's boundary.
 
     Raises:
-        UsageError: not `BlockLimits`, or limits that are not whole numbers of at least 1.
+        UsageError: not `BlockLimits`, or limits that are not whole numbers of at least 1. The
+            boundary's `ends` raises it too, where the task's own raises an exception or answers
+            something other than True or False.
     """
-    found: BlockLimits = PluginCalls("task", task).right(
+    calls = PluginCalls("task", task)
+    found: BlockLimits = calls.right(
         "boundary",
         lambda: task.boundary,
         _is_boundary,
         "BlockLimits with texts and numbers of at least 1",
     )
-    return dataclasses.replace(found, stop=tuple(found.stop))
+    ends = found.ends
+    if ends is not None and not _own(task):
+        asked = ends
+
+        def ends(text: str, tokens: int) -> bool:
+            return bool(
+                calls.right(
+                    "boundary.ends", lambda: asked(text, tokens), _is_decided, "True or False"
+                )
+            )
+
+    return dataclasses.replace(found, stop=tuple(found.stop), ends=ends)
 
 
 def _is_boundary(found: Any) -> bool:
@@ -347,19 +387,23 @@ class _CheckedSearch:
 
     def ask(self, room: int) -> list[Expansion]:
         """See `Search.ask`."""
-        found = self._answers.right(
+        found = self._answers.each_right(
             "ask",
             lambda: self._search.ask(room),
-            lambda asked: isinstance(asked, list | tuple) and all(map(self._can_grow, asked)),
-            f"Expansions of closed blocks of its tree with widths from 1 to {self._most}",
+            lambda each: isinstance(each, Expansion),
+            "Expansions",
         )
-        if sum(each.generate == "propose" for each in found) > self._proposals:
+        for each in found:
+            for part, wanted in self._wrong_in(each):
+                raise self._answers.wrong("ask", {part: getattr(each, part)}, wanted)
+        proposing = sum(each.generate == "propose" for each in found)
+        if proposing > self._proposals:
             wanted = f"at most {self._proposals} Expansions that propose (most_proposals)"
-            raise self._answers.wrong("ask", found, wanted)
-        told = len(self._reported) - 1
-        if told + sum(each.width for each in found) > self._most:
+            raise self._answers.wrong("ask", proposing, wanted)
+        told, more = len(self._reported) - 1, sum(each.width for each in found)
+        if told + more > self._most:
             wanted = f"at most {self._most} blocks in all (max_blocks), of which it has {told}"
-            raise self._answers.wrong("ask", found, wanted)
+            raise self._answers.wrong("ask", {"widths": more}, wanted)
         return [dataclasses.replace(each, width=int(each.width)) for each in found]
 
     def tell(self, children: Sequence[Node]) -> None:
@@ -369,27 +413,26 @@ class _CheckedSearch:
 
     def best(self) -> list[Node]:
         """See `Search.best`."""
-        found = self._answers.right(
-            "best",
-            self._search.best,
-            lambda best: isinstance(best, list | tuple) and all(map(self._is_leaf, best)),
-            "terminal blocks of its tree",
+        found = self._answers.each_right(
+            "best", self._search.best, self._is_leaf, "terminal blocks of its tree"
         )
-        return list(found)
+        seen: set[int] = set()
+        for leaf in found:
+            if leaf.id in seen:
+                raise self._answers.wrong("best", [leaf, leaf], "each block once")
+            seen.add(leaf.id)
+        return found
 
     def reads(self, children: Sequence[Node]) -> Sequence[Node]:
         """See `ReadsValues.reads`; all of them of a search without it."""
         if not isinstance(self._search, ReadsValues):
             return children
         known = {child.id for child in children}
-        return cast(
-            Sequence[Node],
-            self._answers.right(
-                "reads",
-                lambda: list(self._search.reads(list(children))),
-                lambda read: all(self._is_known(each) and each.id in known for each in read),
-                "some of the children that it was asked about",
-            ),
+        return self._answers.each_right(
+            "reads",
+            lambda: self._search.reads(list(children)),
+            lambda each: self._is_known(each) and each.id in known,
+            "some of the children that it was asked about",
         )
 
     def scores(self) -> Mapping[int, float]:
@@ -402,24 +445,32 @@ class _CheckedSearch:
         self, member: str, wanted: str, is_right: Callable[[Any], bool]
     ) -> Mapping[int, float]:
         """What a member answers: finite numbers by the ids of blocks."""
-        found = self._answers.of(member, lambda: dict(getattr(self._search, member)()))
+        found = self._answers.right(
+            member,
+            lambda: getattr(self._search, member)(),
+            lambda answer: isinstance(answer, Mapping),
+            wanted,
+        )
         for node, number in found.items():
             known = isinstance(node, numbers.Integral) and 0 <= int(node) < len(self._tree)
             if not known or not is_finite(number) or not is_right(number):
                 raise self._answers.wrong(member, {node: number}, wanted)
-        return cast(Mapping[int, float], found)
+        return dict(found)
 
-    def _can_grow(self, each: object) -> bool:
-        return (
-            isinstance(each, Expansion)
-            and self._is_known(each.leaf)
-            and each.leaf.state is NodeState.CLOSED
-            and (not self.continuous or each.leaf.id in self._reported)
-            and is_count(each.width)
-            and each.width <= self._most
-            and each.generate in get_args(Generate)
-            and (each.begin is None or self._can_begin(each))
-        )
+    def _wrong_in(self, each: Expansion) -> Iterator[tuple[str, str]]:
+        """The parts of an expansion that are wrong, with what they have to be."""
+        if not self._is_known(each.leaf):
+            yield "leaf", "a block of its tree"
+        elif each.leaf.state is not NodeState.CLOSED:
+            yield "leaf", "a closed block"
+        elif self.continuous and each.leaf.id not in self._reported:
+            yield "leaf", "a block that it was told of"
+        if not is_count(each.width) or each.width > self._most:
+            yield "width", f"a width from 1 to {self._most}"
+        if each.generate not in get_args(Generate):
+            yield "generate", f"one of {', '.join(get_args(Generate))}"
+        if each.begin is not None and not self._can_begin(each):
+            yield "begin", "a child of the sampled leaf and a number of its tokens, but not all"
 
     def _can_begin(self, each: Expansion) -> bool:
         """Whether an expansion begins with some of an earlier child's tokens."""
@@ -452,6 +503,12 @@ class _CheckedForesight(_CheckedSearch):
 # Verifiers
 
 
+def own_questions(verifier: Verifier) -> str | None:
+    """The name of the first part of a verifier that asks the model and is a plug-in's."""
+    asking = (part for part in parts_of(verifier) if part.needs_model and not _own(part))
+    return next(map(name_of, asking), None)
+
+
 def inquiry_of(
     verifier: Inquires,
     task: Task,
@@ -467,11 +524,14 @@ def inquiry_of(
     found: Inquiry | None = answers.right(
         "inquire",
         lambda: verifier.inquire(given, problem, candidates, encoder),
-        lambda inquiry: inquiry is None or _are_questions(inquiry, encoder),
-        "an Inquiry with token ids of the model after each block",
+        lambda inquiry: inquiry is None or _has_lists(inquiry),
+        "an Inquiry with lists of blocks and of token ids of the model",
     )
     if found is None:
         return None
+    if wrong := wrong_in(found.nodes, found.questions, getattr(encoder, "vocabulary", 0)):
+        wanted = f"token ids of the model after each block: {wrong}"
+        raise answers.wrong("inquire", {"questions": found.questions}, wanted)
     verdict = found.verdict
 
     def checked(logits: Tensor) -> Verdict:
@@ -480,12 +540,11 @@ def inquiry_of(
     return dataclasses.replace(found, verdict=checked)
 
 
-def _are_questions(inquiry: Any, encoder: Encoder) -> bool:
+def _has_lists(inquiry: Any) -> bool:
     return (
         isinstance(inquiry, Inquiry)
         and _are_lists((inquiry.nodes, inquiry.questions))
-        and _are_lists(inquiry.questions)
-        and wrong_in(inquiry.nodes, inquiry.questions, getattr(encoder, "vocabulary", 0)) is None
+        and all(isinstance(each, list | tuple | str) for each in inquiry.questions)
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from arbor import Solver
 from arbor.controllers.base import Expansion
 from arbor.controllers.tot import ToT
 from arbor.errors import ArborError
+from arbor.tasks.base import BlockLimits
 from arbor.tasks.game24 import Game24
 from arbor.tree import Node
 from arbor.verifiers.base import Verdict
@@ -94,6 +95,36 @@ class BadTask(Game24):
         return lambda *_: JUNK[self.junk]()
 
 
+class Ending:
+    """A rule for the end of a thought that answers nonsense."""
+
+    def __init__(self, junk: str) -> None:
+        self.junk = junk
+
+    def __call__(self, text: str, tokens: int) -> Any:
+        return JUNK[self.junk]()
+
+
+@dataclass(frozen=True)
+class BadEnds(Game24):
+    """Game of 24 whose boundary asks a rule for the end of a thought that answers nonsense."""
+
+    junk: str = "none"
+
+    @property
+    def boundary(self) -> BlockLimits:
+        return replace(super().boundary, ends=Ending(self.junk))
+
+
+@pytest.mark.parametrize("junk", ["none", "text", "exception"])
+def test_a_rule_for_the_end_of_a_thought_that_answers_nonsense_is_named(junk: str) -> None:
+    def solve() -> None:
+        with Solver(task=BadEnds(junk=junk), **GOOD) as solver:
+            solver.solve(PUZZLE)
+
+    assert "'boundary.ends'" in refused("BadEnds", solve)
+
+
 MEMBERS = ("parse", "prompt", "is_terminal", "answer", "grade", "value", "question", "boundary")
 ALLOWED = {
     ("answer", "none"),
@@ -166,6 +197,8 @@ class BadSearch:
                 ]
                 or self.inner.ask(1)
             ),
+            "unknown way": lambda: [Expansion(self.tree.root, 2, "guess")],  # type: ignore[arg-type]
+            "twice": lambda: self.inner.best()[:1] * 2,
             "far": lambda: {10**9: 0.5},
             "more than one": lambda: {0: 1.5},
             "not finite": lambda: {0: float("inf")},
@@ -201,11 +234,23 @@ def solve_with_controller(member: str, junk: str) -> None:
         solver.solve(PUZZLE)
 
 
+# what the error shows of an answer of several parts
+SHOWN = {
+    "stranger": "{'leaf': Node(0, open, tokens=0, value=0.000)}, not a block of its tree",
+    "negative width": "{'width': -1}, not a width from 1 to 20",
+    "width as text": "{'width': '2'}, not a width from 1 to 20",
+    "terminal": "terminal, tokens=13, value=1.000)}, not a closed block",
+    "begins elsewhere": "{'begin': (Node(0, closed, tokens=11, value=0.000), 1)}, not a child",
+    "unknown way": "{'generate': 'guess'}, not one of sample, propose",
+    "list": " with 1, not terminal blocks of its tree",
+    "twice": ", not each block once",
+    "none": " with None, not ",
+}
 WRONG = [
     *[("ask", each) for each in ("stranger", "unknown", "negative width", "zero width")],
     *[("ask", each) for each in ("huge width", "width as text", "terminal", "none", "exception")],
-    *[("ask", each) for each in ("begins elsewhere", "begins whole")],
-    *[("best", each) for each in ("none", "list", "exception")],
+    *[("ask", each) for each in ("begins elsewhere", "begins whole", "unknown way")],
+    *[("best", each) for each in ("none", "list", "twice", "exception")],
     *[("prospects", each) for each in ("far", "more than one", "none", "exception")],
     *[("scores", each) for each in ("far", "not finite", "none", "exception")],
     *[("max_blocks", each) for each in ("none", "negative", "nan", "exception")],
@@ -219,6 +264,7 @@ def test_a_controller_that_answers_nonsense_is_named(member: str, junk: str) -> 
     message = refused("BadController", lambda: solve_with_controller(member, junk))
 
     assert f"'{member}'" in message
+    assert SHOWN.get(junk, "") in message
 
 
 # Verifiers
