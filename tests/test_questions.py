@@ -14,6 +14,7 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import Answered
 from arbor.tasks.base import BlockLimits, Problem, Question
 from arbor.tasks.game24 import Game24
+from arbor.verifiers.base import Verdict
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -90,3 +91,32 @@ def test_a_question_longer_than_planned_names_its_task_and_what_works(
     assert solution.metrics.asked > 0
     with Solver(task=Growing(max_question_tokens=LONGEST), **SEARCHES[name]) as solver:
         assert solver.solve(PUZZLE).text == solution.text or name == "lossy"
+
+
+@dataclass(frozen=True)
+class LongQuestion:
+    """A verifier with a question of its own, and perhaps a bound of its tokens."""
+
+    bound: int | None = None
+    needs_model = True
+
+    def verify(self, task: Any, problem: Problem, candidates: Any, engine: Any) -> Verdict:
+        engine.ask(candidates, [[5] * 80] * len(candidates))
+        return Verdict((0.5,) * len(candidates), len(candidates))
+
+    def most_question_tokens(self, *given: Any) -> int | None:
+        return self.bound
+
+
+def test_a_verifiers_own_question_longer_than_planned_names_the_verifier() -> None:
+    controller = {"name": "tot", "beam": 1, "width": 1}
+    with Solver(controller=controller, verifier=LongQuestion()) as solver:
+        budget = f"{solver.plan(PUZZLE).smallest_tokens}tok"
+        with pytest.raises(BudgetInfeasible) as caught:
+            solver.solve(PUZZLE, budget=budget)
+    with Solver(controller=controller, verifier=LongQuestion(80)) as solver:
+        assert solver.solve(PUZZLE, budget=f"{caught.value.needed}tok").metrics.asked
+
+    named = "a question of 80 tokens by the verifier 'test_questions:LongQuestion', planned for "
+    assert named in caught.value.message and "task" not in caught.value.message
+    assert caught.value.hint.startswith("Let the verifier's most_question_tokens(…) return 80")

@@ -203,11 +203,13 @@ class PlannedQuestions(Words):
 
     The plan of a search counts the task's question at no thoughts, or `max_question_tokens` where
     the task declares it. A longer question is asked as long as the budget and the model's context
-    have room for it; where they have not, the error names the task and what would work.
+    have room for it; where they have not, the error names who asks it and what would work.
 
     Args:
         engine: answers.
         task: the task's name.
+        verifier: the name of a plug-in's, which has questions of its own; None: the task's are
+            asked.
         plan: of the search.
         context: positions of the model.
         vocabulary: its token ids; 0: not known.
@@ -218,6 +220,7 @@ class PlannedQuestions(Words):
         self,
         engine: Asker,
         task: str,
+        verifier: str | None,
         plan: Plan,
         context: int,
         vocabulary: int,
@@ -226,6 +229,7 @@ class PlannedQuestions(Words):
         super().__init__(engine.encode, turn)
         self._engine = engine
         self._task = task
+        self._verifier = verifier
         self._plan = plan
         self._context = context
         self.vocabulary = vocabulary
@@ -289,10 +293,15 @@ class PlannedQuestions(Words):
         return error
 
     def _described(self, longest: int) -> str:
+        asks = f"the task '{self._task}'"
+        if self._verifier is not None:
+            asks = f"the verifier '{self._verifier}'"
         return (
-            f"a question of {longest:,} tokens by the task '{self._task}', "
+            f"a question of {longest:,} tokens by {asks}, "
             f"planned for {self._plan.question_tokens:,}"
         )
 
     def _remedy(self, longest: int) -> str:
+        if self._verifier is not None:
+            return f"Let the verifier's most_question_tokens(…) return {longest} or more"
         return f"Let the task declare max_question_tokens = {longest} or more"

@@ -31,7 +31,13 @@ from arbor.run.planning import (
     plan_search,
     prompt_of,
 )
-from arbor.run.plugin_answers import checked_task, most_blocks, path_answer, unchecked
+from arbor.run.plugin_answers import (
+    checked_task,
+    most_blocks,
+    own_questions,
+    path_answer,
+    unchecked,
+)
 from arbor.run.questions import PlannedQuestions, question_turn
 from arbor.run.request import Request, TraceDetail
 from arbor.run.searches import Steps, completed
@@ -301,6 +307,7 @@ class Run:
                 questions=PlannedQuestions(
                     engine,
                     setup.task.name,
+                    own_questions(setup.verifier),
                     self.plan,
                     setup.checkpoint.read().info.context,
                     setup.checkpoint.read().info.vocabulary,
