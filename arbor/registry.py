@@ -33,6 +33,8 @@ import importlib.util
 import inspect
 import operator
 import os
+import re
+import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -154,6 +156,7 @@ BUILTIN = _with_features(_CORE, lambda each: each.names)
 PARTS = _with_features(_CORE_PARTS, lambda each: each.parts)
 
 FILE = ".py"
+_NAME = re.compile(r"[^\s,:=]+")  # what else has a meaning where a component is named
 KINDS = tuple(BUILTIN)
 
 # earlier names that traces still hold, and today's
@@ -163,8 +166,12 @@ RENAMED: Mapping[tuple[str, str], str] = {("scorer", "chance"): "random"}
 ADAPTERS: Mapping[str, str] = {
     package: path for each in features() for package, path in each.adapters.items()
 }
-# those whose classes are components of no kind unless the folder of this name adapts them
-NEED_ADAPTERS = ("kvpress",)
+# those whose classes are components of no kind unless the folder of this name adapts them, and how
+# they are installed
+NEED_ADAPTERS: Mapping[str, str] = {
+    "kvpress": "pip install --no-deps kvpress==0.5.4 && "
+    "pip install datasets requests fire cachetools pandas"
+}
 
 C = TypeVar("C")
 T = TypeVar("T", bound=type[Any])
@@ -204,8 +211,14 @@ class Naming:
         """Name a class or a ready component, and return it; without one, a decorator that does.
 
         Raises:
-            UsageError: the name is taken, empty or has a colon.
+            UsageError: the name is taken, or none that the command line can give.
         """
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UsageError(
+                "name-taken",
+                f"invalid {self._kind} name {reprlib.repr(name)}.",
+                "A name is a text without spaces, commas, colons and equals signs, such as 'mine'.",
+            )
         if component is None:
             return functools.partial(self, name)
         earlier = self._named.get(name)
@@ -217,10 +230,6 @@ class Naming:
                 f"the {self._kind} name '{name}' is taken.",
                 f"Choose another name, such as 'my-{name}'.",
                 name=name,
-            )
-        if ":" in name or not name:
-            raise UsageError(
-                "name-taken", f"invalid {self._kind} name '{name}'.", "Leave out the colon."
             )
         self._named[name] = _named(component, name)
         return self._named[name]
@@ -271,7 +280,10 @@ def resolve(kind: str, name: str) -> Any:
         found = _load(path, name)
     except Exception as error:
         reason, hint = f"{type(error).__name__}: {error}", ""
-        if plugin is not None:
+        package = path.partition(":")[0].partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and package in NEED_ADAPTERS:
+            hint = NEED_ADAPTERS[package]
+        elif plugin is not None:
             hint = "ARBOR_PLUGINS=off hides plugins."
         elif isinstance(error, FileNotFoundError) and not Path(_split(path)[0]).exists():
             reason, hint = (

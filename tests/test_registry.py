@@ -318,6 +318,17 @@ def test_a_policy_is_a_value_that_knows_the_name_it_was_given(own: registry.Regi
         build("policy", "lowest", registered_as="other")
 
 
+@pytest.mark.parametrize("name", ["", "a,b", "a b", " a", "a\n", "a=b", "a:b", Lowest, None])
+def test_a_name_that_the_command_line_cannot_give_is_refused(
+    name: Any, own: registry.Register
+) -> None:
+    for register in (own.allocator, lambda name: own.allocator(name, Lowest)):
+        with pytest.raises(UsageError, match="invalid allocator name") as refused:
+            register(name)
+        assert "commas" in refused.value.hint
+    assert not own.of("allocator")
+
+
 @dataclass(frozen=True)
 class Typed:
     """A component whose types only a type checker knows."""
@@ -427,6 +438,20 @@ def test_a_class_of_kvpress_without_its_folder_names_the_folder(
         registry.resolve("policy", "kvpress:SnapKVPress")
 
     assert raised.value.code == "policy-broken"
+
+
+def test_kvpress_that_is_not_installed_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvpress", None)  # so that importing it fails
+
+    with pytest.raises(UsageError, match="ModuleNotFoundError") as raised:
+        registry.resolve("policy", "kvpress:SnapKVPress")
+
+    assert raised.value.code == "policy-broken"
+    assert raised.value.hint.startswith("pip install --no-deps kvpress==")
+    docs = Path(__file__).parents[1] / "docs" / "retention.md"
+    assert raised.value.hint.partition(" &&")[0] in docs.read_text(encoding="utf-8")
 
 
 def test_a_ready_component_of_a_file_is_named_from_the_root(
