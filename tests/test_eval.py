@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,42 @@ def test_errors_are_reported_with_their_reasons(command: Arbor) -> None:
 # Where samples come from
 
 
+@pytest.mark.parametrize("name", ["own.py:Two", "own_module:Two", "own_module:TWO"])
+def test_a_task_of_ones_own_is_named_as_its_components_are_and_resumed_from_elsewhere(
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = """
+        from dataclasses import dataclass, replace
+        from arbor.tasks.game24 import Game24
+
+        @dataclass(frozen=True)
+        class Two(Game24):
+            def problems(self, split, limit=None):
+                for problem in super().problems(split, 2):
+                    yield replace(problem, id=f"two-{problem.id}")
+
+        TWO = Two()
+    """
+    (tmp_path / "own.py").write_text(textwrap.dedent(text))
+    (tmp_path / "own_module.py").write_text(textwrap.dedent(text))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    arbor, out = in_process(capsys), str(tmp_path / "out")
+
+    done = arbor("eval", name, "--controller", "chain", "--output", out)
+    first = Path(out, "samples.jsonl").read_bytes()
+    monkeypatch.chdir("elsewhere")
+    again = arbor("eval", "--config", f"{out}/run.toml", "--output", out)
+
+    assert (done.code, again.code) == (0, 0), again.err
+    assert Path(out, "samples.jsonl").read_bytes() == first
+    assert [row["id"][:4] for row in rows(out)] == ["two-", "two-"]
+
+
 def broken(text: str | bytes, name: str = "x.jsonl") -> Any:
     def write() -> list[str]:
         Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -300,6 +337,8 @@ def broken(text: str | bytes, name: str = "x.jsonl") -> Any:
 ROWS = [
     (["gsm8k"], 2, "no-problems", ("arbor eval problems.jsonl --task gsm8k",)),
     (["gsm9k"], 2, "unknown-dataset", ("Known: chains, countdown, game24, recall; or a file",)),
+    (["mine.py:Mine"], 2, "task-broken", ("mine.py: no such file",)),
+    (["nowhere:Mine"], 2, "task-broken", ("No module named 'nowhere'",)),
     (["x.xlsx"], 2, "dataset-format", (".jsonl, .json, .csv, .tsv, .parquet", '{"problem": ')),
     (["x.parquet"], 4, "dataset-unreadable", ("No such file",)),
     (["hf:gsm8k"], 2, "dataset-format", ("hf:openai/gsm8k/main:test",)),

@@ -71,8 +71,9 @@ def complete_dataset(
 def eval_(ctx: click.Context, /, **values: Any) -> int:
     """Solve many problems; the same command with the same --output resumes.
 
-    DATASET is a task with problems (chains, countdown, game24, recall), a file
-    (.jsonl, .json, .csv, .tsv, .parquet), '-' (stdin), or hf:OWNER/NAME:SPLIT.
+    DATASET is a task with problems (chains, countdown, game24, recall, or
+    mine.py:Mine), a file (.jsonl, .json, .csv, .tsv, .parquet), '-' (stdin),
+    or hf:OWNER/NAME:SPLIT.
 
     \b
       arbor eval game24 --limit 50 --budget 0.25 --output runs/quarter
@@ -314,9 +315,12 @@ def _located(settings: Settings) -> ModelLocation:
 
 
 def absolute_path(dataset: str) -> str:
-    """A file's absolute path, so that a configuration works from any folder; others as they are."""
-    if is_task(dataset) or dataset == STDIN or dataset.startswith(HUB):
+    """The absolute path of a file, also of a task's, so that a configuration works from any folder;
+    others as they are."""
+    if dataset == STDIN or dataset.startswith(HUB):
         return dataset
+    if is_task(dataset):
+        return registry.name_of(registry.resolve("task", dataset)) if ":" in dataset else dataset
     return str(Path(dataset).absolute())
 
 
@@ -344,13 +348,14 @@ def task_of(ctx: click.Context, dataset: str, task: str) -> str:
     if not is_task(dataset):
         return task
     given = ctx.get_parameter_source("task") is not click.core.ParameterSource.DEFAULT
-    if given and task != dataset:
+    named = absolute_path(dataset)
+    if given and task not in (dataset, named):
         raise UsageError(
             "usage",
             f"the problems of {dataset} are not read by --task {task}.",
             "Leave --task out; it is for files.",
         )
-    return dataset
+    return named
 
 
 def new_folder(dataset: str, config: Mapping[str, Any], kind: str = "") -> Path:

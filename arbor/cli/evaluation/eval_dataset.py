@@ -46,8 +46,12 @@ SUFFIXES = (*TEXTS, ".parquet")
 
 
 def is_task(dataset: str) -> bool:
-    """Whether the samples are a task's own problems."""
-    return dataset in registry.names("task")
+    """Whether the samples are a task's own problems: it is a task's name, its path
+    ``package.module:Class``, or its file ``mine.py:Class``."""
+    if dataset in registry.names("task"):
+        return True
+    is_file = dataset.lower().endswith(SUFFIXES) or Path(dataset).exists()
+    return ":" in dataset and not dataset.startswith(HUB) and not is_file
 
 
 def name_of(dataset: str) -> str:
@@ -69,7 +73,8 @@ def read_samples(options: DatasetOptions, task: Task, stop_on_error: bool) -> li
     name = name_of(options.dataset)
     first, last = (0, None) if options.limit is None else window(options.limit)
     if is_task(options.dataset):
-        samples = _task_samples(task, options.split or "test", first, last or DEFAULT_LIMIT)
+        split = options.split or "test"
+        samples = _task_samples(task, name, split, first, last or DEFAULT_LIMIT)
     else:
         rows = _rows(options.dataset, options.encoding)
         if options.split is not None:
@@ -92,13 +97,13 @@ def read_samples(options: DatasetOptions, task: Task, stop_on_error: bool) -> li
     return samples
 
 
-def _task_samples(task: Task, split: str, first: int, last: int) -> list[Sample]:
+def _task_samples(task: Task, name: str, split: str, first: int, last: int) -> list[Sample]:
     try:
         return of_task(task, split, first, last)
     except UsageError as error:
         if error.code != "no-problems":
             raise
-        hint = f"Give a file: arbor eval problems.jsonl --task {task.name}"
+        hint = f"Give a file: arbor eval problems.jsonl --task {name}"
         raise UsageError(error.code, error.message, hint) from error
 
 
@@ -129,7 +134,8 @@ def _rows(dataset: str, encoding: str) -> Iterator[DataRow]:
         raise UsageError(
             "unknown-dataset",
             f"unknown dataset '{dataset}'.",
-            f"Known: {', '.join(_tasks_with_problems())}; or a file: problems.jsonl, problems.csv.",
+            f"Known: {', '.join(_tasks_with_problems())}; or a file: problems.jsonl, "
+            "problems.csv; or a task of yours: mine.py:Mine.",
             name=dataset,
         )
     return _file_rows(path, dataset, encoding)
