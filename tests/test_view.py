@@ -12,10 +12,11 @@ from support.fake_run import fake_run, tick
 
 from arbor.cli import main
 from arbor.cli.evaluation.eval_report import write_index
+from arbor.errors import UsageError
 from arbor.events import Event
 from arbor.measure.evaluation.results import results
 from arbor.trace import TraceWriter
-from arbor.view import html_page, read_page_trace
+from arbor.view import html_page, read_page_trace, write_page
 
 Ran = tuple[int, str, str]
 Command = Callable[..., Ran]
@@ -89,6 +90,26 @@ def test_a_file_that_is_not_a_trace_is_refused(
     assert (code, out) == (4, "")
     assert said in err
     assert not (tmp_path / "run.html").exists()
+
+
+def test_a_page_replaces_a_page_and_no_other_file(command: Command, trace: Path) -> None:
+    page, notes = trace.with_name("page.html"), trace.with_name("notes.html")
+    page.touch()
+    notes.write_text("<!doctype html>\n<title>notes</title>")
+
+    written = [command("view", str(trace), "-o", str(page))[0] for _ in range(2)]
+    assert written == [0, 0] and page.read_text("utf-8") == html_page(read_page_trace(trace))
+    for arguments in (
+        ("view", str(trace), "-o", str(notes)),
+        ("solve", "4 5 6 10", "--html", str(notes), "--model", "nowhere"),
+        ("demo", "-o", str(notes)),
+    ):
+        code, out, err = command(*arguments)
+        assert (code, out) == (2, "")
+        assert f"[output-exists] {notes} exists, and is no page of 'arbor view'." in err
+    with pytest.raises(UsageError, match="output-exists"):
+        write_page(trace, read_page_trace(trace))
+    assert notes.read_text().endswith("<title>notes</title>")
 
 
 # The terminal

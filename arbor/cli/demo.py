@@ -66,9 +66,10 @@ def demo(output: Output, /, **values: Any) -> int:
       arbor demo --seed 7 -o demo.html
     """
     from arbor.cli.solve import EXIT_NO_ANSWER
-    from arbor.view import read_page_trace, write_page
+    from arbor.view import read_page_trace, refuse_other_file, write_page
 
     options = read_options(DemoOptions, values)
+    refuse_other_file(options.output)
     with tempfile.TemporaryDirectory() as folder:
         solution = search(output, Path(folder), options.seed)
         assert solution.trace_path is not None, "the demo writes its trace"

@@ -211,6 +211,10 @@ def check_outputs(options: SolveOptions) -> None:
     outputs = {"--trace": options.trace, "--html": options.html}
     config_path = click.get_current_context().meta.get(CONFIG_PATH)
     refuse_overwriting(outputs, [options.source.file, config_path])
+    if options.html is not None:
+        from arbor.view import refuse_other_file
+
+        refuse_other_file(options.html)
     if options.trace is not None and str(options.trace) != "off" and not options.force:
         refuse_existing(options.trace)
 

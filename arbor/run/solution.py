@@ -288,7 +288,7 @@ class Solution:
 
         Raises:
             UsageError: no trace was written and the events were not kept, or the file cannot be
-                written.
+                written, or holds something else than such a page.
             TraceError: the trace cannot be read.
         """
         from arbor.view import write_page

@@ -6,6 +6,7 @@ from arbor.view.page import (
     notebook_frame,
     page_trace_of,
     read_page_trace,
+    refuse_other_file,
     write_page,
 )
 from arbor.view.picture import plain_text, search_picture
@@ -17,6 +18,7 @@ __all__ = [
     "page_trace_of",
     "plain_text",
     "read_page_trace",
+    "refuse_other_file",
     "search_picture",
     "write_page",
 ]

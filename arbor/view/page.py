@@ -9,6 +9,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -78,6 +79,8 @@ def shortened(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != IDS} | {"tokens": len(ids)}
 
 
+_TITLE = b"<title>arbor trace</title>"  # by which a page is known, within its first bytes
+_HEAD = 1024
 MOST_RUNS = 2  # one run, or two side by side
 SCRIPTS = (
     "fold.js",
@@ -123,13 +126,35 @@ def html_page(*recordings: PageTrace) -> str:
     return page
 
 
+def refuse_other_file(path: Path) -> None:
+    """Refuses a file that holds something other than a page of `html_page`; empty files, devices
+    and pipes are written to.
+
+    Raises:
+        UsageError: it does.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return
+    head = b""
+    with suppress(OSError), path.open("rb") as file:
+        head = file.read(_HEAD)
+    if _TITLE not in head:
+        raise UsageError(
+            "output-exists",
+            f"{path} exists, and is no page of 'arbor view'.",
+            "Name another file for the page.",
+            path=str(path),
+        )
+
+
 def write_page(path: str | os.PathLike[str], *recordings: PageTrace) -> Path:
     """Writes `html_page` to a file.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be written, or holds something else.
     """
     path = Path(path)
+    refuse_other_file(path)
     write_atomically(path, html_page(*recordings))
     return path
 
