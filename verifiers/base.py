@@ -288,6 +288,7 @@ class MayLeave(Protocol):
     def may_leave(self) -> bool: ...
 
 
+@runtime_checkable
 class VerifierModel(Protocol):
     """The model of a verifier, with an engine of its own.
 

@@ -19,6 +19,7 @@ from arbor.run.plugin_answers import (
     most_blocks,
     most_proposals,
     proposing,
+    question_bound,
     unchecked,
 )
 from arbor.run.questions import Words, in_conversation, question_turn
@@ -264,7 +265,7 @@ def question_tokens(setup: Setup, problem: Problem, words: Words, limits: BlockL
     task = setup.task
     asking = [part for part in parts_of(setup.verifier) if part.needs_model]
     bounds = [
-        part.most_question_tokens(checked_task(task), problem, limits, words)
+        question_bound(part, checked_task(task), problem, limits, words)
         for part in asking
         if isinstance(part, PlansQuestions)
     ]

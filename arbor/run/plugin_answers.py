@@ -46,8 +46,12 @@ from arbor.verifiers.base import (
     Gate,
     Inquires,
     Inquiry,
+    OwnsModel,
+    Placement,
+    PlansQuestions,
     Verdict,
     Verifier,
+    VerifierModel,
     parts_of,
 )
 
@@ -59,7 +63,12 @@ NOT_ITS_OWN = ("arbor.engine.", "arbor.run.listeners")
 LONGEST_SHOWN = 80  # characters of an answer or a message
 _SHOWN = reprlib.Repr()
 _SHOWN.maxother = LONGEST_SHOWN
-_PAGES = {"aggregate": "answers"}  # of docs, where their names are not the kinds'
+_PAGES = {"aggregate": "answers", "policy": "retention"}  # of docs, where not the kind's name
+
+
+def page_of(kind: str) -> str:
+    """The page of docs on components of a kind."""
+    return _PAGES.get(kind, kind)
 
 
 class PluginCalls:
@@ -90,7 +99,7 @@ class PluginCalls:
                 f"{kind}-raised",
                 f"the {kind} '{self._name}' raised {type(error).__name__} in '{member}': "
                 f"{clipped(one_line(str(error)), LONGEST_SHOWN)} ({place}).",
-                f"docs/{_PAGES.get(kind, kind)}.md says what it is called with.",
+                f"docs/{page_of(kind)}.md says what it is called with.",
                 name=self._name,
                 member=member,
             ) from error
@@ -131,7 +140,7 @@ class PluginCalls:
             f"{kind}-answer",
             f"the {kind} '{self._name}' answered '{member}' with "
             f"{clipped(one_line(_SHOWN.repr(answer)), LONGEST_SHOWN)}, not {wanted}.",
-            f"docs/{_PAGES.get(kind, kind)}.md says what it answers.",
+            f"docs/{page_of(kind)}.md says what it answers.",
             name=self._name,
             member=member,
         )
@@ -507,6 +516,49 @@ def own_questions(verifier: Verifier) -> str | None:
     """The name of the first part of a verifier that asks the model and is a plug-in's."""
     asking = (part for part in parts_of(verifier) if part.needs_model and not _own(part))
     return next(map(name_of, asking), None)
+
+
+def question_bound(
+    verifier: PlansQuestions, task: Task, problem: Problem, boundary: BlockLimits, encoder: Encoder
+) -> int | None:
+    """A verifier's own bound of its questions, in tokens; None: it asks the task's.
+
+    Raises:
+        UsageError: a plug-in's is not a whole number of at least 0, or it raised an exception.
+    """
+
+    def call() -> int | None:
+        return verifier.most_question_tokens(task, problem, boundary, encoder)
+
+    if _own(verifier):
+        return call()
+    found = PluginCalls("verifier", verifier).right(
+        "most_question_tokens",
+        call,
+        lambda most: most is None or most == 0 or is_count(most),
+        "a whole number of at least 0, or None",
+    )
+    return None if found is None else int(found)
+
+
+def own_model_of(verifier: OwnsModel, placement: Placement) -> VerifierModel:
+    """A verifier's own model, located and not loaded.
+
+    Raises:
+        UsageError: a plug-in's is no `VerifierModel`, or it raised an exception.
+        ModelError: no such model.
+    """
+    if _own(verifier):
+        return verifier.own_model(placement)
+    return cast(
+        VerifierModel,
+        PluginCalls("verifier", verifier).right(
+            "own_model",
+            lambda: verifier.own_model(placement),
+            lambda model: isinstance(model, VerifierModel),
+            "a VerifierModel",
+        ),
+    )
 
 
 def inquiry_of(

@@ -23,6 +23,7 @@ from arbor.retention.base import Allocator, CalibratedScorer, Scorer
 from arbor.retention.policy import Policy
 from arbor.run.limits import BoundarySettings, RunLimits
 from arbor.run.listeners import MOST_BYTES
+from arbor.run.plugin_answers import page_of
 from arbor.run.tiers import TierSettings
 from arbor.support.setting import (
     checked_values,
@@ -57,6 +58,9 @@ def resolve_component(kind: str, given: Any, protocol: type[Any]) -> Any:
             wrong += f" but a scorer: write Policy(allocator, {type(built).__name__}(…))"
         parts = () if wrong else ((built.allocator, Allocator), (built.scorer, Scorer))
         missing = [name for part, wanted in parts for name in missing_members(part, wanted)]
+        for part, _ in parts:
+            if isinstance(part, type):
+                wrong = f"has a class as a part: write {part.__name__}(…)"
     else:
         wrong, missing = "", missing_members(built, protocol)
     if missing:
@@ -66,7 +70,7 @@ def resolve_component(kind: str, given: Any, protocol: type[Any]) -> Any:
         raise UsageError(
             "component-incomplete",
             f"'{name}' cannot be the {kind}: it {wrong}.",
-            f"docs/{kind}.md has a complete example.",
+            f"docs/{page_of(kind)}.md has a complete example.",
             kind=kind,
             lacking=missing,
         )

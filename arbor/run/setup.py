@@ -18,7 +18,13 @@ from arbor.model.parallel.shards import cannot
 from arbor.model.sampling_params import Sampling
 from arbor.registry import name_of
 from arbor.retention.alpha import with_alpha
-from arbor.run.plugin_answers import check_boundary, most_proposals, proposing, unchecked
+from arbor.run.plugin_answers import (
+    check_boundary,
+    most_proposals,
+    own_model_of,
+    proposing,
+    unchecked,
+)
 from arbor.run.settings import Settings, recorded, sampling_with
 from arbor.tasks.base import BlockLimits, Task
 from arbor.tasks.worded import Worded
@@ -64,7 +70,7 @@ class Setup(Settings):
             settings.device, settings.backend, settings.deterministic, settings.debug
         )
         models: dict[Verifier, VerifierModel] = {
-            part: part.own_model(placement)
+            part: own_model_of(part, placement)
             for part in parts_of(settings.verifier)
             if isinstance(part, OwnsModel)
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from typing import Any
+from typing import Any, cast
 
 
 class _Named(type):
@@ -44,4 +44,4 @@ def is_unknown(hint: Any) -> bool:
 
 
 def _named(name: str) -> type[TypeOfCheckers]:
-    return _Named(name, (TypeOfCheckers,), {})
+    return cast("type[TypeOfCheckers]", _Named(name, (TypeOfCheckers,), {}))

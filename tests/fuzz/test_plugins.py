@@ -15,6 +15,7 @@ from arbor import Solver
 from arbor.controllers.base import Expansion
 from arbor.controllers.tot import ToT
 from arbor.errors import ArborError
+from arbor.retention.policy import Policy
 from arbor.tasks.base import BlockLimits
 from arbor.tasks.game24 import Game24
 from arbor.tree import Node
@@ -305,7 +306,58 @@ def test_a_verifier_that_answers_nonsense_is_named(junk: str) -> None:
     refused("BadVerifier", lambda: solve_with_verifier(junk))
 
 
+@dataclass(frozen=True)
+class BadParts:
+    """A verifier with an optional member that answers nonsense."""
+
+    member: str
+    junk: str
+    needs_model = True
+
+    def verify(self, task: Any, problem: Any, candidates: Any, engine: Any) -> Verdict:
+        engine.ask(candidates, [[5]] * len(candidates))
+        return Verdict((0.5,) * len(candidates), len(candidates))
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self.member:
+            raise AttributeError(name)
+        return lambda *_: JUNK[self.junk]()
+
+
+@pytest.mark.parametrize(
+    ("member", "junk"),
+    [
+        *[("most_question_tokens", each) for each in ("text", "nan", "negative", "exception")],
+        *[("own_model", each) for each in ("none", "class", "exception")],
+    ],
+)
+def test_an_optional_member_of_a_verifier_that_answers_nonsense_is_named(
+    member: str, junk: str
+) -> None:
+    def solve() -> None:
+        verifier = BadParts(member, junk)
+        with Solver(budget=BUDGET, controller=SMALL, verifier=verifier) as solver:
+            solver.solve(PUZZLE)
+
+    assert f"'{member}'" in refused("BadParts", solve)
+
+
 # Policies
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (lambda: Policy(BadAllocator), "it has a class as a part: write BadAllocator(…)."),
+        (lambda: Policy(None), "it has no 'counts'."),
+    ],
+)
+def test_a_policy_without_what_it_needs_is_refused(policy: Any, words: str) -> None:
+    with pytest.raises(ArborError) as caught:
+        Solver(policy=policy())
+
+    assert caught.value.code == "component-incomplete" and words in caught.value.message
+    assert caught.value.hint.startswith("docs/retention.md")
 
 
 @dataclass(frozen=True)
