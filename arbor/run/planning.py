@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -152,7 +153,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         UsageError: the verifier cannot read verdicts from this model, the policy's calibrated
             queries are of another one, or it names layers that this one lacks.
     """
-    files, boundary, protect = setup.checkpoint.read(), setup.boundary, setup.policy.protect
+    files, boundary = setup.checkpoint.read(), setup.boundary
     info = files.info
     if not info.supported:
         raise ModelError("arch-unsupported", f"{info.id}: {info.reason}", "See 'arbor info MODEL'.")
@@ -160,34 +161,11 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     if isinstance(scorer, CalibratedScorer):
         scorer.check_model(info.layers, info.num_qo_heads, info.head_dim)
     setup.policy.observation.layers_of(info.layers)
-    encode = partial(files.tokenizer.encode, add_special_tokens=False)
-    words = Words(encode, question_turn(files.tokenizer, unchecked(setup.task), problem))
+    words = words_of(setup, problem)
     for part in parts_of(setup.verifier):
         if isinstance(part, ChecksQuestions):
             part.check(checked_task(setup.task), problem, words)
-    able = proposing(setup.task)
-
-    def shape_of(limits: BlockLimits) -> Footprint:
-        proposals = most_proposals(setup.controller, limits.max_depth)
-        assert able is not None or not proposals, "checked when the solver was made"
-        listed = proposal_tokens(able, problem, words) if able is not None and proposals else 0
-        judged, first = (
-            question_tokens(setup, problem, words, each) if setup.verifier.needs_model else 0
-            for each in (limits, replace(limits, max_depth=1))
-        )
-        return Footprint(
-            prompt_tokens,
-            limits.max_tokens,
-            limits.max_depth,
-            most_blocks(setup.controller, limits.max_depth),
-            max(judged, listed),
-            protect.sinks + protect.recent if setup.mode == "lossy" else None,
-            proposals,
-            setup.staging_tokens(info.kv_bytes_per_token),
-            limits.path_tokens,
-            max(first, listed),
-        )
-
+    shape_of = partial(footprint, setup, problem, words, prompt_tokens)
     shape = shape_of(boundary)
     if shape.path_tokens > info.context:
         searched = shape.path_tokens - prompt_tokens
@@ -250,6 +228,57 @@ def _joined(levers: list[str], model: str, task: Task) -> str:
     if model.startswith("builtin:") and isinstance(unchecked(task), Converses):
         return f"Name another model, which knows problems in words: --model NAME. {said}"
     return said
+
+
+def words_of(setup: Setup, problem: Problem) -> Words:
+    """Token ids of the questions about a problem to the model of a search."""
+    tokenizer = setup.checkpoint.read().tokenizer
+    turn = question_turn(tokenizer, unchecked(setup.task), problem)
+    return Words(partial(tokenizer.encode, add_special_tokens=False), turn)
+
+
+def footprint(
+    setup: Setup, problem: Problem, words: Words, prompt_tokens: int, limits: BlockLimits
+) -> Footprint:
+    """The KV that a search with these limits can need."""
+    protect, able = setup.policy.protect, proposing(setup.task)
+    proposals = most_proposals(setup.controller, limits.max_depth)
+    assert able is not None or not proposals, "checked when the solver was made"
+    listed = proposal_tokens(able, problem, words) if able is not None and proposals else 0
+    judged, first = (
+        question_tokens(setup, problem, words, each) if setup.verifier.needs_model else 0
+        for each in (limits, replace(limits, max_depth=1))
+    )
+    return Footprint(
+        prompt_tokens,
+        limits.max_tokens,
+        limits.max_depth,
+        most_blocks(setup.controller, limits.max_depth),
+        max(judged, listed),
+        protect.sinks + protect.recent if setup.mode == "lossy" else None,
+        proposals,
+        setup.staging_tokens(setup.checkpoint.read().info.kv_bytes_per_token),
+        limits.path_tokens,
+        max(first, listed),
+    )
+
+
+def path_and_question(setup: Setup, problem: Problem) -> int:
+    """Positions that the longest path of a search and a question about it take after a prompt."""
+    return footprint(setup, problem, words_of(setup, problem), 0, setup.boundary).path_tokens
+
+
+def path_within(setup: Setup, problem: Problem, positions: int) -> int:
+    """Tokens of the longest path of a search that fits, with a question about it, into the
+    positions after a prompt: at most those of the setup's limits; 0 where none fits."""
+    words, limits = words_of(setup, problem), setup.boundary
+
+    def taken(size: int) -> int:
+        limited = replace(limits, path_tokens=size)
+        return footprint(setup, problem, words, 0, limited).path_tokens
+
+    sizes = range(1, min(limits.longest_path, positions) + 1)
+    return bisect_right(sizes, positions, key=taken)
 
 
 def question_tokens(setup: Setup, problem: Problem, words: Words, limits: BlockLimits) -> int:

@@ -39,6 +39,7 @@ from arbor.run.conversation import (
     with_system,
 )
 from arbor.run.limits import check_count, limited
+from arbor.run.planning import path_within
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.request import Options
 from arbor.run.run import Run
@@ -272,7 +273,8 @@ class ArborAPI(ModelAPI):
         return str(self._solver.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _planned(self, shared: SharedEngine, asked: _MessageRequest) -> tuple[Run, int | None]:
-        """The run of a message; tokens left in the context, where that is less than was asked for.
+        """The run of a message; tokens of it that the context holds, where those are fewer than
+        were asked for.
 
         Raises:
             ArborError: it cannot be run; an `InputError` where the conversation fills the context.
@@ -295,23 +297,38 @@ class ArborAPI(ModelAPI):
                 changes = self._parts(shared, search, sampling)
                 changes["task"] = with_system(changes["task"], system)
                 return shared.prepare(problem, options, **changes), None
-        text, left = self._conversation(shared, asked)
-        most = min(asked.max_tokens, left)
         if search is None:
-            choices = asked.choices // copies_of(asked.choices, sampling)
-            changes = plain_decoding(asked.ends, most, sampling, choices)
+            asked_tokens, parts = asked.max_tokens, {}
         else:
-            step = search.step_tokens or STEP_TOKENS
-            changes = self._parts(shared, search, sampling)
-            changes |= stepped_search(asked.ends, most, step, sampling)
-            changes["boundary"] = limited(
-                changes["boundary"], search.max_depth, path_tokens=search.path_tokens
-            )
-        cut = left if left < asked.max_tokens else None
-        return shared.prepare(text, options, **changes), cut
+            given = check_count("path_tokens", search.path_tokens)
+            asked_tokens, parts = given or asked.max_tokens, self._parts(shared, search, sampling)
 
-    def _conversation(self, shared: SharedEngine, asked: _MessageRequest) -> tuple[Problem, int]:
-        """The conversation as a text to continue, and the tokens that the context has left."""
+        def changes(most: int) -> dict[str, Any]:
+            if search is None:
+                choices = asked.choices // copies_of(asked.choices, sampling)
+                return plain_decoding(asked.ends, most, sampling, choices)
+            step = search.step_tokens or STEP_TOKENS
+            own = stepped_search(asked.ends, most, step, sampling)
+            return parts | own | {"boundary": limited(own["boundary"], search.max_depth)}
+
+        text = self._conversation(asked)
+        whole = dataclasses.replace(shared.setup, **changes(asked_tokens))
+        context, prompt = whole.checkpoint.read().info.context, len(text.data["tokens"])
+        fits = path_within(whole, text, context - prompt)
+        if not fits:
+            raise InputError(
+                "problem-too-long",
+                f"the conversation has {prompt:,} tokens; the context of {context:,} has no room "
+                "for a message after it"
+                f"{' and for the question about it' if whole.verifier.needs_model else ''}.",
+                "Shorten it.",
+            )
+        if fits == whole.boundary.longest_path:
+            return shared.prepare(text, options, **changes(asked_tokens)), None
+        return shared.prepare(text, options, **changes(fits)), fits
+
+    def _conversation(self, asked: _MessageRequest) -> Problem:
+        """The conversation as a text to continue."""
         try:
             tokens = conversation_tokens(self._solver.tokenizer, asked.messages)
         except ArborError:
@@ -322,15 +339,8 @@ class ArborAPI(ModelAPI):
                 f"the model's chat template refuses these messages: {one_line(str(error))[:200]}.",
                 "Put a system message into the user's, if it is that.",
             ) from error
-        left = shared.setup.checkpoint.read().info.context - len(tokens)
-        if left < 1:
-            raise InputError(
-                "problem-too-long",
-                f"the conversation has {len(tokens):,} tokens; the context is full.",
-                "Shorten it.",
-            )
         text = "\n\n".join(each["content"] for each in asked.messages)
-        return plain_problem(tokens, text, is_conversation=True), left
+        return plain_problem(tokens, text, is_conversation=True)
 
     def _parts(
         self, shared: SharedEngine, search: SearchSettings, sampling: Sampling

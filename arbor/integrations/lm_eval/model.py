@@ -27,8 +27,10 @@ from arbor.model.sampling_params import Sampling
 from arbor.run.choices import PathTokens
 from arbor.run.conversation import plain_decoding, stepped_search
 from arbor.run.limits import check_count
+from arbor.run.planning import path_and_question, path_within
 from arbor.run.request import Options
 from arbor.run.run import Run
+from arbor.run.setup import Setup
 from arbor.run.stream import SearchJob
 from arbor.run.worker import SharedEngine
 from arbor.solver import Solver
@@ -241,7 +243,7 @@ class ArborLM(TemplateLM):
         """
         self._solver.load()
         shared = self._solver.shared(self._at_once, self._kv_tokens)
-        asked = [self._asked(*request.args) for request in requests]
+        asked = [self._asked(shared, *request.args) for request in requests]
         before: Counter[Asked] = Counter()
         runs = []
         for each in asked:
@@ -261,8 +263,11 @@ class ArborLM(TemplateLM):
                 job.abandon()
         return texts
 
-    def _asked(self, context: str, arguments: dict[str, Any]) -> Asked:
+    def _asked(self, shared: SharedEngine, context: str, arguments: dict[str, Any]) -> Asked:
         """What a request asks for; None stands for what `hf` takes.
+
+        The context is cut on the left as `hf` cuts it, for a search further by the question about
+        the longest path.
 
         Raises:
             UsageError: arguments that arbor does not have.
@@ -284,34 +289,46 @@ class ArborLM(TemplateLM):
                 f"{', '.join(f'{name}={given[name]!r:.40}' for name in unknown)}.",
                 "Leave them out of --gen_kwargs.",
             )
-        if not 1 <= most < self._context:
-            raise UsageError(
-                "lm-eval-argument",
-                f"{most:,} tokens to generate, and the context has {self._context:,}.",
-                f"Give max_gen_toks between 1 and {self._context - 1:,}.",
-            )
         if self._searches:
             sampling = dataclasses.replace(self._solver.sampling, **(chosen if sampled else {}))
         elif sampled:
             sampling = dataclasses.replace(self._sampling, **chosen)
         else:
             sampling = Sampling(temperature=0.0)
-        prompt = self._encoded(context, self.tokenizer.bos_token)[-(self._context - most) :]
-        return Asked(tuple(prompt), tuple(end for end in ends if end), most, sampling)
+        tokens = self._encoded(context, self.tokenizer.bos_token)
+        wanted = Asked(tuple(tokens), tuple(end for end in ends if end), most, sampling)
+        problem = plain_problem([self.prefix_token_id], "")
+
+        def setup(size: int) -> Setup:
+            changes = self._changes(wanted._replace(most=size))
+            return dataclasses.replace(shared.setup, **changes)
+
+        left = self._context - path_and_question(setup(max(1, most)), problem)
+        if most < 1 or left < 1:
+            fits = path_within(setup(self._context), problem, self._context - 1)
+            judged = " and to ask about" * (self._searches and shared.setup.verifier.needs_model)
+            raise UsageError(
+                "lm-eval-argument",
+                f"{most:,} tokens to generate{judged}, and the context has {self._context:,}.",
+                f"Give max_gen_toks between 1 and {fits:,}." if fits else "Give more max_length.",
+            )
+        return wanted._replace(prompt=wanted.prompt[-left:])
+
+    def _changes(self, asked: Asked) -> dict[str, Any]:
+        """The fields of `Setup` that make a run continue a text."""
+        if not self._searches:
+            return plain_decoding(asked.ends, asked.most, asked.sampling)
+        changes = stepped_search(asked.ends, asked.most, self._step_tokens, asked.sampling)
+        return changes | {"max_expansions": self._max_expansions}
 
     def _run(self, shared: SharedEngine, asked: Asked, before: int) -> Run:
         """The search of a continuation that is asked for, after `before` equal ones."""
-        prompt, ends, most, sampling = asked
-        problem = plain_problem(list(prompt) or [self.prefix_token_id], "")
-        sample = " ".join(map(str, prompt)) + f"\n{before}" * bool(before)
+        problem = plain_problem(list(asked.prompt) or [self.prefix_token_id], "")
+        sample = " ".join(map(str, asked.prompt)) + f"\n{before}" * bool(before)
         options: Options = {"seed": sample_seed(self._seed, sample)}
         if self._searches:
-            changes = stepped_search(ends, most, self._step_tokens, sampling)
-            changes["max_expansions"] = self._max_expansions
             options["budget"] = self._budget
-        else:
-            changes = plain_decoding(ends, most, sampling)
-        return shared.prepare(problem, options, **changes)
+        return shared.prepare(problem, options, **self._changes(asked))
 
     def _text(self, job: SearchJob) -> str:
         """The text that a search has found, its tokens decoded by themselves."""

@@ -127,6 +127,25 @@ def test_a_path_that_a_limit_cuts_ends_for_want_of_tokens() -> None:
     assert wanted.answer is not None and set(reasons) == {"stop", "max_tokens"}
 
 
+@pytest.mark.parametrize("verifier", ["self", "vote,choices=2"])
+def test_near_the_end_of_the_context_a_message_has_the_tokens_that_fit(verifier: str) -> None:
+    api = ArborAPI(SAPLING, controller="beam", verifier=verifier, step_tokens=8, max_depth=64)
+    tokenizer = api._solver.tokenizer
+    context = api._solver.describe().context
+    text = tokenizer.decode(tokenizer.encode("7 8 9 10\n" * 999)[: context - 120])
+    config = GenerateConfig(max_tokens=400, seed=1)
+
+    output = message(api, config, text)
+    full = message(api, config, text + "7 8 9 10\n" * 20)
+    api.close()
+
+    assert output.choices[0].stop_reason == "model_length" and output.error is None
+    ids = tokenizer.encode(output.completion)
+    assert 0 < len(ids) < 120
+    assert full.completion == "" and full.choices[0].stop_reason == "model_length"
+    assert "no room for a message after it and for the question about it" in str(full.error)
+
+
 # Refusals
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from support.run_cli import ROOT, environment
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.integrations.lm_eval.model import ArborLM
 from arbor.model.loading import BUILTIN
+from arbor.run.run import Run
 from arbor.run.stream import SearchJob
 from arbor.run.worker import SharedEngine
 
@@ -212,6 +214,30 @@ def test_a_search_writes_the_best_of_several_continuations(both: tuple[ArborLM, 
     assert len(found) == len(LINES) and found != plain
     assert not any(" =" in text for text in found)
     assert found == searching.generate_until(asked)
+
+
+@pytest.mark.parametrize("verifier", ["self", "vote;choices=3"])
+def test_a_long_context_leaves_room_for_a_continuation_and_the_question_about_it(
+    verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = ArborLM(MODEL, controller="beam", verifier=verifier, max_expansions=3, max_length=400)
+    begun: list[Run] = []
+    begin = SharedEngine.begin
+
+    def noted(shared: SharedEngine, run: Run) -> SearchJob:
+        begun.append(run)
+        return begin(shared, run)
+
+    monkeypatch.setattr(SharedEngine, "begin", noted)
+
+    judged.generate_until(requests("generate_until", ("7 8 9 10\n" * 99, {"max_gen_toks": 24})))
+
+    (run,) = begun
+    assert len(run.prompt) + 24 + run.plan.question_tokens == 400
+    with pytest.raises(UsageError, match="395 tokens to generate and to ask about") as refused:
+        judged.generate_until(requests("generate_until", (LINES[0], {"max_gen_toks": 395})))
+    (most,) = re.findall("between 1 and ([0-9]+)", str(refused.value))
+    judged.generate_until(requests("generate_until", (LINES[0], {"max_gen_toks": int(most)})))
 
 
 def test_what_arbor_does_not_have_is_refused(both: tuple[ArborLM, HFLM]) -> None:
