@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from inspect_ai._util.registry import registry_name
 from inspect_ai.model import GenerateConfigArgs, ModelAPI, modelapi
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
@@ -23,7 +24,17 @@ def arbor() -> type[ModelAPI]:
     return ArborAPI
 
 
-@solver
+def _registered(name: str) -> str:
+    """What inspect is told, so that it registers ``arbor/NAME``.
+
+    inspect adds the package's name by itself, except where the package is installed editable and
+    its distribution has another name, as arbor's has.
+    """
+    whole = f"arbor/{name}"
+    return name if registry_name(_registered, name) == whole else whole
+
+
+@solver(name=_registered("search"))
 def search(controller: str | dict[str, Any] | list[str] = "tot", **settings: Any) -> Solver:
     """A search for the next message of every sample, whatever the model's own default is.
 

@@ -210,31 +210,39 @@ def game24():
 """
 
 
-def installed(site: Path) -> Path:
+def installed(site: Path, *, editable: bool) -> Path:
     """The package as an installer leaves it, so that inspect finds provider and solver."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = site / f"arbor_search-{__version__}.dist-info"
     info.mkdir(parents=True)
     head = f"Metadata-Version: 2.1\nName: arbor-search\nVersion: {__version__}\n"
     (info / "METADATA").write_text(head, encoding="utf-8")
-    (site / "arbor").symlink_to(ROOT / "arbor")
+    if editable:
+        source = {"url": ROOT.as_uri(), "dir_info": {"editable": True}}
+        (info / "direct_url.json").write_text(json.dumps(source), encoding="utf-8")
+    else:
+        (site / "arbor").symlink_to(ROOT / "arbor")
     lines = ["[inspect_ai]"]
     lines += [f"{name} = {value}" for name, value in project["entry-points"]["inspect_ai"].items()]
     (info / "entry_points.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
     return site
 
 
+SOLVER = ["--solver", "arbor/search", "-S", "controller=beam", "-S", "task=game24"]
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "editable"),
     [
-        ["-M", "controller=tot,beam=3", "-M", "task=game24", "-M", "budget=0.5"],
-        ["--solver", "arbor/search", "-S", "controller=beam", "-S", "task=game24"],
+        (["-M", "controller=tot,beam=3", "-M", "task=game24", "-M", "budget=0.5"], False),
+        (SOLVER, False),
+        (SOLVER, True),
     ],
-    ids=["model", "solver"],
+    ids=["model", "solver", "solver of an editable package"],
 )
-def test_the_command_evaluates_arbor(words: list[str], tmp_path: Path) -> None:
+def test_the_command_evaluates_arbor(words: list[str], editable: bool, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TASK, encoding="utf-8")
-    site = installed(tmp_path / "site-packages")
+    site = installed(tmp_path / "site-packages", editable=editable)
     command = [sys.executable, "-m", "inspect_ai", "eval", "task.py", "--model", f"arbor/{SAPLING}"]
     command += ["--seed", "2", "--log-format", "json", "--log-dir", "logs", "--display", "plain"]
 
