@@ -141,20 +141,23 @@ class PolicyView:
         """What each block keeps in any case: its protected tokens, and K_min.
 
         Sinks and recent tokens lie in few blocks, and only there tokens are looked at; tails are
-        counted in the table, as long as the policy has them.
+        counted in the table, as long as the policy has them, of tokens on the device.
         """
+        table = self._table
         floor = np.minimum(resident, protect.floor)
-        gaps = np.zeros(len(ids), np.bool_)
+        uncounted = np.zeros(len(ids), np.bool_)
         if protect.tail:
-            tail = resident if whole else self._table.tail[ids]
+            tail = resident if whole else table.tail[ids]
+            if not whole:
+                uncounted = resident > table.resident[ids]
             if not whole and protect.tail < self._policy.protect.tail:
-                gaps = resident < self._table.length[ids]  # which of these tokens are there
-            floor = np.maximum(floor, np.where(gaps, 0, np.minimum(tail, protect.tail)))
+                uncounted |= resident < table.length[ids]
+            floor = np.maximum(floor, np.where(uncounted, 0, np.minimum(tail, protect.tail)))
         if protect.tail or where != "off":
-            start = self._table.start[ids]
-            ends = start + self._table.length[ids]
+            start = table.start[ids]
+            ends = start + table.length[ids]
             recent = self._oldest(leaves, protect)[ids]
-            few = np.flatnonzero((start < protect.sinks) | (ends > recent) | gaps)
+            few = np.flatnonzero((start < protect.sinks) | (ends > recent) | uncounted)
             if len(few):
                 tokens = see(few)
                 guarded = np.bincount(tokens.block[tokens.protected], minlength=len(ids))

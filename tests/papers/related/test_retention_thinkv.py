@@ -478,12 +478,14 @@ def test_what_is_destroyed_is_what_transitions_ask_for_and_no_more(seed: int) ->
     assert not remembered(credit)[0].any(), "room asks for no step"
 
 
-def tiered(valleys: tuple[float, float], slots: int = 200) -> tuple[Lab, Node]:
-    """A lab whose host memory has few bits, and a block of 60 tokens, in segments of 8."""
+def tiered(
+    valleys: tuple[float, float], slots: int = 200, tail: int = 0, lengths: Sequence[int] = (60,)
+) -> tuple[Lab, Node]:
+    """A lab whose host memory has few bits, and the end of a path of blocks, in segments of 8."""
     policy = dataclasses.replace(
         POLICIES["thinkv-bits"],
         allocator=ThinKVBits(segment=8, valleys=valleys, packed=("transition", "execution")),
-        protect=Protect(sinks=2, recent=4, prompt=True),
+        protect=Protect(sinks=2, recent=4, tail=tail, prompt=True),
         trigger=Trigger(every=8),
     )
     lab = Lab(
@@ -493,11 +495,13 @@ def tiered(valleys: tuple[float, float], slots: int = 200) -> tuple[Lab, Node]:
         rehydrate="off",
         share="off",
         backend=RowwiseAttention(),
-        lower=LowerRoom(100, host_bits=4, staging=4, inexact=True),
+        lower=LowerRoom(200, host_bits=4, staging=4, inexact=True),
         debug=True,
     )
     tree = lab.plant(slots)
-    (block,) = lab.sprout([(tree.root, 1)], GREEDY, 60)
+    block = tree.root
+    for length in lengths:
+        (block,) = lab.sprout([(block, 1)], GREEDY, length)
     return lab, block
 
 
@@ -531,6 +535,19 @@ def test_transitions_step_segments_down_and_types_are_remembered_where_they_are_
     _, sparsity = remembered(tokens.credit)
     mine = (tokens.block == 1) & (tokens.offset < 40)
     assert mine.any() and not np.isnan(sparsity[mine]).any()
+
+
+def test_a_protected_tail_in_host_memory_is_not_destroyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PackedStore, "group", 4)
+
+    _, block = tiered((0.0, 1e-9), slots=40, tail=12, lengths=[20] * 5)
+
+    blocks = block.path[1:]
+    assert any(node.span.attended[-12:].any() for node in blocks)
+    assert all(node.span.present[-12:].all() for node in blocks)
+    assert not all(node.span.present.all() for node in blocks)
 
 
 def test_bits_without_types_are_those_of_reasoning() -> None:
