@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+from support.head_reads import held
 from support.models import build
 from support.policies import POLICIES
 from support.slow_cases import every
 from support.trees import GREEDY, Lab
 
 from arbor.events import Allocated
-from arbor.retention.policy import Policy
-from arbor.tree import ThoughtTree
+from arbor.retention.head_budgets import HeadShares
+from arbor.retention.policy import Policy, Protect
+from arbor.tree import Node, ThoughtTree
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -58,3 +61,34 @@ def test_a_path_that_does_not_fit_is_decided_as_ever(name: str) -> None:
             (leaf,) = lab.sprout([(leaf, 1)], GREEDY, 15)
         found.append([(node.tokens, node.span.resident.tolist()) for node in leaf.path])
     assert found[0] == found[1]
+
+
+def of_heads(lab: Lab, block: Node) -> list[list[int]]:
+    """Positions of what each KV head holds of a block, increasing."""
+    positions, heads = held(lab.memory, [block])
+    return [sorted(positions[heads == head].tolist()) for head in range(len(positions))]
+
+
+@pytest.mark.parametrize("heads", ["equal", "adaptive", "pyramid"])
+def test_each_head_keeps_the_newest_of_what_it_holds(heads: HeadShares) -> None:
+    policy = dataclasses.replace(
+        POLICIES["h2o"],
+        granularity="head",
+        heads=heads,
+        spares_paths=True,
+        idle="newest",
+        protect=Protect(sinks=2, recent=3),
+    )
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(36)
+    (long,) = lab.sprout([(tree.root, 1)], GREEDY, 40)
+    before = of_heads(lab, long)
+    assert any(each != before[0] for each in before), "heads hold the same tokens"
+
+    lab.sprout([(tree.root, 1)], GREEDY, 12)
+
+    after, slots = of_heads(lab, long), int(np.count_nonzero(long.span.resident))
+    assert 0 < slots < np.mean([len(each) for each in before])
+    for kept, was in zip(after, before, strict=True):
+        assert kept == was[len(was) - len(kept) :]
+        assert len(kept) >= min(slots, len(was))

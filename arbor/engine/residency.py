@@ -408,10 +408,11 @@ class Residency:
         if newest:
             allocator, scored = self._policy.for_idle
         try:
-            if self._heads is None or leaves is None or newest:
+            if self._heads is None or leaves is None:
                 counts, chosen = select(blocks, room, allocator, scored)
             else:
-                scorer = self._heads.scorer(leaves)
+                heads = self._heads
+                scorer = heads.newest(scored, leaves) if newest else heads.scorer(leaves)
                 counts, chosen = select_by_head(blocks, room, allocator, scorer)
         except BudgetInfeasible as error:  # it knows its room, not what the rest takes
             slots, more = slots or self._memory.slots, error.needed - error.budget

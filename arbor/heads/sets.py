@@ -17,8 +17,8 @@ from arbor.heads.table import HeadMoves
 from arbor.kernels.native_heads import head_moves, held_by_head, shared_moves
 from arbor.memory.memory import KVMemory
 from arbor.model.runner import ModelRunner
-from arbor.retention.base import GOLDEN, Ints, Tokens
-from arbor.retention.head_budgets import Cells, Vacated
+from arbor.retention.base import GOLDEN, Ints, Scorer, Tokens
+from arbor.retention.head_budgets import Cells, HeadBudgets, Vacated
 from arbor.retention.policy import Policy
 from arbor.retention.selection import Selection
 from arbor.retention.token_kv import NO_KV, PlacedKV, ShowsKV
@@ -173,12 +173,7 @@ class HeadSets:
         self._scorer = policy.scorer
         self._statistics = statistics
         self._head_kv = head_kv if policy.observation.keys else None
-        self._shared: SharedCells | None = None
-        if policy.head_budgets is not None:
-            layer = memory.heads.layer
-            self._shared = SharedCells(
-                policy.head_budgets, layer, self._holders, held_by_head, moved_cells
-            )
+        self._budgets = policy.head_budgets
 
     def scorer(self, leaves: Sequence[Node]) -> HeadScorer:
         """The policy's scorer for the tokens of an offer of `PolicyView`.
@@ -186,8 +181,27 @@ class HeadSets:
         Args:
             leaves: ends of the running paths.
         """
-        shown = partial(self._tokens, leaves=leaves)
-        return HeadScorer(self._scorer, shown, head_moves, self._shared)
+        return self._by_head(self._scorer, leaves, self._budgets)
+
+    def newest(self, scorer: Scorer, leaves: Sequence[Node]) -> HeadScorer:
+        """A scorer in place of the policy's, by which all heads keep equally many of their best.
+
+        Args:
+            scorer: by the places of tokens.
+            leaves: ends of the running paths.
+        """
+        budgets = None if self._budgets is None else self._budgets.evened()
+        return self._by_head(scorer, leaves, budgets)
+
+    def _by_head(
+        self, scorer: Scorer, leaves: Sequence[Node], budgets: HeadBudgets | None
+    ) -> HeadScorer:
+        shown, shared = partial(self._tokens, leaves=leaves), None
+        if budgets is not None:
+            shared = SharedCells(
+                budgets, self._heads.layer, self._holders, held_by_head, moved_cells
+            )
+        return HeadScorer(scorer, shown, head_moves, shared)
 
     def moves(self, chosen: Selection) -> HeadMoves | None:
         """What heads keep of the slots that leave; None: nothing. What the allocator credits them

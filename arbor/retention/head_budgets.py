@@ -4,9 +4,9 @@ numbers."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,6 +154,10 @@ class HeadBudgets(Protocol):
         """
         ...
 
+    def evened(self) -> Self:
+        """These budgets where all heads keep equally many, as far as they hold so many."""
+        ...
+
 
 @dataclass(frozen=True)
 class Adaptive:
@@ -181,6 +185,9 @@ class Adaptive:
         floor = np.ceil(self.safeguard * cells.keep - 1e-9).astype(np.int64)
         counts: Ints = np.minimum(floor, cells.held)
         return counts
+
+    def evened(self) -> Self:
+        return replace(self, safeguard=1.0)
 
 
 @dataclass(frozen=True)
@@ -211,7 +218,7 @@ class Pyramid:
         least = np.where(tight, np.minimum(least, cells.keep), least)
         wanted = heads * cells.keep
         low = np.zeros(len(cells.sizes))
-        high = low + float(cells.sizes.max()) * self.beta
+        high = low + float(held.max()) * self.beta
         for _ in range(60):  # the largest multiple of the shares that fits
             middle = (low + high) / 2
             fits = np.minimum(least + middle * falls, held).sum(0) <= wanted
@@ -225,6 +232,9 @@ class Pyramid:
         counts += (place < left) & (counts < held)
         assert (counts.sum(0) == wanted).all(), "what heads keep fills the cells"
         return counts
+
+    def evened(self) -> Self:
+        return replace(self, beta=1.0)
 
 
 class Vacated(NamedTuple):
