@@ -260,6 +260,14 @@ def test_tensors_that_are_not_those_of_the_plan_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             backend.run(plan, *wrong)
+    with pytest.raises(ValueError, match=r"sinks \[5\]"):
+        backend.run(plan, q, k, v, torch.zeros(5))
+    _, lse = backend.run(plan, q, k, v)
+    for sums in (lse[:1], lse[:, :1], lse.to("meta")):
+        with pytest.raises(ValueError, match="logarithms "):
+            backend.mass(plan, q, k, sums)
+    with pytest.raises(ValueError, match=r"rows that count \[1\]"):
+        backend.run_observed(plan, q, k, v, counted=torch.ones(1, dtype=torch.bool))
     lists = [each.long() for each in (level_of(case).qo_indptr, level_of(case).kv_indptr)]
     level = CascadeLevel(*lists, level_of(case).kv_indices, causal=True)
     with pytest.raises(ValueError, match="a level has int32"):

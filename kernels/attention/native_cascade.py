@@ -123,7 +123,7 @@ class NativeCascade:
         """See `AttentionBackend.run`. A row without keys gives 0 and -inf.
 
         Raises:
-            ValueError: queries or pools are not of the plan's shape, or of several dtypes.
+            ValueError: an argument is not of the plan's shape, or they are of several dtypes.
         """
         q = _dense(q)
         job = self._filled(plan, q, k_pool, v_pool)
@@ -152,8 +152,9 @@ class NativeCascade:
             seen = lse if counted is None else lse.masked_fill(~counted[:, None], torch.inf)
             mass = self._torch.mass(fallback, q, k_pool, seen, heads, by_head=by_head)
             return out, lse, mass
-        received = self.received(plan)
-        weights = None if counted is None else counted.to(torch.float32)
+        received, weights = self.received(plan), None
+        if counted is not None:
+            weights = _listed("rows that count", counted, job.row_count)
         job.mass = received.data_ptr()
         job.counted = None if weights is None else weights.data_ptr()
         out, lse = self._run(plan, job, q, v_pool, sinks)
@@ -169,13 +170,17 @@ class NativeCascade:
         *,
         by_head: bool = False,
     ) -> Tensor:
-        """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V."""
+        """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V.
+
+        Raises:
+            ValueError: queries, keys or sums are not of the plan's shape, or of several dtypes.
+        """
         q = _dense(q)
         job = self._filled(plan, q, k_pool, None)
         if job is None:
             return self._torch.mass(self._fallback(plan), q, k_pool, lse, heads, by_head=by_head)
         received = self.received(plan)
-        lse = lse.to(torch.float32).contiguous()
+        lse = _listed("logarithms", lse, job.row_count, plan.shape.num_qo_heads)
         job.v, job.out, job.sinks = None, None, None
         job.lse, job.mass = lse.data_ptr(), received.data_ptr()
         self._attention(ctypes.addressof(job), torch.get_num_threads())
@@ -189,7 +194,8 @@ class NativeCascade:
         lse = torch.empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
         job.v, job.out, job.lse = v_pool.data_ptr(), out.data_ptr(), lse.data_ptr()
         job.v_slot, job.v_head, _ = v_pool.stride()
-        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        if sinks is not None:
+            sinks = _listed("sinks", sinks, shape.num_qo_heads)
         job.sinks = None if sinks is None else sinks.data_ptr()
         self._attention(ctypes.addressof(job), torch.get_num_threads())
         return out, lse
@@ -281,6 +287,15 @@ def _check_pool(pool: Tensor, q: Tensor, stored: bool, heads: int, dim: int) -> 
             f"a pool of strides {pool.stride()} on {pool.device}: the kernels read pools on cpu,"
             " contiguous in the last dimension"
         )
+
+
+def _listed(what: str, values: Tensor, *size: int) -> Tensor:
+    """Numbers as the kernels read them, float32 and contiguous; refuses another size."""
+    if values.shape != size or not values.is_cpu:
+        raise ValueError(
+            f"{what} {list(values.shape)} on {values.device}: the plan has {list(size)} on cpu"
+        )
+    return values.to(torch.float32).contiguous()
 
 
 def _dense(q: Tensor) -> Tensor:
