@@ -49,6 +49,7 @@ from arbor.tasks.grading.notation import (
     normalise,
     number,
     same,
+    without_spaces,
 )
 from arbor.tasks.grading.worker import ProcessLimits, Reply, ScriptProcess
 
@@ -179,7 +180,7 @@ def never_equal(answer: str, key: str) -> bool:
 def _elements(text: str) -> list[str]:
     """What stands between the commas of an answer that are in no bracket, without spaces."""
     depth, found = 0, [""]
-    for character in re.sub(r"\s", "", text):
+    for character in without_spaces(text):
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:
             found.append("")

@@ -105,6 +105,7 @@ _SLASH = re.compile(rf"([+-]?)\s*({_DIGITS})\s*/\s*({_DIGITS})")
 _TWO = r"(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))"
 _FRACTION = re.compile(rf"([+-]?)\s*\\frac\s*{_TWO}")
 _MIXED = re.compile(rf"([+-]?)\s*(\d+)(?:\s*\\frac\s*{_TWO}|(?:\s+|\s*[+]\s*)(\d+)\s*/\s*(\d+))")
+_MIXED_INSIDE = re.compile(r"(?<![\w.^/}])(\d+) +(\d+)\s*/\s*(\d+)(?![\d.])")  # of a list
 _RECURRING = re.compile(r"([+-]?)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?|\()(\d+)[})]?")
 _GOING_ON = re.compile(r"([+-]?)(\d*)\.(\d*?)(\d{1,3}?)\4{2,}\s*\\(?:ldots|dots|cdots)")
 _TIMES = re.compile(rf"(.*?)\s*\b({'|'.join(FACTORS)})s?", re.IGNORECASE)
@@ -265,7 +266,8 @@ def in_thousands(text: str) -> str:
 
 
 def in_digits_alone(text: str) -> str:
-    r"""An answer whose numbers have no commas of thousands and no factor in words.
+    r"""An answer whose numbers have no commas of thousands and no factor in words, and whose mixed
+    numbers are LaTeX: 1 1/2, 5 is 1\frac{1}{2}, 5.
 
     Commas in brackets stay: ``(1,200)`` may be a point. ``1, 000`` and ``0,100`` are lists, with
     a space behind each comma that could else group by threes.
@@ -277,7 +279,13 @@ def in_digits_alone(text: str) -> str:
         lambda match: match[0] if _is_open(text[: match.start()]) else match[0].replace(",", ""),
         text,
     )
-    return _OF_A_LIST.sub(", ", plain)
+    return _MIXED_INSIDE.sub(_mixed_in_latex, _OF_A_LIST.sub(", ", plain))
+
+
+def _mixed_in_latex(match: re.Match[str]) -> str:
+    whole, above, below = match.groups()
+    proper = 0 < int(above) < int(below)
+    return f"{whole}\\frac{{{above}}}{{{below}}}" if proper else match[0]
 
 
 def _is_open(text: str) -> bool:
@@ -319,4 +327,9 @@ def same(answer: str, expected: str) -> bool:
 
 def _bare(text: str) -> str:
     choice = _CHOICE.fullmatch(text)
-    return choice[1] if choice else _BRACED.sub(r"\1\2", _SPACES.sub("", text))
+    return choice[1] if choice else _BRACED.sub(r"\1\2", without_spaces(text))
+
+
+def without_spaces(text: str) -> str:
+    """A text without spaces, but those between digits: 1 1/2 is not 11/2."""
+    return _SPACES.sub("", text)
