@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from huggingface_hub import constants
 
-from arbor import ModelError
+from arbor import ModelError, Solver
 from arbor.model import hub
 from arbor.model.hub import is_reachable
 from arbor.model.loading import load_config, load_tokenizer, locate_model
@@ -52,3 +52,20 @@ def test_an_unreachable_hub_is_an_error_without_retries(
             read(source)
         assert refused.value.code == "offline" and endpoint in refused.value.message
     assert tried == [] and not constants.HF_HUB_OFFLINE
+
+
+def test_an_adapter_of_an_unreachable_hub_is_an_error_without_retries(
+    monkeypatch: pytest.MonkeyPatch, closed_port: int
+) -> None:
+    pytest.importorskip("peft", reason="the extra `adapters` is not installed")
+    endpoint = f"http://127.0.0.1:{closed_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    tried: list[float] = []
+    monkeypatch.setattr("time.sleep", tried.append)
+
+    with Solver(adapter="OWNER/ADAPTER") as solver, pytest.raises(ModelError) as refused:
+        solver.load()
+
+    assert refused.value.code == "offline" and tried == []
+    assert "the adapter OWNER/ADAPTER is not in HF_HOME=" in refused.value.message
+    assert endpoint in refused.value.message and "name its directory" in refused.value.hint

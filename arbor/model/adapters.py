@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from arbor.errors import ModelError, UsageError
+from arbor.model.hub import cache_if_unreachable, offline_error
 
 CONFIG = "adapter_config.json"
 MERGED = ("LORA",)  # kinds of peft that become part of the weights; DoRA and rsLoRA are LoRA too
@@ -81,12 +82,12 @@ def merged(model: Any, adapter: str) -> Any:
         adapter: as in `check_adapter`.
 
     Raises:
-        ModelError: the adapter cannot be read, is of another kind, or does not fit the model.
+        ModelError: the adapter cannot be had or read, is of another kind, or does not fit the
+            model.
     """
     from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 
-    folder = Path(adapter).expanduser()
-    place = str(folder) if folder.is_dir() else adapter
+    place = _folder_of(adapter)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     try:
         config = PeftConfig.from_pretrained(place)
@@ -110,6 +111,31 @@ def merged(model: Any, adapter: str) -> Any:
         found.config.get_text_config().tie_word_embeddings = False
         found.config.tie_word_embeddings = False
     return found
+
+
+def _folder_of(adapter: str) -> str:
+    """The directory of an adapter; one of the Hub is downloaded into the cache.
+
+    Raises:
+        ModelError: it is not there, and cannot be downloaded.
+    """
+    folder = Path(adapter).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    from huggingface_hub import snapshot_download
+
+    try:
+        with cache_if_unreachable():
+            return snapshot_download(adapter, allow_patterns="adapter_*")
+    except Exception as error:  # also those of the connection
+        unreachable = offline_error(f"the adapter {adapter}", adapter, "or name its directory")
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise unreachable or ModelError(
+            "adapter-unreadable",
+            f"{adapter} is neither a directory nor an adapter the Hub gave us: {line[:300]}",
+            "Name the directory that peft wrote, or a Hub id, as in OWNER/ADAPTER.",
+            adapter=adapter,
+        ) from error
 
 
 def _check_complete(missing: Collection[str], unknown: Collection[str], adapter: str) -> None:

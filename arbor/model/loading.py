@@ -22,7 +22,7 @@ from arbor.model.gguf.config import complete_config
 from arbor.model.gguf.header import instead_of_weights, is_gguf, read_gguf_header
 from arbor.model.gguf.rope import divide_frequencies, set_rotary
 from arbor.model.gguf.tokenizer import ending_ids, restore_tags, set_ends, split_as_told
-from arbor.model.hub import cache_if_unreachable, is_reachable
+from arbor.model.hub import cache_if_unreachable, offline_error
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
 from arbor.model.stored_dtype import stored_dtype
@@ -654,24 +654,8 @@ def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
         return ModelError(
             "model-incomplete", f"{source.name} cannot be read: {reason}", model=source.name
         )
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    if os.environ.get("HF_HUB_OFFLINE") == "1":
-        return ModelError(
-            "offline",
-            f"{source.label} is not in HF_HOME={home} and HF_HUB_OFFLINE=1.",
-            "Download it first, or use --model builtin:sapling.",
-            model=source.name,
-        )
-    from huggingface_hub import constants
-
-    if not is_reachable(constants.ENDPOINT):
-        return ModelError(
-            "offline",
-            f"{source.label} is not in HF_HOME={home}, and {constants.ENDPOINT} cannot be reached.",
-            "Connect to download it, name a directory, or use --model builtin:sapling.",
-            model=source.name,
-        )
-    return ModelError(
+    instead = "name a directory or a GGUF file, or use --model builtin:sapling"
+    return offline_error(source.label, source.name, instead) or ModelError(
         "model-not-found",
         f"{source.label} is neither a directory nor a model the Hub gave us: {_first_line(error)}",
         "A Hub id looks like Qwen/Qwen2.5-7B-Instruct.",
