@@ -209,7 +209,11 @@ def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
 
 
 def test_values_fitted_to_a_model_of_the_hub_are_found_for_that_revision(
-    command: Arbor, hub: Path, fitted: list[Solver], tmp_path: Path
+    command: Arbor,
+    hub: Path,
+    fitted: list[Solver],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     ran = command("calibrate", "msve", "--model", "Some/Model", "--revision", "v1", "--n", "8")
 
@@ -232,7 +236,9 @@ def test_values_fitted_to_a_model_of_the_hub_are_found_for_that_revision(
 
     out.write_text("broken", encoding="utf-8")
     with pytest.raises(UsageError, match="msve-unreadable"):
-        Solver("Some/Model", revision="v1")
+        Solver("Some/Model", revision="v1", policy="arborkv")
+    assert Solver("Some/Model", revision="v1").setup.msve == hook("msve")()
+    assert str(out) in caplog.text and "arbor calibrate msve" in caplog.text
     again = command("calibrate", "msve", "--model", "Some/Model", "--revision", "v1", "--n", "8")
     assert again.code == 0 and Solver("Some/Model", revision="v1").setup.msve == hook("msve").load(
         out

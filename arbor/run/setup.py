@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,8 @@ from arbor.verifiers.base import (
     parts_of,
 )
 from arbor.verifiers.exact import Exact
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,13 @@ class Setup(Settings):
         given = {each.name: getattr(settings, each.name) for each in dataclasses.fields(settings)}
         if settings.msve is None and (values := hook("msve")) is not None:
             weights = found_file("msve", source)
-            given["msve"] = values() if weights is None else values.load(weights)
+            try:
+                given["msve"] = values() if weights is None else values.load(weights)
+            except UsageError as error:
+                if settings.policy.reads_values:
+                    raise
+                logger.warning("%s (this search goes on: its policy reads no values)", error)
+                given["msve"] = values()
         given["policy"] = with_alpha(settings.policy, found_file("alpha", source))
         given["verifier"] = resolve_verifier(settings.verifier, settings.task, source)
         return cls(**given, checkpoint=checkpoint, boundary=boundary, verifier_models=models)
