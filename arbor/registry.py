@@ -156,6 +156,7 @@ BUILTIN = _with_features(_CORE, lambda each: each.names)
 PARTS = _with_features(_CORE_PARTS, lambda each: each.parts)
 
 FILE = ".py"
+_FILE_NAMED = re.compile(r"[^\s=,;\"'\[\]{}][^=,;\"'\[\]{}]*\.py(?=:)")
 _NAME = re.compile(r"[^\s,:=]+")  # what else has a meaning where a component is named
 KINDS = tuple(BUILTIN)
 
@@ -478,6 +479,16 @@ def _split(path: str) -> tuple[str, str]:
     file, ends, rest = path.partition(f"{FILE}:")
     module, _, attribute = (f"{file}{FILE}", "", rest) if ends else path.partition(":")
     return module.strip(), attribute.partition("[")[0].strip()
+
+
+def from_root(text: str) -> str:
+    """A text that names components, as ``policy=mine.py:Mine``, with their files from the root."""
+
+    def whole(found: re.Match[str]) -> str:
+        file = Path(found[0]).expanduser()
+        return str(file.resolve()) if file.is_file() else found[0]
+
+    return _FILE_NAMED.sub(whole, text)
 
 
 def _named(component: Any, name: str) -> Any:

@@ -195,6 +195,34 @@ def test_a_comparison_that_is_ended_goes_on_where_it_stopped(
     assert samples.read_bytes().startswith(before), "nothing is solved twice"
 
 
+def test_a_comparison_resumes_from_any_folder_and_counts_the_samples_asked_for(
+    command: Arbor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Path.cwd()
+    text = "from arbor.controllers.chain import Chain\n\n\nclass Mine(Chain):\n    pass\n"
+    Path("own").mkdir()
+    Path("own/mine.py").write_text(text, encoding="utf-8")
+    arms = ("--arm", "own/mine.py:Mine", "--arm", "other=own/mine.py:Mine;controller.samples=2")
+    first = command(
+        "compare", problems(), "--task", "reasoning", *arms, "--output", "out", "--json"
+    )
+    assert first.code == 0, first.err
+    assert [each["arm"] for each in first.document["table"]] == ["mine.py:Mine", "other"]
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    out = str(here / "out")
+    again = command(
+        "compare", "--config", f"{out}/compare.toml", "--output", out, "--limit", "3", "--json"
+    )
+
+    assert again.code == 0, again.err
+    assert [each["n"] for each in again.document["table"]] == [3, 3]
+    assert "count too" not in again.err
+    assert searched() == 8, "nothing is solved twice"
+
+
 @pytest.mark.parametrize(
     ("more", "code", "words"),
     [

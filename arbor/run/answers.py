@@ -177,7 +177,9 @@ def ranked(aggregate: Aggregate, paths: Sequence[FinishedPath]) -> tuple[AnswerV
         for part, wanted in _wrong_in(votes, known):
             raise calls.wrong("rank", {part: getattr(votes, part)}, wanted)
     return tuple(
-        AnswerVotes(each.answer, int(each.votes), float(each.score), tuple(map(int, each.paths)))
+        dataclasses.replace(
+            each, votes=int(each.votes), score=float(each.score), paths=tuple(map(int, each.paths))
+        )
         for each in found
     )
 

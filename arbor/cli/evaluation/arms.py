@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ SHARED = (
     "disk_dir",
     "max_tokens",
 )
+_FOLDERS = re.compile(r"[^\s=,;][^=,;]*/(?=[^/=,;]*\.py:)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def read_arms(texts: Sequence[str], ctx: click.Context) -> list[Arm]:
     """Arms from ``[LABEL=]CONTROLLER[,KEY=VALUE…][;OPTION=VALUE…]``.
 
     An OPTION is a setting of the solver, a limit of a run, or a setting as ``--set`` takes it. An
-    arm without a label is named by its text.
+    arm without a label is named by its text, files in it without their folders.
 
     Raises:
         UsageError: another form, a value that the option refuses, or a label given twice.
@@ -96,7 +98,7 @@ def _arm(text: str, ctx: click.Context) -> Arm:
     name, comma, rest = head.partition(",")
     label, equals, controller = name.partition("=")
     if not equals:
-        label, controller = text.strip(), name
+        label, controller = _FOLDERS.sub("", text.strip()), name
     if not label.strip() or not controller.strip():
         raise _wrong(text, "it names no controller")
     known = SolverOptions.known() | settings_of(RunLimits)

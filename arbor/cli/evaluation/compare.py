@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from arbor import registry
 from arbor.cli.build import build_solver
 from arbor.cli.command import Command
 from arbor.cli.evaluation.arms import Arm, read_arms
@@ -285,10 +286,16 @@ def settings_of(options: CompareOptions) -> dict[str, Any]:
     }
     flat["dataset"] = absolute_path(options.samples.dataset)
     return {
-        name: list(value) if isinstance(value, tuple) else value
+        name: _from_root(value)
         for name, value in flat.items()
         if name not in skipped and value is not None and value != ()
     }
+
+
+def _from_root(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_from_root(each) for each in value]
+    return registry.from_root(value) if isinstance(value, str) else value
 
 
 def resume_command(options: CompareOptions, path: Path) -> str:

@@ -124,7 +124,8 @@ def evaluate(
 ) -> Evaluated:
     """Solve the samples that the run's folder lacks, and write its results.
 
-    Returns early on a signal; a finished run builds no solver.
+    Returns early on a signal; a finished run builds no solver. `resume` is the command of the
+    comparison that the run is of, which counts these samples alone; a run by itself has its own.
 
     Raises:
         ArborError: an invalid setting, a folder that holds something else, or, with
@@ -133,7 +134,8 @@ def evaluate(
     request = request_digest(options, task)
     finished = _finished_folder(options, request, samples)
     if finished is not None:
-        _warn_of_others(output, finished, samples)
+        if not resume:
+            _warn_of_others(output, finished, samples)
         with contextlib.closing(finished):
             found = write_results(finished, options.samples.dataset, samples, other)
         return Evaluated(finished.path, found, finished.rows)
@@ -144,8 +146,9 @@ def evaluate(
         if options.on_error == "stop" and samples[0].problem is not None:
             solver.plan(samples[0].problem)  # an infeasible run leaves no folder behind
         folder = RunFolder(path, config, options.fresh, request)
-        _warn_of_others(output, folder, samples)
-        resume = resume or resume_command(options, path)
+        if not resume:
+            _warn_of_others(output, folder, samples)
+            resume = resume_command(options, path)
         if options.workers is None and not all(map(folder.finished, samples)):
             import_engine()
         try:
