@@ -46,7 +46,8 @@ def check_policy(
     more or less where rounding ties). `active` and `turn` always have equal values: a policy that
     ranks by them needs another column for ties. A scorer returns one finite number per token:
     deterministic, independent of the order of blocks and of the other tokens shown, and of
-    attention unless `observes` is true. Neither writes into its arguments. A policy's settings survive a trace.
+    attention unless `observes` is true. Neither writes into its arguments. A policy's settings
+    survive a trace.
 
     Args:
         policy: a ready policy, allocator or scorer; or its class, or a policy's name.
