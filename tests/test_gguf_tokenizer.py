@@ -166,6 +166,62 @@ def test_spaces_are_those_of_llama_cpp(
     check()
 
 
+# Tags
+
+
+ADDED_BY_TRANSFORMERS = "<|endoftext|> <mask> <pad> <bos> <eos> <unk>"
+
+
+@pytest.mark.parametrize("name", ["llama-bpe", "tekken", "qwen2", "deepseek-v3"])
+def test_a_tag_that_a_byte_level_file_lacks_is_text(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", pre=name)
+    check_own_tokens(path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2", "gemma3"])
+def test_a_tag_that_a_sentencepiece_file_lacks_is_text(architecture: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_settings(path, architecture, {"tokenizer.ggml.bos_token_id": 1}, WORDS)
+    check_own_tokens(path)
+
+
+def check_own_tokens(path: Path) -> None:
+    tokenizer = tokenizer_of(path)
+    length = read_gguf_header(path).length("tokenizer.ggml.tokens")
+    assert length is not None
+
+    assert len(tokenizer) == length
+    tokens = tokenizer.encode(ADDED_BY_TRANSFORMERS)
+    assert max(tokens) < length
+    assert set(tokenizer.all_special_ids) <= set(range(length))
+    assert tokenizer.decode(tokens).endswith(ADDED_BY_TRANSFORMERS)
+
+
+@pytest.mark.parametrize(
+    ("named", "text", "tokens"),
+    [
+        ({"ĠĠ": NORMAL, "  ": USER_DEFINED}, "4   4", ["4", "  ", "Ġ", "4"]),
+        ({"  ": USER_DEFINED, "ĠĠ": NORMAL}, "4  4", ["4", "  ", "4"]),
+        ({"Ãx": USER_DEFINED}, "ÃÃx", ["Ã", "ĥ", "Ãx"]),
+        ({"éà": CONTROL}, "é\néà\n", ["Ã", "©", "Ċ", "éà", "Ċ"]),
+        ({"<｜User｜>": CONTROL}, "é<｜User｜>", ["Ã", "©", "<｜User｜>"]),
+    ],
+)
+def test_a_tag_is_read_and_written_by_its_name(
+    named: dict[str, int], text: str, tokens: list[str], tmp_path: Path
+) -> None:
+    path = written(tmp_path / "m.gguf", named=named)
+    tokenizer = tokenizer_of(path)
+    parts = plain_parts(tokenizer)
+    names = read_gguf_header(path).get("tokenizer.ggml.tokens")
+    assert parts is not None and names is not None
+
+    for each in (tokenizer, PlainTokenizer(*parts)):
+        found = each.encode(text)
+        assert [names[number] for number in found] == tokens
+        assert each.decode(found) == text
+
+
 # Ends
 
 

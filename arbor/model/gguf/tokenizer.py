@@ -11,8 +11,9 @@ a text that begins with a space most of its tokenizers add none.
 
 *Tags*, as in ``<|im_end|>``. transformers reads a control token of a byte-level vocabulary as text
 where its name has characters that spell no bytes, as in DeepSeek's: a chat template then writes no
-turn that the model knows. And a token that ends texts by its name is a control token, whatever the
-file calls it.
+turn that the model knows. It spells others as bytes, in the place of tokens that merges make, and
+adds tags that the file lacks. And a token that ends texts by its name is a control token, whatever
+the file calls it.
 
 *Ends* are the tokens at which llama.cpp ends a text, and the chats'. A file names one or a few of
 them by id. Others are known by their names, among them those that end what is filled in between
@@ -25,6 +26,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -273,7 +275,8 @@ def set_ends(model: Any, header: GGUFHeader) -> None:
 
 
 def restore_tags(tokenizer: Any, header: GGUFHeader, ends: Iterable[int]) -> None:
-    """Lets a tokenizer read the tags of its file, and leave those that end texts out of texts.
+    """Lets a tokenizer read the tags of its file and no others, and leave those that end texts out
+    of texts.
 
     Args:
         tokenizer: that transformers made of the file.
@@ -285,33 +288,68 @@ def restore_tags(tokenizer: Any, header: GGUFHeader, ends: Iterable[int]) -> Non
     tokens, types = header.get(TOKENS) or [], header.get(TYPES) or []
     special = {number for number, kind in enumerate(types) if kind == CONTROL} | set(ends)
     tags = special | {number for number, kind in enumerate(types) if kind in TAGS}
-    backend = tokenizer.backend_tokenizer
+    names = {number: tokens[number] for number in sorted(tags) if tokens[number]}
+    byte_level = header.get(MODEL) == BYTE_LEVEL
+    backend = _own_tokens(tokenizer.backend_tokenizer, tokens, names if byte_level else {})
+    tokenizer._tokenizer = backend
     known = backend.get_added_tokens_decoder()
-    missing = sorted(
-        number
-        for number in tags
-        if tokens[number]
-        and (number not in known or (number in special and not known[number].special))
-    )
-    if header.get(MODEL) == BYTE_LEVEL:
-        spelled = {backend.id_to_token(number): number for number in missing}
-        renamed = {
-            own: tokens[each] for own, each in spelled.items() if own and own != tokens[each]
-        }
-        if renamed:
-            backend = tokenizer._tokenizer = _renamed(backend, renamed)
-    for number in missing:
-        if backend.token_to_id(tokens[number]) == number:  # else its name would be a new token
-            added = AddedToken(tokens[number], normalized=False, special=number in special)
+    for number, name in names.items():
+        if number in known and (known[number].special or number not in special):
+            continue
+        if backend.token_to_id(name) == number:  # else its name would be a new token
+            added = AddedToken(name, normalized=False, special=number in special)
             (backend.add_special_tokens if added.special else backend.add_tokens)([added])
+    if byte_level:
+        _write_whole(backend, names.values())
+    for kind, name in tokenizer.special_tokens_map.items():
+        if isinstance(name, str) and backend.token_to_id(name) is None:
+            setattr(tokenizer, kind, None)
 
 
-def _renamed(backend: Any, renamed: Mapping[str, str]) -> Any:
-    """A tokenizer with other names for tokens of its vocabulary, which no merge makes."""
+def _own_tokens(backend: Any, tokens: list[str], names: Mapping[int, str]) -> Any:
+    """A tokenizer with the tokens of its file alone, under their own names.
+
+    transformers adds those that its classes expect behind the file's. And it spells a tag as the
+    bytes of its name, so that one of two spaces takes the place of the merged ``ĠĠ``.
+
+    Args:
+        backend: that transformers made of the file.
+        tokens: of the file, by id.
+        names: id -> name of each tag of a byte-level vocabulary; none for others.
+    """
     from tokenizers import Tokenizer
 
+    vocabulary = spelled = backend.get_vocab(with_added_tokens=False)
+    if names:
+        found = {number: name for name, number in spelled.items() if number not in names}
+        lost = {number: name for number, name in enumerate(tokens) if number not in found}
+        vocabulary = {
+            name: number for part in (lost, found, names) for number, name in part.items()
+        }
+    beyond = any(number >= len(tokens) for number in backend.get_added_tokens_decoder())
+    if not beyond and vocabulary == spelled:
+        return backend
     serialized = json.loads(backend.to_str())
-    vocabulary = serialized["model"]["vocab"]
-    for spelled, name in renamed.items():
-        vocabulary[name] = vocabulary.pop(spelled)
+    serialized["added_tokens"] = [
+        each
+        for each in serialized["added_tokens"]
+        if each["id"] < len(tokens) and vocabulary.get(each["content"]) == each["id"]
+    ]
+    if names:
+        serialized["model"]["vocab"] = vocabulary
     return Tokenizer.from_str(json.dumps(serialized))
+
+
+def _write_whole(backend: Any, names: Iterable[str]) -> None:
+    """Tags of letters that also spell bytes, as in ``é``, are written as their names."""
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = set(spelling.alphabet())
+    misread = [each for each in names if not each.isascii() and alphabet.issuperset(each)]
+    whole = [
+        decoders.Replace(Regex(rf"\A{re.escape(each)}\z"), spelling.pre_tokenize_str(each)[0][0])
+        for each in misread
+    ]
+    if whole:
+        backend.decoder = decoders.Sequence([*whole, backend.decoder])
