@@ -63,6 +63,7 @@ from arbor.memory import KVMemory
 from arbor.memory.prompt_files import PromptFiles
 from arbor.memory.stores import NO_ROOM, LowerRoom
 from arbor.model.fetch_costs import FetchCosts
+from arbor.model.known_tokens import check_known
 from arbor.model.level_rule import LevelRule
 from arbor.model.plan import Segment
 from arbor.model.runner import ModelRunner
@@ -612,7 +613,10 @@ class Engine:
 
         Raises:
             BudgetInfeasible: a single child does not fit after its path.
+            InputError: the model's weights lack a token.
         """
+        for each in blocks:
+            self._check_known(each.tokens, "a given block")
         self._require([each.leaf for each in blocks], [each.least for each in blocks])
         begins = [None if each.of is None else (each.of.id, len(each.tokens)) for each in blocks]
         children = self._fork([each.leaf for each in blocks], begins)
@@ -734,6 +738,7 @@ class Engine:
 
         Raises:
             BudgetInfeasible: one question does not fit after its path.
+            InputError: the model's weights lack a token of one.
         """
         if not nodes:
             return NO_LOGITS
@@ -752,6 +757,8 @@ class Engine:
         """`ask`, as an operation for `step`; at least one question. `counts` as in `begin_grow`;
         `ways`: of each question through the layers, where they may leave early; `ahead_of`: in
         progress, whose waiting work lets the questions go first."""
+        for each in questions:
+            self._check_known(each, "a question to the model")
         self._require(nodes, [len(question) for question in questions])
         operation = Asking(self.state.of(nodes[0]), len(nodes), ahead_of)
         for place in self._in_order(range(len(nodes)), nodes):
@@ -855,6 +862,10 @@ class Engine:
         """Slots that a new child of each block needs."""
         stop, decoded = growth.stop, self._parts.rules.decoded
         return [decoded(stop.longest(parent.reasoned)) for parent in parents]
+
+    def _check_known(self, tokens: Sequence[int], what: str) -> None:
+        """Raise `InputError` for tokens that would fail in a forward, and with it all others."""
+        check_known(tokens, int(self.runner.config.vocab_size), what, self.tokenizer)
 
     def _require(self, nodes: Sequence[Node], extra: Sequence[int]) -> None:
         """Raise `BudgetInfeasible` unless what is required of each node's path fits with its extra

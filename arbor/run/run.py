@@ -21,6 +21,7 @@ from arbor.engine.mode_names import SIMILAR
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Audited, Ended, Header, Listener, ReachedLimit
 from arbor.metrics import Metrics, MetricsFold
+from arbor.model.known_tokens import check_known
 from arbor.retention.future_reads import FutureReads
 from arbor.run.limits import SessionLimits
 from arbor.run.listeners import Broadcast, RecordedEvents
@@ -206,11 +207,18 @@ class Run:
 
     @cached_property
     def prompt(self) -> list[int]:
-        """Token ids of the root."""
-        own = unchecked(self.task)
+        """Token ids of the root.
+
+        Raises:
+            InputError: the model's weights lack one.
+        """
+        files, own = self.setup.checkpoint.read(), unchecked(self.task)
         if isinstance(own, GivesTokens):
-            return list(own.prompt_tokens(self.problem))
-        return encode_problem(self.setup.checkpoint.read().tokenizer, self.task, self.problem)
+            tokens = list(own.prompt_tokens(self.problem))
+        else:
+            tokens = encode_problem(files.tokenizer, self.task, self.problem)
+        check_known(tokens, files.info.vocabulary, "the prompt", files.tokenizer)
+        return tokens
 
     @cached_property
     def plan(self) -> Plan:

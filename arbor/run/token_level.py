@@ -12,6 +12,7 @@ from arbor.budget import Budget
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.control_tokens import encode_raw
+from arbor.model.known_tokens import check_known
 from arbor.run.planning import encode_prompt
 from arbor.run.plugin_answers import is_finite
 from arbor.support.setting import checked_number
@@ -62,7 +63,7 @@ class Generation:
 
     Raises:
         ModelError: the model is not supported.
-        InputError: prompt and continuation exceed the model's context.
+        InputError: prompt and continuation exceed the model's context, or its weights lack a token.
         BudgetInfeasible: the budget holds no token per beam after the prompt.
     """
 
@@ -88,6 +89,7 @@ class Generation:
         self._ids = encode(self._tokenizer, prompt)
         if not self._ids:
             raise InputError("problem-empty", "the prompt has no tokens.", "Give it some text.")
+        check_known(self._ids, info.vocabulary, "the prompt", self._tokenizer)
         self._settings = settings
         self._stopped = False
         length = len(self._ids)

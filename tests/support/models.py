@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from arbor.model.loading import BUILTIN
 
 VOCABULARY = 97
 WINDOW = 9
@@ -268,6 +273,18 @@ def path_keys(model: Any, ids: Sequence[int]) -> Tensor:
     cache = model(torch.tensor([list(ids)]), use_cache=True).past_key_values
     keys: Tensor = cache.layers[-1].keys
     return keys[0].transpose(0, 1)
+
+
+def sapling_with_token(folder: Path, name: str) -> Path:
+    """The built-in model in a new folder, with one token more than its weights know: 640, not
+    special."""
+    shutil.copytree(BUILTIN["sapling"], folder)
+    path = folder / "tokenizer.json"
+    settings = json.loads(path.read_text("utf-8"))
+    more = {**settings["added_tokens"][0], "special": False, "id": 640, "content": name}
+    settings["added_tokens"].append(more)
+    path.write_text(json.dumps(settings), "utf-8")
+    return folder
 
 
 class Words:

@@ -12,6 +12,7 @@ from arbor.budget import Budget, Footprint, Plan
 from arbor.engine.engine import Engine
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError, logits_not_finite
 from arbor.events import Listener
+from arbor.model.known_tokens import check_known
 from arbor.model.loading import load_config
 from arbor.model.model_info import ModelInfo
 from arbor.model.plan import usual_levels
@@ -277,6 +278,7 @@ class RewardEngine:
             end = after if found.end is None else end
         else:
             ids = list(self.tokenizer.encode(prompt))
+        self._check_known(ids)
         return ids, self.encode(end) if self._is_outcome else []
 
     def _chat(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -306,7 +308,12 @@ class RewardEngine:
         found = self.format
         step = text if self._is_outcome else text.strip()
         tokens = self.encode((found.first if first else found.between) + step)
+        self._check_known(tokens)
         return tokens + (self.encode(found.separator) if found.separator else [])
+
+    def _check_known(self, tokens: list[int]) -> None:
+        what = f"{self._label}: the path that it reads"
+        check_known(tokens, self.describe().vocabulary, what, self.tokenizer)
 
     # Searches
 

@@ -25,6 +25,7 @@ from arbor.integrations.server.search_changes import search_changes, search_opti
 from arbor.integrations.server.settings import ServerSettings
 from arbor.integrations.server.tool_calls import writes_calls
 from arbor.model.control_tokens import encode_raw
+from arbor.model.known_tokens import check_known
 from arbor.model.sampling_params import Sampling
 from arbor.run.choices import copies_of
 from arbor.run.conversation import conversation_tokens, plain_decoding, problem_of, with_system
@@ -120,13 +121,9 @@ def plan_completion(
     tokenizer, vocabulary = checkpoint.tokenizer, checkpoint.info.vocabulary
     given: list[tuple[list[int], str]] = []
     for each in prompts:
-        if isinstance(each, str):
-            given.append((encode_raw(tokenizer, each), each))
-        elif max(each) >= vocabulary:
-            words = f"Token {max(each)} is not one of the model's {vocabulary:,}."
-            raise Refusal(400, "invalid_token", words, param="prompt")
-        else:
-            given.append((each, tokenizer.decode(each)))
+        tokens = encode_raw(tokenizer, each) if isinstance(each, str) else each
+        check_known(tokens, vocabulary, "the prompt", tokenizer)
+        given.append((tokens, each if isinstance(each, str) else tokenizer.decode(each)))
     return planning.plain(given, body.max_tokens or COMPLETION_TOKENS)
 
 

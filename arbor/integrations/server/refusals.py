@@ -8,7 +8,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from arbor.errors import ArborError, BudgetInfeasible, InputError, OutOfMemory
+from arbor.errors import ArborError, BudgetInfeasible, OutOfMemory
 from arbor.support.texts import clipped, visible
 
 MOST_TEXT = 600  # characters of a message
@@ -17,6 +17,8 @@ MOST_PROBLEMS = 3  # of a body that are listed
 _PATH = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[\w.@+-]+[/\\])+[\w.@+-]*")
 _OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 
+# Errors that have another name here.
+CODES = {"problem-too-long": "context_length_exceeded", "problem-token": "invalid_token"}
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -95,9 +97,7 @@ def refusal_of(error: BaseException) -> Refusal:
             503, "out_of_memory", "The machine has too little memory for this.", retry_s=5
         )
     if isinstance(error, ArborError) and error.exit_code in (2, 4, 6):
-        code = error.code.replace("-", "_")
-        if isinstance(error, InputError) and error.code == "problem-too-long":
-            code = "context_length_exceeded"
+        code = CODES.get(error.code, error.code.replace("-", "_"))
         if isinstance(error, BudgetInfeasible):
             return Refusal(400, code, f"This request does not fit: {error.message}")
         message = f"{error.message} {error.hint}".strip()

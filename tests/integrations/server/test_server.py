@@ -29,6 +29,7 @@ pytest.importorskip("openai", reason="the extra `test` is not installed")
 import openai
 from http_requests import NAME, Gate, Running, serving, until
 from pydantic import ValidationError
+from support.models import sapling_with_token
 
 from arbor import Solver
 from arbor.errors import InputError, UsageError
@@ -922,6 +923,26 @@ def test_a_hostile_body_is_refused_with_a_reason(
     assert error["type"] == "invalid_request_error" and 10 < len(error["message"]) <= 600
     assert len(error["param"] or "") <= 120
     assert running.is_idle
+
+
+def test_a_token_that_the_weights_lack_ends_no_other_request(tmp_path: Path) -> None:
+    folder = sapling_with_token(tmp_path / "model", "<more>")
+    with Solver(model=folder) as solver, serving(solver) as running:
+        search = {"arbor": {"task": "reasoning", "max_depth": 2}}
+        bodies = [
+            (COMPLETIONS, {"prompt": "4 5 <more> 10", "max_tokens": 4}),
+            (COMPLETIONS, {"prompt": [1, 640], "max_tokens": 4}),
+            (CHAT, {"messages": [{"role": "user", "content": "a <more>"}]}),
+            (CHAT, {"messages": [{"role": "user", "content": "a <more>"}], **search}),
+        ]
+        with closing(running.begin(COMPLETIONS, LONG)) as other:
+            refused = [running.send(path, {"model": NAME, **body}) for path, body in bodies]
+            text = b"".join(iter(lambda: other.recv(4096), b""))
+
+    assert [(status, error["error"]["code"]) for status, _, error in refused] == [
+        (400, "invalid_token")
+    ] * len(bodies)
+    assert b"[DONE]" in text and b"error" not in text
 
 
 @pytest.mark.parametrize(
