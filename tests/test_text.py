@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from arbor.engine.stop_rule import StopRule
+from arbor.engine.text import LOOK_BACK, added
 from arbor.engine.token_source import ModelSampler
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree
@@ -112,6 +113,31 @@ def test_replacement_characters_of_the_models_own_survive_any_cut(
     node = path(OCTETS, cut(tokens, ends))
 
     assert "x" + "".join(node.thoughts) == OCTETS.decode(tokens) == f"x{text}."
+
+
+@given(
+    text=st.text("ab選é🙂", min_size=1, max_size=10),
+    ends=st.sets(st.integers(1, 40), max_size=20),
+    blocks=st.sets(st.integers(1, 20), max_size=6),
+)
+@example(text="a選選", ends={1, 5}, blocks={1})
+@example(text="a🙂🙂", ends={1, 6, 7}, blocks={1})
+def test_a_text_cut_within_a_token_has_all_its_whole_characters(
+    text: str, ends: set[int], blocks: set[int]
+) -> None:
+    data = text.encode()
+    tokens = [b"x", *map(bytes, cut(data, ends))]  # of any bytes, as in large vocabularies
+
+    def decode(ids: Sequence[int]) -> str:
+        return b"".join(tokens[each] for each in ids).decode("utf-8", "replace")
+
+    found, before = "", [0]
+    for block in cut(range(1, len(tokens)), blocks):
+        found += added(decode, before[-LOOK_BACK:], block)
+        before += block
+        whole = b"".join(tokens[1 : len(before)]).decode("utf-8", "ignore")
+        assert found == whole
+    assert found == text
 
 
 @pytest.mark.parametrize("stop", [" is", "€", "é\n", " is 42", "\n", "😀 the", "er."])

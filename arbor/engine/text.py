@@ -62,7 +62,8 @@ def _whole(decode: Decode, tokens: Sequence[int]) -> str:
     for held in range(1, min(MOST_HELD, len(tokens)) + 1):
         texts.append(decode(list(tokens[: len(tokens) - held])))
         if not texts[-1].endswith(BROKEN):
-            return texts[-1]
+            clean = texts[0].rstrip(BROKEN)  # with the whole characters of the tokens held
+            return clean if clean.startswith(texts[-1]) else texts[-1]
     least, most = min(texts), max(texts)  # their common prefix is that of all
     same = (i for i in range(len(least), 0, -1) if most.startswith(least[:i]))
     return least[: next(same, 0)]
