@@ -31,6 +31,7 @@ from arbor.model.gguf import header as gguf_header
 from arbor.model.gguf.header import GGUFHeader, read_gguf_header
 from arbor.model.loading import BUILTIN, load_config, load_tokenizer, locate_model
 from arbor.model.plain_tokenizer import PlainTokenizer
+from arbor.model.sampling_params import Sampling
 from arbor.model.weights import read_files
 from arbor.run.conversation import conversation_tokens
 from arbor.support.texts import human_bytes
@@ -64,6 +65,37 @@ def refusal(path: Path) -> str:
         locate_model(path)
     assert refused.value.code == "model-incomplete"
     return str(refused.value)
+
+
+# Sampling
+
+
+@needs_load
+@pytest.mark.parametrize(
+    ("settings", "sampling"),
+    [
+        ({}, Sampling()),
+        ({"temp": 0.6, "top_p": 0.95, "top_k": 20}, Sampling(0.6, 0.95, 20)),
+        ({"min_p": 0.05}, Sampling(1.0, 1.0, 0, 0.05)),
+        ({"temp": -1.0}, Sampling(0.0, 1.0)),
+    ],
+)
+def test_texts_are_sampled_as_the_file_says(
+    settings: dict[str, float], sampling: Sampling, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    named = {f"general.sampling.{name}": value for name, value in settings.items()}
+    write_gguf(llama(), path, settings=named)
+
+    assert Solver(model=path).setup.resolved_sampling == sampling
+
+
+@needs_load
+def test_sampling_that_the_file_cannot_mean_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(llama(), path, settings={"general.sampling.top_p": 1.5})
+    with pytest.raises(ModelError, match=r"invalid sampling settings: .*top_p"):
+        Solver(model=path).describe()
 
 
 # Reading

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from arbor.errors import ArborError, ModelError, UnknownName, UsageError
@@ -41,6 +42,8 @@ GGUF = ".gguf"
 GGUF_PACKAGES = ("gguf", "accelerate")
 LONGEST_REASON = 300  # characters of another library's message in an error
 
+# Sampling in a GGUF file.
+SAMPLING, SAMPLING_NAMES = "general.sampling.", ("temp", "top_p", "top_k", "min_p")
 # Settings of a generation config that transformers applies to every next token and arbor does not,
 # each with the value that changes nothing.
 LEFT_OUT = {
@@ -716,9 +719,25 @@ def sampling_defaults(generation: Any) -> Sampling:
     except (TypeError, ValueError, UsageError) as error:
         raise ModelError(
             "model-incomplete",
-            f"generation_config.json has invalid sampling settings: {_first_line(error)}",
+            f"the generation config has invalid sampling settings: {_first_line(error)}",
             "Correct temperature, top_p, top_k and min_p there.",
         ) from error
+
+
+def sampling_in_gguf(source: ModelLocation) -> Sampling:
+    """Sampling as a GGUF file sets it; the defaults of `Sampling` where it sets none.
+
+    Raises:
+        ModelError: invalid values.
+    """
+    header = read_gguf_header(gguf_path(source))
+    found = {each: header.get(SAMPLING + each) for each in SAMPLING_NAMES}
+    own = {
+        "temperature" if name == "temp" else name: max(0.0, float(f"{value:.7g}"))  # of a float32
+        for name, value in found.items()
+        if isinstance(value, int | float)
+    }
+    return sampling_defaults(SimpleNamespace(do_sample=True, **own) if own else None)
 
 
 def left_out(generation: Any) -> tuple[str, ...]:

@@ -44,6 +44,7 @@ from arbor.model.loading import (
     load_model,
     load_tokenizer,
     sampling_defaults,
+    sampling_in_gguf,
 )
 from arbor.model.model_info import Description, Files
 from arbor.model.names import INT8
@@ -257,7 +258,9 @@ def read_files(
         if given is None
         else getattr(given, "generation_config", None)
     )
-    files = Files(tokenizer, info, sampling_defaults(generation), shapes)
+    packed = source.gguf is not None
+    sampling = sampling_in_gguf(source) if packed else sampling_defaults(generation)
+    files = Files(tokenizer, info, sampling, shapes)
     # an unreadable generation config is reported whenever it is read
     if keep and (generation is not None or not has_generation_config(source)):
         keep_description(source, dtype, config, files)
