@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gguf_files import ARCHITECTURES, llama, write_gguf, write_random, write_settings
+from support.gguf_files import ARCHITECTURES, llama, write_gguf, write_random
 from support.real_models import model_file
 from support.slow_cases import drawn, every, only
 from torch import Tensor, nn
@@ -143,32 +143,6 @@ def test_gemma_scales_its_queries_by_the_width_of_a_head(architecture: str, tmp_
     model = load_model(locate_model(path), torch.float32, CPU)
 
     assert {layer.self_attn.scaling for layer in model.model.layers} == {32**-0.5}
-
-
-@pytest.mark.parametrize(
-    ("architecture", "layers", "width", "scalar"),
-    [("gemma2", 42, 3584, 256), ("gemma2", 46, 4608, 144), ("gemma3", 62, 5376, 168)],
-)
-def test_the_largest_gemma_scales_its_queries_by_the_width_of_its_input(
-    architecture: str, layers: int, width: int, scalar: int, tmp_path: Path
-) -> None:
-    path = tmp_path / "m.gguf"
-    heads = {"attention.head_count": 32, "attention.key_length": 128 if scalar < 256 else 256}
-    sizes = {"embedding_length": width, "block_count": layers, "final_logit_softcapping": 20.0}
-    write_settings(path, architecture, {**sizes, **heads})
-
-    config = load_config(locate_model(path))
-
-    assert (config.query_pre_attn_scalar, config.final_logit_softcapping) == (scalar, 20.0)
-
-
-def test_a_file_of_llama_has_no_window_whatever_its_name(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(llama(), path, settings={"general.name": "mistral"})
-
-    config = load_config(locate_model(path))
-
-    assert config.model_type == "mistral" and config.sliding_window is None
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "starcoder2"])

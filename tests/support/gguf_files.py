@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 64, 2
+WINDOWED = ("gemma2", "gemma3")  # architectures with windows in some layers
 NAMED = 260  # id of the first token that a test names
 
 
@@ -45,7 +46,7 @@ def llama(kind: str = "Llama", layers: int = LAYERS, **settings: Any) -> Any:
     return model
 
 
-Setting = int | float | bool | str
+Setting = int | float | bool | str | list[int] | list[bool]
 EMPTY = struct.pack("<4sIQQ", b"GGUF", 3, 0, 0)  # a header without settings and tensors
 
 
@@ -60,6 +61,7 @@ def write_gguf(
     pre: str = "gpt-2",
     named: Mapping[str, int] | None = None,
     others: Mapping[str, Sequence[float]] | None = None,
+    unsaid: str = "",
 ) -> None:
     """The model as llama.cpp writes it: heads of q and k are interleaved.
 
@@ -73,6 +75,7 @@ def write_gguf(
         pre: how texts are split; empty: the file does not say.
         named: further tokens, each with its type; the first of them has the id `NAMED`.
         others: one-dimensional tensors besides the weights.
+        unsaid: a setting to leave out.
     """
     import gguf
     import numpy as np
@@ -106,7 +109,7 @@ def write_gguf(
         writer.add_chat_template(template)
     ids = {"bos": 1, "eos": 2, "padding": 0}
     given = {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items()}
-    _add(writer, given | dict(settings or {}), others or {})
+    _add(writer, given | dict(settings or {}), others or {}, unsaid)
     names = {
         "model.embed_tokens": "token_embd",
         "model.norm": "output_norm",
@@ -149,14 +152,18 @@ def _add(
     writer: Any,
     settings: Mapping[str, Setting],
     others: Mapping[str, Sequence[float]],
+    unsaid: str = "",
 ) -> None:
-    """Adds settings, in place of any of the same name, and one-dimensional tensors."""
+    """Adds settings, in place of any of the same name, and one-dimensional tensors; and takes one
+    setting away."""
     import numpy as np
 
-    add = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}
+    add: dict[type, Any] = {bool: writer.add_bool, float: writer.add_float32}
+    add |= {str: writer.add_string, list: writer.add_array}
     for key, value in settings.items():
         writer.kv_data[0].pop(key, None)
         add.get(type(value), writer.add_uint32)(key, value)
+    writer.kv_data[0].pop(unsaid, None)
     for name, numbers in others.items():
         writer.add_tensor(name, np.array(numbers, dtype=np.float32))
 
@@ -166,6 +173,7 @@ def write_settings(
     architecture: str,
     settings: Mapping[str, Setting],
     vocabulary: Mapping[str, tuple[float, int]] | None = None,
+    unsaid: str = "",
 ) -> None:
     """A file of a small model's settings alone, without tensors.
 
@@ -174,6 +182,7 @@ def write_settings(
         architecture: as llama.cpp calls it.
         settings: of the architecture or the tokenizer, more of them or others.
         vocabulary: of SentencePiece; score and type of each token.
+        unsaid: a setting to leave out.
     """
     import gguf
 
@@ -186,16 +195,17 @@ def write_settings(
     writer.add_feed_forward_length(128)
     writer.add_head_count(2)
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_sliding_window(512)
+    if architecture in WINDOWED:
+        writer.add_sliding_window(512)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(list(words))
     writer.add_token_scores([score for score, _ in words.values()])
     writer.add_token_types([kind for _, kind in words.values()])
     own = {
-        name if name.startswith("tokenizer.") else f"{architecture}.{name}": value
+        name if name.startswith(("tokenizer.", "general.")) else f"{architecture}.{name}": value
         for name, value in settings.items()
     }
-    _add(writer, own, {})
+    _add(writer, own, {}, unsaid)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -222,8 +232,10 @@ def write_random(
     kinds: Sequence[str] = ("Q8_0",),
     tied: bool = False,
     *,
+    sizes: Mapping[str, int] | None = None,
     settings: Mapping[str, Setting] | None = None,
     others: Mapping[str, Sequence[float]] | None = None,
+    unsaid: str = "",
 ) -> None:
     """A small model of an architecture whose weights are random blocks.
 
@@ -232,7 +244,8 @@ def write_random(
         architecture: a key of `ARCHITECTURES`.
         kinds: types of the matrices, in turn; Q8_0 where the inputs are not whole blocks.
         tied: whether the head reads the embedding.
-        settings, others: as in `write_gguf`.
+        sizes: other ones of its config.
+        settings, others, unsaid: as in `write_gguf`.
     """
     import gguf
     import numpy as np
@@ -248,7 +261,7 @@ def write_random(
         num_key_value_heads=KV_HEADS,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
-        **own,
+        **(own | dict(sizes or {})),
     )
     with torch.device("meta"):
         model: Any = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
@@ -270,6 +283,9 @@ def write_random(
     if "num_experts" in own:
         writer.add_expert_count(own["num_experts"])
         writer.add_expert_used_count(own["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     tokens = ["<pad>", "<bos>", "<eos>", *gguf_alphabet(), "4Ġ"]
@@ -279,7 +295,7 @@ def write_random(
     writer.add_token_merges(["4 Ġ"])
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
-    _add(writer, settings or {}, others or {})
+    _add(writer, settings or {}, others or {}, unsaid)
     names = gguf.get_tensor_name_map(_number_of(architecture), LAYERS)
     random = np.random.default_rng(0)
     turn = 0

@@ -32,6 +32,10 @@ OTHER_CONVERSION = "Take another conversion of the model, as in Q4_K_M or Q8_0."
 # What every file says: of its architecture, and of its kind of tokenizer.
 SIZES = ("block_count", "context_length", "embedding_length", "attention.head_count")
 EPSILONS = ("layer_norm_rms_epsilon", "layer_norm_epsilon")  # one of them
+MIXTURES, EXPERTS = ("qwen2moe", "qwen3moe"), ("expert_count", "expert_used_count")
+# Numbers of each layer; a list of equal ones is one number. transformers has others by layer.
+BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+UNEQUAL_LAYERS = ("gemma4", "lfm2")
 PARTS = {"gpt2": ("tokenizer.ggml.merges",), "llama": ("tokenizer.ggml.scores",)}
 BLOCK = re.compile(r"blk\.(\d+)\.")
 
@@ -156,6 +160,7 @@ class GGUFHeader:
         for _ in range(settings):
             key, at = _text(data, at, path)
             at = self._setting(key, data, at)
+        self._join_layers(data)
         found, at = self._table(data, at, tensors)
         alignment = self.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -192,6 +197,10 @@ class GGUFHeader:
             return value.decode(self._data)
         except UnicodeDecodeError as error:
             raise _damaged(self.path, f"'{key}' holds a text that is not UTF-8") from error
+
+    def own(self, name: str, default: Any = None) -> Any:
+        """The value of a setting of the file's architecture, by its name there."""
+        return self.get(f"{self.get('general.architecture')}.{name}", default)
 
     def length(self, key: str) -> int | None:
         """Elements of a setting that is an array; None for any other."""
@@ -262,7 +271,7 @@ class GGUFHeader:
         kind = self.get("general.architecture")
         if not isinstance(kind, str):
             raise _damaged(self.path, "it does not say 'general.architecture'", OTHER_CONVERSION)
-        needed = [f"{kind}.{size}" for size in SIZES]
+        needed = [f"{kind}.{size}" for size in (*SIZES, *(EXPERTS if kind in MIXTURES else ()))]
         needed += ["tokenizer.ggml.model", "tokenizer.ggml.tokens"]
         needed += PARTS.get(self.get("tokenizer.ggml.model"), ())
         for key in needed:
@@ -273,6 +282,10 @@ class GGUFHeader:
         if not any(f"{kind}.attention.{each}" in self for each in EPSILONS):
             says = f"it does not say '{kind}.attention.{EPSILONS[0]}'"
             raise _damaged(self.path, says, OTHER_CONVERSION)
+        unequal = [each for each in BY_LAYER if self.length(f"{kind}.{each}") is not None]
+        if unequal and kind not in UNEQUAL_LAYERS:
+            says = f"'{kind:.20}.{unequal[0]}' differs between layers, which is not known here"
+            raise _damaged(self.path, says, "Take the model's safetensors.")
         heads, groups = (self.get(f"{kind}.attention.head_count{each}") for each in ("", "_kv"))
         if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
             says = f"'{kind}.attention.head_count' is {heads}, no multiple of its {groups} KV heads"
@@ -317,6 +330,16 @@ class GGUFHeader:
         (number,) = struct.unpack_from(f"<{NUMBERS[kind]}", data, at + 4)
         self._settings[key] = kind, number
         return at + 4 + struct.calcsize(f"<{NUMBERS[kind]}")
+
+    def _join_layers(self, data: bytes) -> None:
+        """Keeps one number of a list in which every layer has the same."""
+        for each in BY_LAYER:
+            key = f"{self.get('general.architecture')}.{each}"
+            _, value = self._settings.get(key, (TEXT, None))
+            if isinstance(value, _Array) and value.kind in NUMBERS:
+                numbers = set(value.decode(data))
+                if len(numbers) == 1:
+                    self._settings[key] = value.kind, numbers.pop()
 
     def _table(
         self, data: bytes, at: int, count: int
