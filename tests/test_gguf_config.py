@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.gguf_files import llama, write_gguf, write_random, write_settings
+from support.gguf_files import HEADS, llama, write_gguf, write_random, write_settings
 
 from arbor import ModelError
-from arbor.model.loading import load_config, locate_model
+from arbor.model.gguf.header import read_gguf_header
+from arbor.model.loading import load_config, load_model, locate_model
 
 pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 pytest.importorskip("accelerate", reason="the extra `gguf` is not installed")
@@ -35,6 +37,58 @@ def refusal(path: Path) -> ModelError:
 
 
 # Sizes
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [
+        ("qwen3", {"head_dim": 64}),
+        ("qwen3moe", {"moe_intermediate_size": 512, "head_dim": 64}),
+        ("qwen2moe", {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512}),
+    ],
+)
+def test_sizes_of_heads_and_experts_are_the_files(
+    architecture: str, sizes: Mapping[str, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, architecture, sizes=sizes)
+
+    model = load_model(locate_model(path), torch.float32, CPU)
+
+    assert {name: getattr(model.config, name) for name in sizes} == sizes
+
+
+def test_experts_without_a_size_share_that_of_a_dense_layer(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    unsaid = {"expert_feed_forward_length": 0, "expert_shared_feed_forward_length": 0}
+
+    config = written(path, "qwen2moe", **unsaid)
+
+    assert (config.moe_intermediate_size, config.shared_expert_intermediate_size) == (256, 512)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3"])
+def test_keys_have_as_many_heads_as_queries_unless_the_file_says_how_many(
+    architecture: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_settings(path, architecture, {"attention.head_count": HEADS, "general.name": "mistral"})
+
+    config = load_config(locate_model(path))
+
+    assert config.num_key_value_heads == HEADS
+
+
+def test_a_width_of_heads_needs_no_count_of_rotated_numbers(tmp_path: Path) -> None:
+    path, model = tmp_path / "m.gguf", llama(head_dim=32)
+    widths = {"llama.attention.key_length": 32, "llama.attention.value_length": 32}
+    write_gguf(model, path, settings=widths, unsaid="llama.rope.dimension_count")
+
+    found = load_model(locate_model(path), torch.float32, CPU)
+
+    ids = torch.arange(20).view(1, -1)
+    with torch.inference_mode():
+        assert torch.allclose(found(ids).logits, model(ids).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -92,3 +146,10 @@ def test_a_file_of_llama_has_no_window_whatever_its_name(tmp_path: Path) -> None
     config = load_config(locate_model(path))
 
     assert config.model_type == "mistral" and config.sliding_window is None
+
+
+def test_experts_are_weighed_as_the_file_says(tmp_path: Path) -> None:
+    config = written(tmp_path / "m.gguf", "qwen2moe", expert_weights_norm=True)
+
+    assert config.norm_topk_prob
+    assert read_gguf_header(tmp_path / "m.gguf").own("expert_count") == 4

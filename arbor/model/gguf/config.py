@@ -1,7 +1,8 @@
 """Settings of a GGUF file's model that transformers leaves at the defaults of its config.
 
-llama.cpp takes them from the file: layers have the biases that it has tensors of, and Gemma scales
-its queries by the width of a head, or of the input in its largest models.
+llama.cpp takes them from the file, or has its own defaults: layers have the biases that it has
+tensors of, and Gemma scales its queries by the width of a head, or of the input in its largest
+models.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from arbor.model.gguf.header import GGUFHeader
 
 BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_down.bias"}
 LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the models with 27B weights
-SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+OTHER_WIDTHS = "gemma4"  # its layers have heads of two widths, and transformers' config both
 
 
 def complete_config(config: Any, header: GGUFHeader) -> None:
@@ -26,14 +27,45 @@ def complete_config(config: Any, header: GGUFHeader) -> None:
         if hasattr(config, setting):
             found = any(each.name.endswith(f".{tensor}") for each in header.tensors)
             setattr(config, setting, found)
+    _set_heads(config, header)
+    _set_experts(config, header)
+    if config.model_type == "mistral":
+        config.sliding_window = None
+    for each in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if hasattr(config, each) and header.own(each) is not None:
+            setattr(config, each, header.own(each) or None)
     kind = header.get("general.architecture")
-    if kind == "llama" and hasattr(config, "sliding_window"):
-        config.sliding_window = None  # a file named mistral, whose window is transformers' default
-    if kind not in LARGEST:
+    if kind in LARGEST:
+        largest = config.num_hidden_layers == LARGEST[kind]
+        width = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = width if largest else config.head_dim
+
+
+def _set_heads(config: Any, header: GGUFHeader) -> None:
+    """How many heads keys have, and how many numbers a head."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
         return
-    largest = config.num_hidden_layers == LARGEST[kind]
-    width = config.hidden_size // config.num_attention_heads
-    config.query_pre_attn_scalar = width if largest else config.head_dim
-    for setting in SOFTCAPS:
-        if f"{kind}.{setting}" in header:
-            setattr(config, setting, header.get(f"{kind}.{setting}") or None)
+    groups = header.own("attention.head_count_kv", heads)
+    if "num_key_value_heads" in vars(config) and isinstance(groups, int):
+        config.num_key_value_heads = groups
+    if header.get("general.architecture") == OTHER_WIDTHS:
+        return
+    natural = config.hidden_size // heads
+    width = header.own("attention.key_length", natural)
+    if "head_dim" in vars(config):
+        config.head_dim = width
+
+
+def _set_experts(config: Any, header: GGUFHeader) -> None:
+    """The sizes of experts, by llama.cpp's defaults where the file does not say them."""
+    whole = header.own("feed_forward_length", 0)
+    used = header.own("expert_used_count", 0) or 1
+    sizes = {
+        "moe_intermediate_size": header.own("expert_feed_forward_length") or whole // used,
+        "shared_expert_intermediate_size": header.own("expert_shared_feed_forward_length") or whole,
+        "norm_topk_prob": header.own("expert_weights_norm"),
+    }
+    for setting, value in sizes.items():
+        if setting in vars(config) and value is not None:
+            setattr(config, setting, value)
