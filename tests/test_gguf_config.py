@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.gguf_files import HEADS, llama, write_gguf, write_random, write_settings
 
-from arbor import ModelError
+from arbor import ModelError, Solver
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.loading import load_config, load_model, locate_model
 
@@ -146,6 +146,57 @@ def test_a_file_of_llama_has_no_window_whatever_its_name(tmp_path: Path) -> None
     config = load_config(locate_model(path))
 
     assert config.model_type == "mistral" and config.sliding_window is None
+
+
+@pytest.mark.parametrize("window", [None, 0])
+def test_gemma3_without_a_window_has_it_in_no_layer(window: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    unsaid = "gemma3.attention.sliding_window"
+    bases = {"gemma3.rope.freq_base": 20000.0, "gemma3.rope.scaling.factor": 4.0}
+    settings = bases | ({} if window is None else {unsaid: window})
+    write_random(path, "gemma3", settings=settings, unsaid=unsaid if window is None else "")
+
+    with Solver(path, dtype="float32", controller="chain", max_expansions=1) as solver:
+        solver.solve("4 5 6 10")  # its logits are compared with the model's own
+        specs = solver.engine.runner.specs
+    model = load_model(locate_model(path), torch.float32, CPU)
+
+    assert [each.shape.window for each in specs] == [None, None]
+    assert model.config.layer_types == [FULL, FULL]
+    frequencies = model.model.rotary_emb.full_attention_inv_freq
+    assert torch.allclose(frequencies, 20000.0 ** -(torch.arange(16) / 16) / 4.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kinds"),
+    [
+        (2, [WINDOWED, FULL, WINDOWED, FULL]),
+        (1, [FULL] * 4),
+        (0, [WINDOWED] * 4),
+        ([False, True, True, False], [FULL, WINDOWED, WINDOWED, FULL]),
+    ],
+)
+def test_layers_of_gemma3_have_windows_where_the_file_says_so(
+    pattern: int | list[bool], kinds: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    settings = {"block_count": 4, "attention.sliding_window_pattern": pattern}
+    write_settings(path, "gemma3", settings)
+
+    assert load_config(locate_model(path)).layer_types == kinds
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "starcoder2"])
+def test_a_window_of_all_layers_is_the_files(architecture: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    config = written(path, architecture, **{"attention.sliding_window": 16})
+
+    with Solver(path, dtype="float32", controller="chain", max_expansions=1) as solver:
+        solver.solve("4 5 6 10")
+        specs = solver.engine.runner.specs
+
+    assert config.sliding_window == 16
+    assert {each.shape.window for each in specs} == {16}
 
 
 def test_experts_are_weighed_as_the_file_says(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from arbor.model.gguf.header import GGUFHeader
 
 BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_down.bias"}
 LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the models with 27B weights
+FULL, WINDOWED = "full_attention", "sliding_attention"
+# Architectures whose config has one window for all layers.
+ONE_WINDOW = ("phi3", "starcoder2", "mistral")
 OTHER_WIDTHS = "gemma4"  # its layers have heads of two widths, and transformers' config both
 
 
@@ -29,8 +32,7 @@ def complete_config(config: Any, header: GGUFHeader) -> None:
             setattr(config, setting, found)
     _set_heads(config, header)
     _set_experts(config, header)
-    if config.model_type == "mistral":
-        config.sliding_window = None
+    _set_windows(config, header)
     for each in ("attn_logit_softcapping", "final_logit_softcapping"):
         if hasattr(config, each) and header.own(each) is not None:
             setattr(config, each, header.own(each) or None)
@@ -69,3 +71,23 @@ def _set_experts(config: Any, header: GGUFHeader) -> None:
     for setting, value in sizes.items():
         if setting in vars(config) and value is not None:
             setattr(config, setting, value)
+
+
+def _set_windows(config: Any, header: GGUFHeader) -> None:
+    """Which layers read the latest tokens alone, and how many."""
+    key, kind = "attention.sliding_window", header.get("general.architecture")
+    window = header.own(key)
+    limit = header.own("context_length")
+    if config.model_type in ONE_WINDOW:
+        config.sliding_window = window or None
+    if kind not in LARGEST:
+        return
+    pattern, layers = header.own(f"{key}_pattern"), range(config.num_hidden_layers)
+    if window == 0 or (window is None and kind == "gemma3"):
+        config.sliding_window = limit  # of no layer; transformers makes a mask for it nonetheless
+        config.layer_types = [FULL for _ in layers]
+    elif isinstance(pattern, list):
+        config.layer_types = [WINDOWED if pattern[layer] else FULL for layer in layers]
+    elif pattern is not None:  # one layer of so many has no window, the last
+        full = [pattern > 0 and layer % pattern == pattern - 1 for layer in layers]
+        config.layer_types = [FULL if each else WINDOWED for each in full]
