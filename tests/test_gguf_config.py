@@ -199,6 +199,50 @@ def test_a_window_of_all_layers_is_the_files(architecture: str, tmp_path: Path) 
     assert {each.shape.window for each in specs} == {16}
 
 
+# Numbers, and tokens
+
+
+@pytest.mark.parametrize(
+    ("architecture", "own"),
+    [("nemotron", "norm_eps"), ("stablelm", "layer_norm_eps"), ("falcon", "layer_norm_epsilon")],
+)
+def test_the_epsilon_of_norms_is_the_files_whatever_it_is_called(
+    architecture: str, own: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    name = "attention.layer_norm_"
+    unsaid = f"{architecture}.{name}rms_epsilon"
+    write_settings(path, architecture, {f"{name}epsilon": 0.25}, unsaid=unsaid)
+
+    assert getattr(load_config(locate_model(path)), own) == 0.25
+
+
+@pytest.mark.parametrize("architecture", ["smollm3", "gemma3", "qwen2"])
+def test_rotary_embeddings_have_llama_cpps_base_where_the_file_says_none(
+    architecture: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, architecture, unsaid=f"{architecture}.rope.freq_base")
+
+    rope = load_config(locate_model(path)).rope_parameters
+
+    assert rope.get(FULL, rope)["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "smollm3"])
+def test_padding_is_the_files_token_or_none(architecture: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "m.gguf", tmp_path / "other.gguf"
+    write_random(path, architecture)
+    write_random(other, architecture, unsaid="tokenizer.ggml.padding_token_id")
+
+    tables = [
+        load_model(locate_model(each), torch.float32, CPU).get_input_embeddings()
+        for each in (path, other)
+    ]
+
+    assert [each.padding_idx for each in tables] == [0, None]
+
+
 def test_experts_are_weighed_as_the_file_says(tmp_path: Path) -> None:
     config = written(tmp_path / "m.gguf", "qwen2moe", expert_weights_norm=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from arbor.model.gguf.header import GGUFHeader
+from arbor.model.gguf.header import EPSILONS, GGUFHeader
 
 BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_down.bias"}
 LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the models with 27B weights
@@ -17,6 +17,8 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 # Architectures whose config has one window for all layers.
 ONE_WINDOW = ("phi3", "starcoder2", "mistral")
 OTHER_WIDTHS = "gemma4"  # its layers have heads of two widths, and transformers' config both
+# Names of the number that is added to a variance, in configs.
+OWN_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 
 def complete_config(config: Any, header: GGUFHeader) -> None:
@@ -30,6 +32,9 @@ def complete_config(config: Any, header: GGUFHeader) -> None:
         if hasattr(config, setting):
             found = any(each.name.endswith(f".{tensor}") for each in header.tensors)
             setattr(config, setting, found)
+    if getattr(config, "pad_token_id", None) is not None:  # transformers' default
+        config.pad_token_id = header.get("tokenizer.ggml.padding_token_id")
+    _set_epsilon(config, header)
     _set_heads(config, header)
     _set_experts(config, header)
     _set_windows(config, header)
@@ -41,6 +46,15 @@ def complete_config(config: Any, header: GGUFHeader) -> None:
         largest = config.num_hidden_layers == LARGEST[kind]
         width = config.hidden_size // config.num_attention_heads
         config.query_pre_attn_scalar = width if largest else config.head_dim
+
+
+def _set_epsilon(config: Any, header: GGUFHeader) -> None:
+    """The number that norms add to a variance, whatever transformers looks for in the file."""
+    for own in OWN_EPSILONS:
+        if own in vars(config):
+            names = EPSILONS if own == "rms_norm_eps" else EPSILONS[::-1]
+            given = (header.own(f"attention.{name}") for name in names)
+            setattr(config, own, next(each for each in given if each is not None))
 
 
 def _set_heads(config: Any, header: GGUFHeader) -> None:

@@ -62,8 +62,8 @@ def set_rotary(config: Any, header: GGUFHeader) -> None:
 
 
 def _base(header: GGUFHeader, name: str) -> dict[str, float]:
-    """The base of the frequencies in transformers' terms; empty where the file does not say it."""
-    found = _given(header, name, None)
+    """The base of the frequencies in transformers' terms; empty where it is that of its config."""
+    found = _given(header, name, 10000.0 if name == BASES[GLOBAL] else None)
     return {} if found is None else {"rope_theta": float(found)}
 
 
