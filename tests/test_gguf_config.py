@@ -243,6 +243,53 @@ def test_padding_is_the_files_token_or_none(architecture: str, tmp_path: Path) -
     assert [each.padding_idx for each in tables] == [0, None]
 
 
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "value"),
+    [
+        ("llama", "attention.causal", False),
+        ("llama", "attention.scale", 0.5),
+        ("llama", "attention.value_length", 32),
+        ("llama", "logit_scale", 2.0),
+        ("llama", "embedding_scale", 3.0),
+        ("llama", "residual_scale", 0.5),
+        ("llama", "final_logit_softcapping", 30.0),
+        ("llama", "expert_count", 8),
+        ("llama", "rope.scaling.alpha", 1000.0),
+        ("qwen2", "attention.sliding_window", 16),
+        ("qwen2", "attention.key_length", 32),
+        ("qwen3moe", "expert_gating_func", 2),
+        ("qwen3moe", "expert_weights_scale", 2.5),
+        ("qwen3moe", "leading_dense_block_count", 1),
+        ("gemma3", "attention.key_length_swa", 64),
+    ],
+)
+def test_a_setting_that_the_model_does_not_take_is_refused_by_name(
+    architecture: str, name: str, value: float, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, architecture, settings={f"{architecture}.{name}": value})
+
+    refused = refusal(path)
+
+    assert refused.code == "model-gguf"
+    assert f"'{name}'" in refused.message and f"is {value}" in refused.message
+    assert ("generates text" in str(refused)) == (name == "attention.causal")
+
+
+def test_settings_that_change_nothing_are_taken(tmp_path: Path) -> None:
+    neutral = {"attention.causal": True, "logit_scale": 1.0, "attention.scale": 0.0}
+    more = {"expert_weights_scale": 1.0, "expert_weights_norm": True, "expert_gating_func": 1}
+
+    config = written(tmp_path / "m.gguf", "qwen3moe", **neutral, **more)
+
+    assert config.norm_topk_prob
+    window = {"attention.sliding_window": 256}  # as long as the context
+    assert written(tmp_path / "other.gguf", "qwen2", **window).sliding_window is None
+
+
 def test_experts_are_weighed_as_the_file_says(tmp_path: Path) -> None:
     config = written(tmp_path / "m.gguf", "qwen2moe", expert_weights_norm=True)
 

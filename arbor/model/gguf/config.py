@@ -2,7 +2,7 @@
 
 llama.cpp takes them from the file, or has its own defaults: layers have the biases that it has
 tensors of, and Gemma scales its queries by the width of a head, or of the input in its largest
-models.
+models. What a file says and no config does is refused (`check_settings`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 from arbor.model.gguf.header import EPSILONS, GGUFHeader
+from arbor.model.gguf.unread import check_settings, check_value
 
 BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_down.bias"}
 LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the models with 27B weights
 FULL, WINDOWED = "full_attention", "sliding_attention"
-# Architectures whose config has one window for all layers.
+# Architectures whose config has one window for all layers; the others, but for Gemma, have none.
 ONE_WINDOW = ("phi3", "starcoder2", "mistral")
+NO_WINDOW = (
+    *("llama", "smollm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("falcon", "nemotron", "stablelm"),
+)
 OTHER_WIDTHS = "gemma4"  # its layers have heads of two widths, and transformers' config both
 # Names of the number that is added to a variance, in configs.
 OWN_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
@@ -27,6 +32,9 @@ def complete_config(config: Any, header: GGUFHeader) -> None:
     Args:
         config: that transformers made of the file.
         header: of the file.
+
+    Raises:
+        ModelError: a setting of the file has no counterpart in transformers.
     """
     for setting, tensor in BIASES.items():
         if hasattr(config, setting):
@@ -46,6 +54,7 @@ def complete_config(config: Any, header: GGUFHeader) -> None:
         largest = config.num_hidden_layers == LARGEST[kind]
         width = config.hidden_size // config.num_attention_heads
         config.query_pre_attn_scalar = width if largest else config.head_dim
+    check_settings(header, config)
 
 
 def _set_epsilon(config: Any, header: GGUFHeader) -> None:
@@ -71,6 +80,10 @@ def _set_heads(config: Any, header: GGUFHeader) -> None:
     width = header.own("attention.key_length", natural)
     if "head_dim" in vars(config):
         config.head_dim = width
+    else:
+        check_value(header, "attention.key_length", (natural,))
+    for each in ("value_length", "key_length_swa", "value_length_swa"):
+        check_value(header, f"attention.{each}", (width,))
 
 
 def _set_experts(config: Any, header: GGUFHeader) -> None:
@@ -94,6 +107,8 @@ def _set_windows(config: Any, header: GGUFHeader) -> None:
     limit = header.own("context_length")
     if config.model_type in ONE_WINDOW:
         config.sliding_window = window or None
+    elif config.model_type in NO_WINDOW and window and window < limit:
+        check_value(header, key, (0,))
     if kind not in LARGEST:
         return
     pattern, layers = header.own(f"{key}_pattern"), range(config.num_hidden_layers)
