@@ -89,6 +89,8 @@ def _set_heads(config: Any, header: GGUFHeader) -> None:
 def _set_experts(config: Any, header: GGUFHeader) -> None:
     """The sizes of experts, by llama.cpp's defaults where the file does not say them."""
     whole = header.own("feed_forward_length", 0)
+    if not header.own("expert_count") or not isinstance(whole, int):
+        return
     used = header.own("expert_used_count", 0) or 1
     sizes = {
         "moe_intermediate_size": header.own("expert_feed_forward_length") or whole // used,
