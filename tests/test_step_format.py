@@ -123,9 +123,13 @@ def test_a_thought_may_end_with_any_stop_text(stop: str, tokenizer: Any) -> None
 
 def allows(schema: dict[str, Any], value: Any, tokenizer: Any) -> bool:
     """Whether a thought may be the JSON of a value."""
+    return allows_text(schema, json.dumps(value), tokenizer)
+
+
+def allows_text(schema: dict[str, Any], text: str, tokenizer: Any) -> bool:
     grammar = Grammar(StepFormat.parse(schema), ("\n",), tokenizer, (2,))
     row = Row()
-    for token in tokenizer.encode(f"{json.dumps(value)}\n", add_special_tokens=False):
+    for token in tokenizer.encode(f"{text}\n", add_special_tokens=False):
         if grammar.mask([row], torch.zeros(1, 640))[0, token] != 0.0:  # type: ignore[list-item]
             return False
         row.tokens.append(token)
@@ -153,6 +157,11 @@ PETS = {
     [
         ({"minimum": 5}, [5, 7.5], [1]),
         ({"maxLength": 1}, ["a"], ["abc"]),
+        ({"minLength": 2.0, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
+        ({"pattern": "b"}, ["b", "abc"], ["", "ac"]),
+        ({"pattern": r"^\x41b|c$"}, ["Ab", "Abc", "c", "ac"], ["ab", "Bb", "ca"]),
+        ({"pattern": r"^\D+\\$"}, ["ab\\"], ["ab", "1\\", "\\"]),
+        ({"patternProperties": {"^x-": {}}}, [{"x-": 1, "x-a": 2}], [{"a": 1}]),
         ({"required": ["a"]}, [{"a": [1]}], [{}]),
         ({"minItems": 1, "minimum": 5}, [[0], 6], [[], 4]),
         ({"type": "array", "maxItems": 2}, [[], [1, "a"]], [[1, 2, 3]]),
@@ -208,6 +217,23 @@ def test_a_schema_allows_what_is_valid_by_it(
     assert [each for each in invalid if allows(schema, each, tokenizer)] == []
 
 
+@pytest.mark.parametrize("bad", ['"', "\\", "\n", "\t", "\x01"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"pattern": each} for each in (".", "^[^a]$", r"^\S$", r"^\s$", r"^[\W]$", r"\x22")),
+        *({"pattern": each} for each in ('"', "\t", r"\\|a", r"\n", r"^[\x00-\x7f]$")),
+        *({"minLength": 1}, {"maxLength": 1}),
+    ],
+)
+def test_a_string_with_bounds_is_json(schema: dict[str, Any], bad: str, tokenizer: Any) -> None:
+    assert not allows_text(schema, f'"{bad}"', tokenizer)
+    assert not allows_text(
+        {"patternProperties": {schema.get("pattern", "."): {}}}, f'{{"{bad}": 1}}', tokenizer
+    )
+    assert not allows_text({"propertyNames": schema}, f'{{"{bad}": 1}}', tokenizer)
+
+
 # What is refused
 
 FORKS = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(40)} | {"a40": {}}
@@ -222,6 +248,8 @@ FORKS = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(
         ({"anyOf": [{"type": "integer"}], "minimum": 50}, "'minimum' beside 'anyOf'"),
         ({"type": "string", "pattern": "a+", "maxLength": 3}, "a length beside 'pattern'"),
         ({"$defs": {"x": {"pattern": "(?=z)a"}}}, "the pattern"),
+        ({"pattern": "a$b"}, r"the pattern 'a\$b' has"),
+        ({"patternProperties": {r"\bx": {}}}, "a word boundary"),
         ({"$ref": "#/$defs/n", "maximum": 5, "$defs": {"n": {}}}, r"'maximum' beside '\$ref'"),
         ({"allOf": [{"enum": [7, 8]}], "maximum": 5}, "'maximum' beside 'allOf'"),
         ({"allOf": [{"type": "object"}], "properties": A}, "'properties' beside 'allOf'"),

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from arbor.engine.json_schema import applied
+from arbor.engine.regex import whole_text
 from arbor.errors import UsageError
 from arbor.model.plain_tokenizer import PlainTokenizer
 from arbor.tasks.step_format import EXAMPLE, StepFormat
@@ -122,7 +123,7 @@ def check_format(form: StepFormat) -> None:
 
 def _grammar_of(form: StepFormat, xgrammar: Any) -> Any:
     if form.kind == "regex":
-        return xgrammar.Grammar.from_regex(form.text)
+        return xgrammar.Grammar.from_regex(whole_text(form.text))
     schema = json.dumps(applied(json.loads(form.text)))
     # on one line: a line break ends most thoughts
     return xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NoReturn
 
+from arbor.engine.regex import json_characters, within_json
 from arbor.errors import UsageError
 
 _IGNORED = (
@@ -57,7 +58,6 @@ _FORMATS = (  # that xgrammar applies
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
     *("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
 )
-_LOOKS = re.compile(r"(?<!\\)\(\?(?!:)")  # ahead or back, or sets a flag
 _MOST_MULTIPLE, _MOST_VALUES = 1024, 10_000  # of whole numbers with 'multipleOf'
 _MOST_SCHEMAS = 2_000  # to choose from, each as often as a reference leads to it
 
@@ -129,7 +129,7 @@ class _Schemas:
         if "number" in types or "integer" in types:
             schema, types = _number(schema, types)
         if "string" in types:
-            _check_string(schema)
+            schema = _string(schema)
         if "array" in types:
             schema = _array(schema)
         if "object" in types:
@@ -264,7 +264,11 @@ class _Schemas:
                 f"'minProperties' {least} for properties without names",
                 "Name the properties in 'properties' and 'required'.",
             )
-        return {**schema, "properties": names} if names else schema
+        found = {**schema, "properties": names} if names else schema
+        if patterns:
+            within = {within_json(name): each for name, each in patterns.items()}
+            found = {**found, "patternProperties": within}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,19 +421,24 @@ def _number(schema: dict[str, Any], types: list[str]) -> tuple[dict[str, Any], l
     return schema, whole
 
 
-def _check_string(schema: dict[str, Any]) -> None:
-    """Refuses bounds of a string of which one would be left out."""
+def _string(schema: dict[str, Any]) -> dict[str, Any]:
+    """The bounds of a string, lengths as a pattern."""
     lengths = schema.keys() & {"minLength", "maxLength"}
-    if "pattern" in schema:
-        if lengths:
-            _refuse("a length beside 'pattern'")
-        if _LOOKS.search(str(schema["pattern"])):
-            _refuse(f"the pattern {schema['pattern']}")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
     if schema.get("format") in _FORMATS:
         if "pattern" in schema:
             _refuse("'pattern' beside 'format'", "Leave one of them out.")
-        if "maxLength" in schema or schema.get("minLength", 0) > 1:
+        if "maxLength" in schema or least > 1:
             _refuse("a length beside 'format'", "Leave one of them out.")
+        return schema
+    if "pattern" in schema:
+        if lengths:
+            _refuse("a length beside 'pattern'")
+        return {**schema, "pattern": within_json(schema["pattern"])}
+    if not lengths:
+        return schema
+    found = {word: each for word, each in schema.items() if word not in lengths}
+    return {**found, "pattern": json_characters(int(least), None if most is None else int(most))}
 
 
 def _array(schema: dict[str, Any]) -> dict[str, Any]:
