@@ -147,7 +147,17 @@ def _compiler(tokenizer: Any, vocabulary: int, ends: tuple[int, ...]) -> Any:
 
     if isinstance(tokenizer, PlainTokenizer):
         tokenizer = tokenizer.of_transformers()
+    stops = list(ends) or None
     known = xgrammar.TokenizerInfo.from_huggingface(
-        tokenizer, vocab_size=vocabulary, stop_token_ids=list(ends) or None
+        tokenizer, vocab_size=vocabulary, stop_token_ids=stops
     )
-    return xgrammar.GrammarCompiler(known)
+    special = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
+    silent = {*ends, *special}  # no thought's text has them
+    texts = [b"" if id in silent else text for id, text in enumerate(known.decoded_vocab)]
+    spoken = xgrammar.TokenizerInfo(
+        texts,
+        vocab_size=vocabulary,
+        stop_token_ids=stops or known.stop_token_ids,
+        add_prefix_space=known.add_prefix_space,
+    )
+    return xgrammar.GrammarCompiler(spoken)
