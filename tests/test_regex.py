@@ -114,6 +114,7 @@ def test_strings_are_json(pattern: str) -> None:
         (r"^\x00|\x1f$", "\x1f"),
         ('^(ab|")$', '"'),
         ('^(ab|")$', "ab"),
+        (r"^a\0$", "a\0"),
     ],
 )
 def test_a_string_has_what_json_escapes_where_it_must(pattern: str, text: str) -> None:
@@ -174,3 +175,9 @@ def test_what_a_format_cannot_apply_is_refused(pattern: str, what: str) -> None:
     for write in (whole_text, within_json):
         with pytest.raises(UsageError, match=what):
             write(pattern)
+
+
+def test_no_text_has_a_null_character() -> None:
+    assert "\0" not in texts_of(r"[\0-\x1f]")
+    with pytest.raises(UsageError, match="a set without characters"):
+        whole_text(r"a\0")

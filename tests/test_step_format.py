@@ -118,6 +118,16 @@ def test_a_thought_may_end_with_any_stop_text(stop: str, tokenizer: Any) -> None
         row.tokens.append(token)
 
 
+@pytest.mark.parametrize("pattern", ["[^a]{3}", r"\D\d", r"\s+a", r"ab|\n"])
+def test_what_ends_a_thought_comes_after_the_format(pattern: str, tokenizer: Any) -> None:
+    grammar, row = Grammar(StepFormat("regex", pattern), ("\n",), tokenizer, (2,)), Row()
+
+    allowed = grammar.mask([row], torch.zeros(1, 640))[0].isfinite()  # type: ignore[list-item]
+
+    (end,) = tokenizer.encode("\n", add_special_tokens=False)
+    assert bool(allowed[end]) is (pattern == r"ab|\n")
+
+
 @pytest.mark.parametrize("pattern", ["[ -~]{5}", ".*", "[<eos>]{5}", "[^a]+"])
 def test_special_tokens_are_no_text(pattern: str, tokenizer: Any) -> None:
     grammar, row = Grammar(StepFormat("regex", pattern), ("\n",), tokenizer, (2,)), Row()

@@ -121,9 +121,10 @@ def check_format(form: StepFormat) -> None:
         ) from error
 
 
-def _grammar_of(form: StepFormat, xgrammar: Any) -> Any:
+def _grammar_of(form: StepFormat, xgrammar: Any, stops: Sequence[str] = ()) -> Any:
     if form.kind == "regex":
-        return xgrammar.Grammar.from_regex(whole_text(form.text))
+        ends = "".join(stop for stop in stops if len(stop) == 1)
+        return xgrammar.Grammar.from_regex(whole_text(form.text, ends))
     schema = json.dumps(applied(json.loads(form.text)))
     # on one line: a line break ends most thoughts
     return xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)
@@ -137,7 +138,7 @@ def _compiled(
 
     literals = " | ".join(json.dumps(stop, ensure_ascii=False) for stop in (*stops, ""))
     tail = xgrammar.Grammar.from_ebnf(f"root ::= {literals}")
-    whole = xgrammar.Grammar.concat(_grammar_of(form, xgrammar), tail)
+    whole = xgrammar.Grammar.concat(_grammar_of(form, xgrammar, stops), tail)
     return _compiler(tokenizer, vocabulary, ends).compile_grammar(whole)
 
 

@@ -46,7 +46,7 @@ _REFUSED = {
 }
 
 
-def whole_text(pattern: str) -> str:
+def whole_text(pattern: str, ends: str = "") -> str:
     """A regex that xgrammar reads as Python's ``re.fullmatch`` reads the given one.
 
     A set of characters has those that it has in Python and in JavaScript, by Unicode and by ASCII:
@@ -54,11 +54,13 @@ def whole_text(pattern: str) -> str:
 
     Args:
         pattern: as Python's `re` has it.
+        ends: characters that end a text; sets have them only where they have no others.
 
     Raises:
         UsageError: it is invalid, or has what a format cannot apply; names that.
     """
-    return _Writer(pattern, in_json=False).written("")
+    avoided = [(ord(character), ord(character)) for character in ends]
+    return _Writer(pattern, avoided, in_json=False).written("")
 
 
 def within_json(pattern: str) -> str:
@@ -73,7 +75,7 @@ def within_json(pattern: str) -> str:
     Raises:
         UsageError: it is invalid, or has what a format cannot apply; names that.
     """
-    writer = _Writer(pattern, in_json=True)
+    writer = _Writer(pattern, _ESCAPED, in_json=True)
     written = writer.written(f"{writer.characters(_ALL)}*")
     # in ASCII alone it would become an automaton without backslashes
     return f"{written}(?:é){{0}}" if _literal("\\") in written else written
@@ -81,15 +83,16 @@ def within_json(pattern: str) -> str:
 
 def json_characters(least: int, most: int | None) -> str:
     """A regex for the text between the quotes of a JSON string that has a number of characters."""
-    some = _Writer("", in_json=True).characters(_ALL)
+    some = _Writer("", _ESCAPED, in_json=True).characters(_ALL)
     return f"{some}{{{least},{'' if most is None else most}}}"
 
 
 class _Writer:
     """Writes a regex anew."""
 
-    def __init__(self, pattern: str, *, in_json: bool) -> None:
+    def __init__(self, pattern: str, avoided: Ranges, *, in_json: bool) -> None:
         self._pattern = pattern
+        self._avoided = avoided
         self._in_json = in_json
 
     def written(self, around: str) -> str:
@@ -112,11 +115,12 @@ class _Writer:
 
     def characters(self, ranges: Ranges) -> str:
         """One of some characters, as an atom."""
-        plain = _without(ranges, _UNSPOKEN + (_ESCAPED if self._in_json else []))
-        if plain:
-            return _class(plain)
+        spoken = _without(ranges, _UNSPOKEN)
+        plain = _without(spoken, self._avoided)
+        if plain or (spoken and not self._in_json):
+            return _class(plain or spoken)
         codes = [code for low, high in ranges for code in range(low, high + 1) if code < 0x80]
-        if not codes:
+        if not self._in_json or not codes:
             self._refuse("a set without characters")
         escapes = (json.dumps(chr(code))[1:-1] for code in codes)
         return f"(?:{'|'.join(''.join(map(_literal, each)) for each in escapes)})"
