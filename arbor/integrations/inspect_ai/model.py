@@ -303,7 +303,7 @@ class ArborAPI(ModelAPI):
             given = check_count("path_tokens", search.path_tokens)
             asked_tokens, parts = given or asked.max_tokens, self._parts(shared, search, sampling)
 
-        def changes(most: int) -> dict[str, Any]:
+        def within(most: int) -> dict[str, Any]:
             if search is None:
                 choices = asked.choices // copies_of(asked.choices, sampling)
                 return plain_decoding(asked.ends, most, sampling, choices)
@@ -312,7 +312,7 @@ class ArborAPI(ModelAPI):
             return parts | own | {"boundary": limited(own["boundary"], search.max_depth)}
 
         text = self._conversation(asked)
-        whole = dataclasses.replace(shared.setup, **changes(asked_tokens))
+        whole = dataclasses.replace(shared.setup, **within(asked_tokens))
         context, prompt = whole.checkpoint.read().info.context, len(text.data["tokens"])
         fits = path_within(whole, text, context - prompt)
         if not fits:
@@ -324,8 +324,8 @@ class ArborAPI(ModelAPI):
                 "Shorten it.",
             )
         if fits == whole.boundary.longest_path:
-            return shared.prepare(text, options, **changes(asked_tokens)), None
-        return shared.prepare(text, options, **changes(fits)), fits
+            return shared.prepare(text, options, **within(asked_tokens)), None
+        return shared.prepare(text, options, **within(fits)), fits
 
     def _conversation(self, asked: _MessageRequest) -> Problem:
         """The conversation as a text to continue."""
