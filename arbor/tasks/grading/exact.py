@@ -17,7 +17,7 @@ from arbor.tasks.grading.number_words import PARTS
 class ExactGrader(Grader):
     """No rounding, no tolerance, no factor of 100: 4.6667 is not 14/3, and 50 % is 50, not 0.5."""
 
-    version = "exact/5"
+    version = "exact/6"
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""

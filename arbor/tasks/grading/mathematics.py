@@ -77,7 +77,7 @@ class Mathematics(Grader):
 
     @property
     def version(self) -> str:
-        return f"math/5 {PACKAGE}/{_library_version()}"
+        return f"math/6 {PACKAGE}/{_library_version()}"
 
     def check(self) -> None:
         """Refuse to begin without the library.
