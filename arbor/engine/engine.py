@@ -865,7 +865,7 @@ class Engine:
 
     def _check_known(self, tokens: Sequence[int], what: str) -> None:
         """Raise `InputError` for tokens that would fail in a forward, and with it all others."""
-        check_known(tokens, int(self.runner.config.vocab_size), what, self.tokenizer)
+        check_known(tokens, self.runner.vocabulary, what, self.tokenizer)
 
     def _require(self, nodes: Sequence[Node], extra: Sequence[int]) -> None:
         """Raise `BudgetInfeasible` unless what is required of each node's path fits with its extra

@@ -164,7 +164,7 @@ def _score_batch(
                 asking.setdefault((edge, offset), []).append((number, position - first))
     found = [[(0.0, False)] * len(text.tokens) for _, text in batch]
     pool = KVPool(runner.layer_kv, tree.size, runner.kv_dtype, runner.device)
-    most_logits = max(1, MOST_LOGITS // int(runner.config.vocab_size))
+    most_logits = max(1, MOST_LOGITS // runner.vocabulary)
     for parts in _forwards(edges, most_logits):
         plan = plan_forward(
             [_segment(*part) for part in parts],

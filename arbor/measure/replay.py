@@ -306,6 +306,7 @@ class _NoModel:
     specs = (LayerSpec(AttentionShape(1, 1, 1, 1, scaling=1.0), False, True, 1),)
 
     def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
         self._nothing = torch.zeros(1, vocabulary, dtype=torch.float32)
 
     def rotations(self, layers: Sequence[int]) -> dict[int, PairRotation]:

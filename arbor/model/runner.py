@@ -125,6 +125,7 @@ class ModelRunner:
         followers: the ranks that compute each forward with this one; None: this is none or not the
             first of several, or they still load.
         graphs: of decode steps; None without.
+        vocabulary: number of tokens that the model has weights for.
         kv_dtype: of the pools of searches; `forward` itself takes the model's numbers as well.
 
     Raises:
@@ -149,6 +150,7 @@ class ModelRunner:
         give_own_config(model)
         self.config = text_config(model)
         check_layer_types(self.config)
+        self.vocabulary = int(self.config.vocab_size)
         self.layer_count = int(self.config.num_hidden_layers)
         register_implementation()
         try:
@@ -419,7 +421,7 @@ class ModelRunner:
         pool = KVPool(self.layer_kv, TRIAL_SLOTS, self.dtype, self.device)
         self._whole = whole
         try:
-            plans = trial_plans(int(self.config.vocab_size))
+            plans = trial_plans(self.vocabulary)
             logits = [self.forward(plan, pool).logits for plan in plans]
         finally:
             self._whole = None
