@@ -62,6 +62,17 @@ def logits(model: Any) -> torch.Tensor:
                 },
             ),
         ),
+        (
+            YARN | {f"{SCALING}attn_factor": 2.0, f"{SCALING}yarn_attn_factor": 1.25},
+            (
+                "yarn",
+                {
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                    "attention_factor": 2.5,
+                },
+            ),
+        ),
         ({f"{SCALING}type": "none", f"{SCALING}factor": 4.0}, ("default", {})),
         ({f"{SCALING}type": "linear", f"{SCALING}factor": 1.0}, ("default", {})),
     ],

@@ -114,12 +114,14 @@ def _scaling(header: GGUFHeader, frequencies: int) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": factor}
     unlike = (("yarn_log_multiplier", 0.0), ("yarn_ext_factor", 1.0))
     if kind == "yarn" and all(given(f"scaling.{each}", same) == same for each, same in unlike):
-        attention *= given("scaling.yarn_attn_factor", 1.0)
+        whole = given("scaling.yarn_attn_factor", None)
+        if whole is None:
+            whole = 1.0 + 0.1 * math.log(max(factor, 1.0))
         return {
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": trained,
-            "attention_factor": attention * (1.0 + 0.1 * math.log(max(factor, 1.0))),
+            "attention_factor": attention * whole,
             "beta_fast": given("scaling.yarn_beta_fast", 32.0),
             "beta_slow": given("scaling.yarn_beta_slow", 1.0),
         }
