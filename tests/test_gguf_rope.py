@@ -131,6 +131,21 @@ def test_factors_of_two_lengths_keep_paths_within_the_first(tmp_path: Path) -> N
         assert solver.describe().context == 64
 
 
+@pytest.mark.parametrize("kind", ["yarn", "longrope"])
+def test_phi3_was_trained_on_the_files_length(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    scaling: dict[str, Any] = {"original_context_length": 64}
+    scaling |= {"type": "yarn", "factor": 4.0} if kind == "yarn" else {}
+    settings = {f"phi3.rope.scaling.{name}": value for name, value in scaling.items()}
+    factors = {f"rope_factors_{each}.weight": [2.0] * 32 for each in ("short", "long")}
+    write_random(path, "phi3", settings=settings, others=factors if kind == "longrope" else {})
+
+    config = load_model(locate_model(path), torch.float32, CPU).config
+
+    assert config.rope_parameters["rope_type"] == kind
+    assert config.rope_parameters["original_max_position_embeddings"] == 64
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_base_of_the_frequencies_is_the_files(architecture: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"

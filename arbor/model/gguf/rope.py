@@ -19,6 +19,7 @@ FACTORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_f
 GLOBAL = "full_attention"  # layers without a window; the scaling of files with both is theirs
 BASES = {GLOBAL: "freq_base", "sliding_attention": "freq_base_swa"}
 PART = "partial_rotary_factor"  # in the parameters of architectures that rotate a part of a head
+TRAINED = "original_max_position_embeddings"  # Phi3's config has it too, and reads it there
 PROPORTIONAL = "gemma4"  # transformers' config of it has what its factors say
 
 
@@ -59,6 +60,8 @@ def set_rotary(config: Any, header: GGUFHeader) -> None:
     if width and rotated != int(width * own.get(PART, 1.0)):
         raise _refused(header, f"rope.dimension_count {rotated} of {width} numbers of a head")
     config.rope_parameters = own
+    if TRAINED in own and hasattr(config, TRAINED):
+        setattr(config, TRAINED, own[TRAINED])
 
 
 def _base(header: GGUFHeader, name: str) -> dict[str, float]:
@@ -105,7 +108,7 @@ def _scaling(header: GGUFHeader, frequencies: int) -> dict[str, Any]:
             "rope_type": "longrope",
             "short_factor": short,
             "long_factor": long,
-            "original_max_position_embeddings": trained,
+            TRAINED: trained,
             "attention_factor": attention,
         }
     if kind == "none" or (kind == "linear" and factor == attention == 1.0):
@@ -120,7 +123,7 @@ def _scaling(header: GGUFHeader, frequencies: int) -> dict[str, Any]:
         return {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": trained,
+            TRAINED: trained,
             "attention_factor": attention * whole,
             "beta_fast": given("scaling.yarn_beta_fast", 32.0),
             "beta_slow": given("scaling.yarn_beta_slow", 1.0),
