@@ -204,6 +204,7 @@ def test_a_part_of_a_head_is_refused_where_transformers_rotates_the_whole(
     [
         ({f"{SCALING}type": "dynamic", f"{SCALING}factor": 2.0}, {}, "'dynamic'"),
         ({f"{SCALING}attn_factor": 2.0}, {}, "attn_factor 2"),
+        ({f"{SCALING}type": "none", f"{SCALING}attn_factor": 1.5}, {}, "'none', attn_factor 1.5"),
         (YARN | {f"{SCALING}yarn_log_multiplier": 0.1}, {}, "'yarn'"),
         (YARN, {"rope_freqs.weight": SHORT}, "rope_freqs.weight together"),
         ({}, {"rope_freqs.weight": SHORT[:4]}, "rope_freqs.weight of 4 numbers"),

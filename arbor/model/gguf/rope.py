@@ -95,6 +95,7 @@ def _scaling(header: GGUFHeader, frequencies: int) -> dict[str, Any]:
 
     kind = given("scaling.type", "") or "linear"
     factor = given("scaling.factor", given("scale_linear", 0)) or 1.0
+    factor = 1.0 if kind == "none" else factor
     attention = given("scaling.attn_factor", 1.0)
     trained = int(given("scaling.original_context_length", 0) or _context(header))
     short, long = header.floats(SHORT), header.floats(LONG)
@@ -111,10 +112,8 @@ def _scaling(header: GGUFHeader, frequencies: int) -> dict[str, Any]:
             TRAINED: trained,
             "attention_factor": attention,
         }
-    if kind == "none" or (kind == "linear" and factor == attention == 1.0):
-        return {}
-    if kind == "linear" and attention == 1.0:
-        return {"rope_type": "linear", "factor": factor}
+    if kind in ("none", "linear") and attention == 1.0:
+        return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     unlike = (("yarn_log_multiplier", 0.0), ("yarn_ext_factor", 1.0))
     if kind == "yarn" and all(given(f"scaling.{each}", same) == same for each, same in unlike):
         whole = given("scaling.yarn_attn_factor", None)
