@@ -149,13 +149,13 @@ def test_phi3_was_trained_on_the_files_length(kind: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_base_of_the_frequencies_is_the_files(architecture: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    bases = {"freq_base": 500000.0, "freq_base_swa": 20000.0}
+    local = architecture == "gemma3"  # both of its layers have a window
+    bases = {"freq_base": 500000.0, "freq_base_swa": 20000.0 if local else 500000.0}
     settings = {f"{architecture}.rope.{name}": base for name, base in bases.items()}
     write_random(path, architecture, settings=settings)
 
     rotary = load_model(locate_model(path), torch.float32, CPU).model.rotary_emb
 
-    local = architecture == "gemma3"  # both of its layers have a window
     frequencies = rotary.sliding_attention_inv_freq if local else rotary.inv_freq
     exponents = torch.arange(len(frequencies)) / len(frequencies)
     wanted = bases["freq_base_swa" if local else "freq_base"] ** -exponents
@@ -197,6 +197,27 @@ def test_a_part_of_a_head_is_refused_where_transformers_rotates_the_whole(
 
     assert refused.value.code == "model-gguf"
     assert "rope.dimension_count 16 of " in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "value"),
+    [
+        ("gemma2", "freq_base_swa", 5000.0),
+        ("gemma2", "dimension_count_swa", 16),
+        ("gemma3", "dimension_count_swa", 16),
+    ],
+)
+def test_another_rotation_of_layers_with_a_window_is_refused_by_name(
+    architecture: str, name: str, value: float, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path, architecture, settings={f"{architecture}.rope.{name}": value})
+
+    with pytest.raises(ModelError) as refused:
+        load_config(locate_model(path))
+
+    assert refused.value.code == "model-gguf"
+    assert f"rope.{name} {value:g} " in refused.value.message
 
 
 @pytest.mark.parametrize(

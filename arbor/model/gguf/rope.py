@@ -17,7 +17,8 @@ from arbor.model.gguf.header import GGUFHeader
 
 FACTORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 GLOBAL = "full_attention"  # layers without a window; the scaling of files with both is theirs
-BASES = {GLOBAL: "freq_base", "sliding_attention": "freq_base_swa"}
+LOCAL = "sliding_attention"  # layers with one
+BASES = {GLOBAL: "freq_base", LOCAL: "freq_base_swa"}
 PART = "partial_rotary_factor"  # in the parameters of architectures that rotate a part of a head
 TRAINED = "original_max_position_embeddings"  # Phi3's config has it too, and reads it there
 PROPORTIONAL = "gemma4"  # transformers' config of it has what its factors say
@@ -55,10 +56,16 @@ def set_rotary(config: Any, header: GGUFHeader) -> None:
             own[GLOBAL] |= scaling
     else:
         own = {**parameters, **_base(header, BASES[GLOBAL]), **scaling}
+        local = _base(header, BASES[LOCAL]).get("rope_theta", own["rope_theta"])
+        if local != own["rope_theta"]:
+            raise _refused(header, f"rope.{BASES[LOCAL]} {local:g} of layers with a window alone")
         if PART in parameters and width:
             own[PART] = rotated / width
     if width and rotated != int(width * own.get(PART, 1.0)):
         raise _refused(header, f"rope.dimension_count {rotated} of {width} numbers of a head")
+    part = int(_given(header, "dimension_count_swa", rotated))
+    if part != rotated and header.get("general.architecture") != PROPORTIONAL:
+        raise _refused(header, f"rope.dimension_count_swa {part} of layers with a window alone")
     config.rope_parameters = own
     if TRAINED in own and hasattr(config, TRAINED):
         setattr(config, TRAINED, own[TRAINED])
