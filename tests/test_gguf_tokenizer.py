@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.gguf_files import NAMED, llama, write_gguf, write_settings
 from support.real_models import model_file
 
+from arbor.model.control_tokens import control_tokens, encode_marked
 from arbor.model.gguf.conversion import header_given
 from arbor.model.gguf.header import read_gguf_header
 from arbor.model.gguf.tokenizer import ending_ids
@@ -220,6 +221,27 @@ def test_a_tag_is_read_and_written_by_its_name(
         found = each.encode(text)
         assert [names[number] for number in found] == tokens
         assert each.decode(found) == text
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED])
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        *(("<|fim_prefix|>", ""), ("<fim_suffix>", ""), ("<｜fim▁end｜>", ""), ("<PRE>", "")),
+        *(("<a>", "fim_mid"), ("<a>", "suffix")),
+    ],
+)
+def test_a_tag_of_what_is_filled_in_is_no_text_of_users(
+    name: str, setting: str, kind: int, tmp_path: Path
+) -> None:
+    settings = {f"tokenizer.ggml.{setting}_token_id": NAMED} if setting else {}
+    tokenizer = tokenizer_of(written(tmp_path / "m.gguf", named={name: kind}, settings=settings))
+
+    text = f"4{name}4"
+    as_text = encode_marked(tokenizer, control_tokens(tokenizer).mark(text), False)
+
+    assert NAMED in tokenizer.encode(text) and NAMED not in as_text
+    assert tokenizer.decode([NAMED], skip_special_tokens=True) == ""
 
 
 # Ends

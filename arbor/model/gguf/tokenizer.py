@@ -13,7 +13,7 @@ a text that begins with a space most of its tokenizers add none.
 where its name has characters that spell no bytes, as in DeepSeek's: a chat template then writes no
 turn that the model knows. It spells others as bytes, in the place of tokens that merges make, and
 adds tags that the file lacks. And a token that ends texts by its name is a control token, whatever
-the file calls it.
+the file calls it; so is one that stands between the parts of what is filled in.
 
 *Ends* are the tokens at which llama.cpp ends a text, and the chats'. A file names one or a few of
 them by id. Others are known by their names, among them those that end what is filled in between
@@ -184,6 +184,21 @@ BETWEEN: dict[str, tuple[str, ...]] = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
+# Settings that name what stands between the parts, and the names of missing ones as above.
+PARTS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("fim_pre", "prefix"): (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
+        *("<|code_prefix|>", "<|prefix|>"),
+    ),
+    ("fim_suf", "suffix"): (
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
+        *("<|code_suffix|>", "<|suffix|>"),
+    ),
+    ("fim_mid", "middle"): (
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
+        *("<|code_middle|>", "<|middle|>"),
+    ),
+}
 BY_NAME = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>"),
     *("<|flush|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|endoftext|>"),
@@ -211,8 +226,7 @@ def ending_ids(header: GGUFHeader) -> tuple[int, ...]:
     ids = {name: number for number, name in enumerate(tokens)}
     ends = [_named(header, kind) for kind in BY_ID]
     for kind, names in BETWEEN.items():
-        own = _named(header, kind)
-        ends += [ids.get(name) for name in names] if own is None else [own]
+        ends += _either_way(header, (kind,), names, ids)
     ends += [ids[name] for name in BY_NAME if name in ids]
     ended = {tokens[each] for each in ends if each is not None and each < len(tokens)}
     others = {
@@ -223,6 +237,14 @@ def ending_ids(header: GGUFHeader) -> tuple[int, ...]:
     ends = [each for each in ends if each not in others]
     ends.append(_after_an_answer(header, tokens))
     return tuple(dict.fromkeys(each for each in ends if each is not None))
+
+
+def _either_way(
+    header: GGUFHeader, kinds: Iterable[str], names: Iterable[str], ids: Mapping[str, int]
+) -> list[int]:
+    """The tokens that settings name by id; without them those of the names."""
+    own = [each for kind in kinds if (each := _named(header, kind)) is not None]
+    return own or [ids[name] for name in names if name in ids]
 
 
 def _named(header: GGUFHeader, kind: str) -> int | None:
@@ -275,8 +297,8 @@ def set_ends(model: Any, header: GGUFHeader) -> None:
 
 
 def restore_tags(tokenizer: Any, header: GGUFHeader, ends: Iterable[int]) -> None:
-    """Lets a tokenizer read the tags of its file and no others, and leave those that end texts out
-    of texts.
+    """Lets a tokenizer read the tags of its file and no others, and leave those that end texts, or
+    stand between parts that are filled in, out of texts.
 
     Args:
         tokenizer: that transformers made of the file.
@@ -287,6 +309,9 @@ def restore_tags(tokenizer: Any, header: GGUFHeader, ends: Iterable[int]) -> Non
 
     tokens, types = header.get(TOKENS) or [], header.get(TYPES) or []
     special = {number for number, kind in enumerate(types) if kind == CONTROL} | set(ends)
+    ids = {name: number for number, name in enumerate(tokens)}
+    for kinds, parts in PARTS.items():
+        special |= set(_either_way(header, kinds, parts, ids))
     tags = special | {number for number, kind in enumerate(types) if kind in TAGS}
     names = {number: tokens[number] for number in sorted(tags) if tokens[number]}
     byte_level = header.get(MODEL) == BYTE_LEVEL
