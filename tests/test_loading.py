@@ -124,6 +124,22 @@ def test_auto_is_the_dtype_of_the_weights_where_the_config_states_none(tmp_path:
     assert settled_dtype(locate_model(folder), "auto", "cpu") == "auto"
 
 
+def test_files_that_are_not_of_the_models_weights_do_not_set_the_dtype(tmp_path: Path) -> None:
+    folder = in_float16(copy_of_sapling(tmp_path / "model"))
+    others = {"a": torch.zeros(3, dtype=torch.float32)}
+    save_file(others, folder / "adapter_model.safetensors", {"format": "pt"})
+    assert describe(folder).dtype == "float16"
+
+    names = load_file(folder / "model.safetensors")
+    shard = "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(folder / shard)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    save_file(others, folder / "consolidated.safetensors", {"format": "pt"})
+
+    assert describe(folder).dtype == "float16"
+
+
 @pytest.mark.parametrize("there", [True, False], ids=["in the cache", "not downloaded"])
 def test_so_it_is_of_a_model_of_the_hub(
     hub: Path, there: bool, monkeypatch: pytest.MonkeyPatch

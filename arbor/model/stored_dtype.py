@@ -8,7 +8,7 @@ from pathlib import Path
 
 from arbor.model.hub import cache_if_unreachable
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # of safetensors; numbers of fewer bits are quantized, and computed in another dtype
 NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
@@ -17,7 +17,7 @@ def stored_dtype(place: str, revision: str | None) -> str | None:
     """The dtype of a model's weights, which ``auto`` is where its config states none.
 
     As in transformers it is that of the first tensor of floating-point numbers, by their names, in
-    the first file of safetensors.
+    the first file of the model's safetensors; files of something else may lie beside them.
 
     Args:
         place: a directory or Hub id; of the Hub nothing but the header is downloaded.
@@ -31,11 +31,8 @@ def stored_dtype(place: str, revision: str | None) -> str | None:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if config.get("dtype") or config.get("torch_dtype"):
             return None
-        files = {each.name: each for each in sorted(folder.glob("*.safetensors"))}
-        if files:
-            stored = _header(files.get(WEIGHTS) or next(iter(files.values())))
-        else:
-            stored = _header_on_the_hub(place, revision)
+        first = folder / _first_file(folder)
+        stored = _header(first) if first.is_file() else _header_on_the_hub(place, revision)
         return next((NAMES[stored[each]] for each in sorted(stored) if stored[each] in NAMES), None)
     except Exception:  # the Hub fails in many ways; who loads the model reports it
         return None
@@ -50,6 +47,14 @@ def _snapshot(name: str, revision: str | None) -> Path:
         with cache_if_unreachable():
             found = hf_hub_download(name, CONFIG, revision=revision)
     return Path(found).parent
+
+
+def _first_file(folder: Path) -> str:
+    """The name of the first file of a model's weights, of several by their index."""
+    index = folder / INDEX
+    if (folder / WEIGHTS).is_file() or not index.is_file():
+        return WEIGHTS
+    return min(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
 
 
 def _header(path: Path) -> Mapping[str, str]:
