@@ -387,6 +387,33 @@ def test_an_adapter_of_one_end_leaves_the_tied_other_as_it_was(
         assert torch.equal(solver.engine.runner.model.get_input_embeddings().weight, untied)
 
 
+@needs_load
+@pytest.mark.slow
+def test_an_adapter_with_an_embedding_of_its_own_keeps_the_head_tied_if_it_says_so(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("peft", reason="the extra `adapters` is not installed")
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    folder, lora = tmp_path / "tied", tmp_path / "lora"
+    llama(tie_word_embeddings=True).save_pretrained(folder)
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens"],
+        ensure_weight_tying=True,
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(llama(tie_word_embeddings=True), config)
+    nn.init.normal_(model.get_input_embeddings().weight, std=0.2)
+    model.save_pretrained(lora)
+    own = own_logprobs(PeftModel.from_pretrained(llama(tie_word_embeddings=True), lora).eval())
+
+    with Solver(with_tokenizer(folder), adapter=lora, **OPENED) as solver:
+        assert logprobs(solver) == pytest.approx(own, abs=1e-4)
+    assert own != pytest.approx(logprobs_of(folder), abs=1e-2)
+
+
 UNFIT: dict[str, tuple[Callable[[str], str], str]] = {
     "a layer is missing": (
         lambda name: "" if "layers.1." in name else name,

@@ -85,6 +85,7 @@ def merged(model: Any, adapter: str) -> Any:
         ModelError: the adapter cannot be had or read, is of another kind, or does not fit the
             model.
     """
+    import torch
     from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 
     place = _folder_of(adapter)
@@ -107,6 +108,8 @@ def merged(model: Any, adapter: str) -> Any:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise _unfit(adapter, f", or cannot be read: {lines[0][:300]}") from error
     ends = [found.get_input_embeddings(), found.get_output_embeddings()]
+    if isinstance(ends[1], torch.nn.Linear):  # peft swaps its sizes where it ties it to a new one
+        ends[1].out_features, ends[1].in_features = ends[1].weight.shape
     if None not in ends and ends[0].weight is not ends[1].weight:
         found.config.get_text_config().tie_word_embeddings = False
         found.config.tie_word_embeddings = False
