@@ -453,6 +453,40 @@ def test_an_adapter_with_other_weights_than_the_model_takes_is_refused(
 
 @needs_load
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "words", "hint"),
+    [
+        ({"r": 8}, r"size mismatch for .*lora_A.* torch\.Size\(\[4, ", "that it was trained on"),
+        ({"lora_bias": True}, r"cannot be merged into the weights: .*lora_bias", "safe_merge=True"),
+    ],
+    ids=["shapes", "merge"],
+)
+def test_an_adapter_that_peft_refuses_is_refused_with_its_reason(
+    plain: Path, adapter: Path, settings: dict[str, Any], words: str, hint: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text("utf-8")) | settings
+    path.write_text(json.dumps(config), encoding="utf-8")
+    if "lora_bias" in settings:
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        biases = {
+            name.replace(".weight", ".bias"): torch.zeros(len(each), dtype=each.dtype)
+            for name, each in tensors.items()
+            if "lora_B" in name
+        }
+        save_file(tensors | biases, adapter / "adapter_model.safetensors")
+
+    with pytest.raises(ModelError, match=words) as error:
+        Solver(plain, adapter=adapter, **OPENED).load()
+
+    assert error.value.code == "adapter-unreadable"
+    assert hint in (error.value.hint or "")
+
+
+@needs_load
+@pytest.mark.slow
 def test_an_adapter_is_merged_into_a_gguf_file_in_memory_alone(
     plain: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -488,7 +522,13 @@ def test_other_folders_than_adapters_are_refused_before_anything_loads(
     config.write_text('{"peft_type": "LORA", "layer_replication": [[0, 2]]}', encoding="utf-8")
     with pytest.raises(ModelError, match=r"layer_replication=\[\[0, 2\]\]"):
         Solver(adapter=tmp_path)
+    config.write_text('{"peft_type": "LORA", "alora_invocation_tokens": [5]}', encoding="utf-8")
+    with pytest.raises(ModelError, match="alora_invocation_tokens: it acts after those"):
+        Solver(adapter=tmp_path)
     config.write_text('{"peft_type": "LORA"}', encoding="utf-8")
+    with pytest.raises(ModelError, match=r"neither adapter_model\.safetensors nor .*\.bin"):
+        Solver(adapter=tmp_path)
+    (tmp_path / "adapter_model.bin").touch()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"arbor-search\[adapters\]"):
         adapters.check_adapter(str(tmp_path))

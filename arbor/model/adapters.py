@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from arbor.errors import ModelError, UsageError
 from arbor.model.hub import cache_if_unreachable, offline_error
+from arbor.support.reason import reason_of
 
 CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MERGED = ("LORA",)  # kinds of peft that become part of the weights; DoRA and rsLoRA are LoRA too
 
 
@@ -38,12 +40,13 @@ def check_adapter(adapter: str) -> None:
             )
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            kind, replicated = str(config["peft_type"]), config.get("layer_replication")
+            kind, settings = str(config["peft_type"]), {**config}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
                 "adapter-unreadable", f"{folder / CONFIG} is not a peft config.", "Copy it again."
             ) from error
-        _check_kind(kind, replicated, adapter)
+        _check_kind(kind, settings, adapter)
+        _check_weights(folder, adapter)
     from importlib.util import find_spec
 
     if find_spec("peft") is None:
@@ -54,7 +57,8 @@ def check_adapter(adapter: str) -> None:
         )
 
 
-def _check_kind(kind: str, replicated: Any, adapter: str) -> None:
+def _check_kind(kind: str, settings: Mapping[str, Any], adapter: str) -> None:
+    """Refuse an adapter that does not become part of the weights, by its config."""
     if kind not in MERGED:
         raise ModelError(
             "adapter-unreadable",
@@ -63,11 +67,29 @@ def _check_kind(kind: str, replicated: Any, adapter: str) -> None:
             adapter=adapter,
             kind=kind,
         )
-    if replicated:
+    if settings.get("alora_invocation_tokens"):
+        raise ModelError(
+            "adapter-unreadable",
+            f"{adapter} has alora_invocation_tokens: it acts after those, and so does not become "
+            "part of the weights.",
+            f"arbor merges {', '.join(MERGED)} that acts on every token.",
+            adapter=adapter,
+        )
+    if replicated := settings.get("layer_replication"):
         raise ModelError(
             "adapter-unreadable",
             f"{adapter} has layer_replication={replicated}: its model has more layers than this one.",
             "Save the merged model with peft, and name that.",
+            adapter=adapter,
+        )
+
+
+def _check_weights(folder: Path, adapter: str) -> None:
+    if not any((folder / each).is_file() for each in WEIGHTS):
+        raise ModelError(
+            "adapter-unreadable",
+            f"{adapter} has neither {' nor '.join(WEIGHTS)}.",
+            "Copy the adapter's weights there.",
             adapter=adapter,
         )
 
@@ -92,8 +114,8 @@ def merged(model: Any, adapter: str) -> Any:
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     try:
         config = PeftConfig.from_pretrained(place)
-        replicated = getattr(config, "layer_replication", None)
-        _check_kind(str(config.peft_type.value), replicated, adapter)
+        _check_kind(str(config.peft_type.value), vars(config), adapter)
+        _check_weights(Path(place), adapter)
         # trainable are then the weights that an adapter of this config has, and no other
         with_adapter = PeftModel.from_pretrained(model, place, is_trainable=True)
         own = {name for name, each in with_adapter.named_parameters() if each.requires_grad}
@@ -101,12 +123,19 @@ def merged(model: Any, adapter: str) -> Any:
         read = set_peft_model_state_dict(with_adapter, load_peft_weights(place, device="cpu"))
         _check_complete(own & set(read.missing_keys), read.unexpected_keys, adapter)
         _untie(ends, with_adapter)
-        found = with_adapter.merge_and_unload(safe_merge=True)
     except ModelError:
         raise
     except Exception as error:  # peft checks little of what a file holds
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise _unfit(adapter, f", or cannot be read: {lines[0][:300]}") from error
+        raise _unfit(adapter, f", or cannot be read: {reason_of(error)}") from error
+    try:
+        found = with_adapter.merge_and_unload(safe_merge=True)
+    except Exception as error:
+        raise ModelError(
+            "adapter-unreadable",
+            f"{adapter} cannot be merged into the weights: {reason_of(error)}",
+            "Name an adapter that peft's merge_and_unload(safe_merge=True) merges.",
+            adapter=adapter,
+        ) from error
     ends = [found.get_input_embeddings(), found.get_output_embeddings()]
     if isinstance(ends[1], torch.nn.Linear):  # peft swaps its sizes where it ties it to a new one
         ends[1].out_features, ends[1].in_features = ends[1].weight.shape
@@ -132,10 +161,9 @@ def _folder_of(adapter: str) -> str:
             return snapshot_download(adapter, allow_patterns="adapter_*")
     except Exception as error:  # also those of the connection
         unreachable = offline_error(f"the adapter {adapter}", adapter, "or name its directory")
-        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise unreachable or ModelError(
             "adapter-unreadable",
-            f"{adapter} is neither a directory nor an adapter the Hub gave us: {line[:300]}",
+            f"{adapter} is neither a directory nor an adapter the Hub gave us: {reason_of(error)}",
             "Name the directory that peft wrote, or a Hub id, as in OWNER/ADAPTER.",
             adapter=adapter,
         ) from error

@@ -41,6 +41,7 @@ from arbor.model.loading import (
 from arbor.model.model_info import ModelInfo
 from arbor.model.names import check_dtype
 from arbor.model.runner import OWN_ATTENTION, check_layer_types, check_specs, unsupported
+from arbor.support.reason import reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[La
             raise remote_code_error(source.label) from error
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
             raise unsupported(config, OWN_ATTENTION) from error
-        reason = f"transformers cannot build it ({_first_line(error)})"
+        reason = f"transformers cannot build it ({reason_of(error).rstrip('.')})"
         raise unsupported(config, reason) from error
     parameters = sum(p.numel() for p in model.parameters())
     text = config.get_text_config()
@@ -254,11 +255,7 @@ def own_positions(config: Any) -> ModelError:
 
 def forward_fails(error: Exception) -> str:
     """What is wrong with a model whose forward fails, as part of a sentence."""
-    return f"its own forward fails ({_first_line(error)})"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return f"its own forward fails ({reason_of(error).rstrip('.')})"
 
 
 def resolve_dtype(dtype: str, config: Any) -> torch.dtype:

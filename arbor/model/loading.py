@@ -28,6 +28,7 @@ from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
 from arbor.model.stored_dtype import stored_dtype
 from arbor.support.environment import environment
+from arbor.support.reason import reason_of
 from arbor.support.shortage import is_out_of_memory
 from arbor.support.stages import show
 
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 GGUF = ".gguf"
 GGUF_PACKAGES = ("gguf", "accelerate")
-LONGEST_REASON = 300  # characters of another library's message in an error
 
 # Sampling in a GGUF file.
 SAMPLING, SAMPLING_NAMES = "general.sampling.", ("temp", "top_p", "top_k", "min_p")
@@ -386,7 +386,7 @@ def load_tokenizer(source: ModelLocation) -> Any:
         if not _is_the_files(source, error, OSError, ValueError, KeyError, TypeError):
             raise
         if Path(source.path).is_dir() and not needs_remote_code(error):
-            raise _no_tokenizer(source, _first_line(error)) from error
+            raise _no_tokenizer(source, reason_of(error)) from error
         raise _unreadable(source, error) from error
     tokenizer.name_or_path = source.file
     special = set(tokenizer.all_special_tokens)
@@ -647,7 +647,7 @@ def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
     if needs_remote_code(error):
         return remote_code_error(source.label)
     if Path(source.path).is_dir():
-        reason = _first_line(error)
+        reason = reason_of(error)
         if "ignore_mismatched_sizes" in str(error):
             reason = "weights have other shapes than its settings say."
         for path in sorted(Path(source.path).glob("*.safetensors") if source.gguf is None else ()):
@@ -660,20 +660,10 @@ def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
     instead = "name a directory or a GGUF file, or use --model builtin:sapling"
     return offline_error(source.label, source.name, instead) or ModelError(
         "model-not-found",
-        f"{source.label} is neither a directory nor a model the Hub gave us: {_first_line(error)}",
+        f"{source.label} is neither a directory nor a model the Hub gave us: {reason_of(error)}",
         "A Hub id looks like Qwen/Qwen2.5-7B-Instruct.",
         model=source.name,
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    if len(lines) > 1 and lines[0].endswith(":"):  # only says whose words follow
-        lines = lines[1:]
-    line = "".join(each if each.isprintable() else " " for each in lines[0]) if lines else ""
-    if len(line) > LONGEST_REASON:
-        line = f"{line[:LONGEST_REASON]}…"
-    return line or type(error).__name__
 
 
 def load_generation_config(source: ModelLocation) -> Any:
@@ -686,7 +676,7 @@ def load_generation_config(source: ModelLocation) -> Any:
         return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
     except OSError as error:
         if has_generation_config(source):
-            reason = _first_line(error)
+            reason = reason_of(error)
             logger.warning("generation_config.json of %s is left out: %s", source.name, reason)
         return None
 
@@ -719,7 +709,7 @@ def sampling_defaults(generation: Any) -> Sampling:
     except (TypeError, ValueError, UsageError) as error:
         raise ModelError(
             "model-incomplete",
-            f"the generation config has invalid sampling settings: {_first_line(error)}",
+            f"the generation config has invalid sampling settings: {reason_of(error)}",
             "Correct temperature, top_p, top_k and min_p there.",
         ) from error
 
