@@ -16,7 +16,7 @@ from support.run_cli import Arbor, in_process
 from support.slow_cases import every
 
 from arbor import Solver
-from arbor.errors import UsageError
+from arbor.errors import ModelError, UsageError
 from arbor.feature import hook
 from arbor.kernels.attention.native_cascade import NativeCascade
 from arbor.kernels.attention.rowwise import RowwiseAttention
@@ -154,6 +154,59 @@ def test_so_it_is_of_a_model_of_the_hub(
 
     assert describe("Some/Model").dtype == "float16"
     assert describe("Some/Model", revision="v1").dtype == "float32"
+
+
+# Files that are not all there
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """The built-in model in two files with their index."""
+    folder = copy_of_sapling(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    named = {}
+    for number, names in enumerate((sorted(tensors)[:4], sorted(tensors)[4:]), 1):
+        shard = f"model-0000{number}-of-00002.safetensors"
+        save_file({each: tensors[each] for each in names}, folder / shard, {"format": "pt"})
+        named |= dict.fromkeys(names, shard)
+    index = {"metadata": {}, "weight_map": named}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder
+
+
+def refusal(folder: Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        Solver(folder, controller="chain", device="cpu").load()
+    assert caught.value.code == "model-incomplete"
+    return caught.value
+
+
+def test_files_that_their_index_does_not_name_are_no_reason_to_copy_them_again(
+    sharded: Path,
+) -> None:
+    index = sharded / "model.safetensors.index.json"
+    first, second = sorted(each.name for each in sharded.glob("model-*"))
+    whole = index.read_text("utf-8")
+    named = {name: file for name, file in json.loads(whole)["weight_map"].items() if file != second}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": named}), encoding="utf-8")
+
+    assert f"{index.name} there again: it does not name {second}" in (refusal(sharded).hint or "")
+
+    index.unlink()
+    assert f"Copy {index.name} there" in (refusal(sharded).hint or "")
+
+    index.write_text(whole, encoding="utf-8")
+    (sharded / first).unlink()
+    assert "index" not in (refusal(sharded).hint or "")
+
+
+def test_a_directory_without_a_vocabulary_is_refused_by_that(tmp_path: Path) -> None:
+    folder = copy_of_sapling(tmp_path / "model")
+    for each in folder.glob("token*"):
+        each.unlink()
+
+    assert "no readable tokenizer (no file there has a vocabulary)" in str(refusal(folder))
 
 
 # Code of a model's own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import threading
@@ -26,7 +27,7 @@ from arbor.model.gguf.tokenizer import ending_ids, restore_tags, set_ends, split
 from arbor.model.hub import cache_if_unreachable, offline_error
 from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
-from arbor.model.stored_dtype import stored_dtype
+from arbor.model.stored_dtype import INDEX, WEIGHTS, stored_dtype
 from arbor.support.environment import environment
 from arbor.support.reason import reason_of
 from arbor.support.shortage import is_out_of_memory
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GGUF = ".gguf"
+VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 GGUF_PACKAGES = ("gguf", "accelerate")
 
 # Sampling in a GGUF file.
@@ -385,8 +387,11 @@ def load_tokenizer(source: ModelLocation) -> Any:
     except Exception as error:
         if not _is_the_files(source, error, OSError, ValueError, KeyError, TypeError):
             raise
-        if Path(source.path).is_dir() and not needs_remote_code(error):
-            raise _no_tokenizer(source, reason_of(error)) from error
+        folder = Path(source.path)
+        if folder.is_dir() and not needs_remote_code(error):
+            none = source.gguf is None and not any(any(folder.glob(x)) for x in VOCABULARIES)
+            reason = "no file there has a vocabulary" if none else reason_of(error)
+            raise _no_tokenizer(source, reason) from error
         raise _unreadable(source, error) from error
     tokenizer.name_or_path = source.file
     special = set(tokenizer.all_special_tokens)
@@ -477,7 +482,7 @@ def load_model(
         raise ModelError(
             "model-incomplete",
             f"{source.name}: the weights lack {lost} {missing[0]}.",
-            "Copy every *.safetensors file there."
+            _complete_weights(source)
             if source.gguf is None
             else "Take another conversion of the model.",
             model=source.name,
@@ -501,6 +506,20 @@ def load_model(
         if not is_out_of_memory(error):
             raise
         raise weights_too_large(device, weights) from error
+
+
+def _complete_weights(source: ModelLocation) -> str:
+    """What to do about a directory whose safetensors lack tensors, or their index."""
+    folder = Path(source.path)
+    shards = {each.name for each in folder.glob("model-*-of-*.safetensors")}
+    if shards and not (folder / WEIGHTS).is_file():
+        index = folder / INDEX
+        if not index.is_file():
+            return f"Copy {INDEX} there, which says what each of the {len(shards)} files holds."
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        if unnamed := sorted(shards.difference(named)):
+            return f"Copy {INDEX} there again: it does not name {unnamed[0]}."
+    return "Copy every *.safetensors file there."
 
 
 def _blocks_of_gguf(
@@ -655,7 +674,10 @@ def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
                 if found := instead_of_weights(file.read(64)):
                     reason = f"{path.name}: {found}."
         return ModelError(
-            "model-incomplete", f"{source.name} cannot be read: {reason}", model=source.name
+            "model-incomplete",
+            f"{source.name} cannot be read: {reason}",
+            _complete_weights(source) if "no file named" in str(error) else "",
+            model=source.name,
         )
     instead = "name a directory or a GGUF file, or use --model builtin:sapling"
     return offline_error(source.label, source.name, instead) or ModelError(
