@@ -20,7 +20,7 @@ from arbor.kernels.linear.layers import PackedLinear, batch_dependent, is_plain,
 from arbor.model import adapters, quantized
 from arbor.model.loading import BUILTIN, locate_model
 from arbor.model.model_identity import model_identity
-from arbor.model.quantized import check_quantized
+from arbor.model.quantized import check_quantized, quantization_of
 
 BEFORE, AFTER = [1, 40, 77, 301, 12, 9, 500, 33], [14, 222, 8, 61]
 OPENED: dict[str, Any] = {"controller": "chain,samples=2", "verifier": "exact", "max_expansions": 2}
@@ -89,7 +89,7 @@ def torchao(plain: Path, folder: Path) -> None:
 
 
 def written(
-    plain: Path, folder: Path, about: dict[str, Any], change: Callable[[str, Tensor], Any]
+    plain: Path, folder: Path, about: dict[str, Any] | None, change: Callable[[str, Tensor], Any]
 ) -> None:
     """A checkpoint whose projections are changed tensors, as published ones are."""
     from safetensors.torch import load_file, save_file
@@ -100,7 +100,8 @@ def written(
         tensors |= change(name, weight) if "_proj" in name else {name: weight}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((plain / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = about
+    if about is not None:
+        config["quantization_config"] = about
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -267,9 +268,9 @@ def test_layers_that_are_not_plain_are_neither_packed_nor_independent(layer: nn.
 
 
 class Config:
-    def __init__(self, method: str | None) -> None:
+    def __init__(self, method: str | None, **others: Any) -> None:
         if method is not None:
-            self.quantization_config = {"quant_method": method}
+            self.quantization_config = {"quant_method": method, **others}
 
     def get_text_config(self) -> Any:
         return self
@@ -293,6 +294,61 @@ def test_quantized_weights_that_cannot_be_loaded_here_are_refused_by_name(
         check_quantized(Config(method), "my-model", "cpu")
 
     assert method in refused.value.message and refused.value.code == "model-quantized"
+
+
+@pytest.mark.parametrize("method", ["modelopt", "exl2", "marlin", ""])
+def test_a_quantization_that_transformers_does_not_load_is_refused(method: str) -> None:
+    with pytest.raises(ModelError, match="not quantized, or a GGUF file") as refused:
+        check_quantized(Config(method), "my-model", "cuda")
+
+    assert refused.value.code == "model-quantized"
+    assert (method or "names no quant_method") in refused.value.message
+
+
+@pytest.mark.parametrize("method", ["auto-round", "mxfp4", "gguf"])
+def test_other_quantizations_of_transformers_are_left_to_it(method: str) -> None:
+    check_quantized(Config(method), "my-model", "cpu")
+
+
+def test_the_first_configs_of_bitsandbytes_name_no_method() -> None:
+    assert quantization_of(Config("", load_in_8bit=True)) == "bitsandbytes"
+    assert quantization_of(Config("", load_in_4bit=True)) == "bitsandbytes"
+
+
+@needs_load
+@pytest.mark.parametrize("about", [None, {"quant_method": "modelopt"}], ids=["untold", "told"])
+def test_weights_are_not_read_without_their_scales(
+    about: dict[str, Any] | None, plain: Path, tmp_path: Path
+) -> None:
+    def scaled(name: str, weight: Tensor) -> dict[str, Tensor]:
+        scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+        return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+
+    folder = tmp_path / "scaled"
+    written(plain, folder, about, scaled)
+
+    with (
+        Solver(with_tokenizer(folder), device="cpu") as solver,
+        pytest.raises(ModelError, match=r"weight_scale|modelopt") as refused,
+    ):
+        logprobs(solver)
+
+    assert refused.value.code == "model-quantized"
+
+
+@needs_load
+def test_weights_that_are_not_in_the_form_of_their_quantization_are_refused_by_its_name(
+    plain: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate", reason="bitnet needs it")
+    folder = tmp_path / "dense"
+    written(plain, folder, {"quant_method": "bitnet"}, lambda name, weight: {name: weight})
+
+    with (
+        Solver(with_tokenizer(folder), device="cpu") as solver,
+        pytest.raises(ModelError, match="other shapes than those quantized by bitnet have"),
+    ):
+        logprobs(solver)
 
 
 # GGUF files

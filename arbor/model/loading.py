@@ -25,7 +25,7 @@ from arbor.model.gguf.header import instead_of_weights, is_gguf, read_gguf_heade
 from arbor.model.gguf.rope import divide_frequencies, set_rotary
 from arbor.model.gguf.tokenizer import ending_ids, restore_tags, set_ends, split_as_told
 from arbor.model.hub import cache_if_unreachable, offline_error
-from arbor.model.quantized import check_quantized, quantization_of
+from arbor.model.quantized import check_quantized, check_whole, quantization_of
 from arbor.model.sampling_params import Sampling
 from arbor.model.stored_dtype import INDEX, WEIGHTS, stored_dtype
 from arbor.support.environment import environment
@@ -458,9 +458,10 @@ def load_model(
         if source.gguf is not None:
             model = _blocks_of_gguf(source, config, dtype, device, linear_only=later)
         missing: Iterable[str] = ()
+        unread: Iterable[str] = ()
         if model is None:
             place = device if direct else None
-            model, missing = _by_transformers(source, config, dtype, place, auto, division)
+            model, missing, unread = _by_transformers(source, config, dtype, place, auto, division)
     except ArborError:
         raise
     except Exception as error:
@@ -471,7 +472,9 @@ def load_model(
             source, error, OSError, ValueError, KeyError, TypeError, RuntimeError
         ):
             raise
-        raise _unreadable(source, error) from error
+        raise _unreadable(source, error, quantization_of(config)) from error
+    if quantization_of(config) is None:
+        check_whole(unread, source.name)
     if source.gguf is not None:
         header = read_gguf_header(gguf_path(source))
         set_ends(model, header)
@@ -555,8 +558,9 @@ def _by_transformers(
     device: torch.device | None,
     auto: str,
     division: Division | None = None,
-) -> tuple[Any, Iterable[str]]:
-    """A model as transformers loads it, and names of the weights that it did not find.
+) -> tuple[Any, Iterable[str], Iterable[str]]:
+    """A model as transformers loads it, names of the weights that it did not find, and names of
+    those it has no place for.
 
     Args:
         source, config, dtype, auto, division: as in `load_model`.
@@ -588,7 +592,7 @@ def _by_transformers(
             **placement,
             **source.loading,
         )
-    return model, report.get("missing_keys") or ()
+    return model, report.get("missing_keys") or (), report.get("unexpected_keys") or ()
 
 
 def _shown(source: ModelLocation) -> Callable[[int, int], None]:
@@ -662,13 +666,15 @@ def _is_the_files(source: ModelLocation, error: Exception, *kinds: type[Exceptio
     )
 
 
-def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
+def _unreadable(source: ModelLocation, error: Exception, method: str | None = None) -> ModelError:
+    """The error for files that cannot be read; `method` quantized their weights, by the config."""
     if needs_remote_code(error):
         return remote_code_error(source.label)
     if Path(source.path).is_dir():
         reason = reason_of(error)
         if "ignore_mismatched_sizes" in str(error):
-            reason = "weights have other shapes than its settings say."
+            said = f"those quantized by {method} have" if method else "its settings say"
+            reason = f"weights have other shapes than {said}."
         for path in sorted(Path(source.path).glob("*.safetensors") if source.gguf is None else ()):
             with path.open("rb") as file:
                 if found := instead_of_weights(file.read(64)):
