@@ -23,7 +23,13 @@ from arbor.kernels.attention.rowwise import RowwiseAttention
 from arbor.kernels.attention.torch_cascade import TorchCascade
 from arbor.kernels.native import native_library
 from arbor.model.describe import describe
-from arbor.model.loading import BUILTIN, locate_model, settled_dtype
+from arbor.model.loading import (
+    BUILTIN,
+    eos_ids,
+    load_generation_config,
+    locate_model,
+    settled_dtype,
+)
 
 OLD, NEW = "1" * 40, "2" * 40
 
@@ -207,6 +213,50 @@ def test_a_directory_without_a_vocabulary_is_refused_by_that(tmp_path: Path) -> 
         each.unlink()
 
     assert "no readable tokenizer (no file there has a vocabulary)" in str(refusal(folder))
+# Generation configs
+
+
+def with_generation_config(folder: Path, text: str) -> Path:
+    copy_of_sapling(folder)
+    (folder / "generation_config.json").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("text", ["[]", '"greedy"', '{"compile_config": 4}'])
+def test_a_generation_config_of_another_form_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    folder = with_generation_config(tmp_path / "model", text)
+
+    with pytest.raises(
+        ModelError, match=r"generation_config\.json of .* cannot be read"
+    ) as refused:
+        load_generation_config(locate_model(folder))
+
+    assert refused.value.code == "model-incomplete" and "delete it" in str(refused.value.hint)
+
+
+def test_an_end_that_is_no_id_is_refused_by_name(tmp_path: Path) -> None:
+    folder = with_generation_config(tmp_path / "model", '{"eos_token_id": "abc"}')
+
+    with (
+        Solver(folder, device="cpu") as solver,
+        pytest.raises(ModelError, match="eos_token_id of the generation config is 'abc'"),
+    ):
+        solver.generate("4 5 6 10", max_tokens=2)
+
+
+@pytest.mark.parametrize("ids", [["2"], [[2]], {"a": 1}, True, 2.0])
+def test_ids_that_end_a_text_are_whole_numbers(ids: Any) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ids))
+
+    with pytest.raises(ModelError, match="a whole number, or a list of them"):
+        eos_ids(model, SimpleNamespace(eos_token_id=3))
+
+
+@pytest.mark.parametrize(("ids", "ends"), [(2, (2,)), ([2, 5], (2, 5)), ([], ()), (None, (3,))])
+def test_ends_are_the_generation_configs_or_the_tokenizers(ids: Any, ends: Any) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ids))
+
+    assert eos_ids(model, SimpleNamespace(eos_token_id=3)) == ends
 
 
 # Code of a model's own

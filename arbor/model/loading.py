@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib.util import find_spec
+from numbers import Integral
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -695,13 +696,24 @@ def _unreadable(source: ModelLocation, error: Exception, method: str | None = No
 
 
 def load_generation_config(source: ModelLocation) -> Any:
-    """The model's generation config; None if it has none."""
+    """The model's generation config; None if it has none, or one that is not JSON.
+
+    Raises:
+        ModelError: it is JSON of another form, with which transformers loads no weights either.
+    """
     from transformers import GenerationConfig
 
     if source.gguf is not None:
         return None  # one next to the file may be another model's
     try:
         return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            "model-incomplete",
+            f"generation_config.json of {source.name} cannot be read: {reason_of(error)}",
+            "Correct it, or delete it: a model needs none.",
+            model=source.name,
+        ) from error
     except OSError as error:
         if has_generation_config(source):
             reason = reason_of(error)
@@ -770,11 +782,22 @@ def left_out(generation: Any) -> tuple[str, ...]:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a sequence: the generation config's, or the tokenizer's."""
+    """Ids that end a sequence: the generation config's, or the tokenizer's.
+
+    Raises:
+        ModelError: the generation config's are not whole numbers.
+    """
     config = getattr(model, "generation_config", None)
     ids = getattr(config, "eos_token_id", None)
     if ids is None:
         ids = tokenizer.eos_token_id
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    several = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+    if any(isinstance(each, bool) or not isinstance(each, Integral) for each in several):
+        raise ModelError(
+            "model-incomplete",
+            f"eos_token_id of the generation config is {ids!r:.40}, not the id of a token.",
+            "Correct it in generation_config.json: a whole number, or a list of them.",
+        )
+    return tuple(int(each) for each in several)
