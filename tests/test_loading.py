@@ -213,6 +213,8 @@ def test_a_directory_without_a_vocabulary_is_refused_by_that(tmp_path: Path) -> 
         each.unlink()
 
     assert "no readable tokenizer (no file there has a vocabulary)" in str(refusal(folder))
+
+
 # Generation configs
 
 
