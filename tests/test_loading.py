@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.run_cli import Arbor, in_process
 from support.slow_cases import every
+from transformers import GenerationConfig
 
 from arbor import Solver
 from arbor.errors import ModelError, UsageError
@@ -26,8 +27,10 @@ from arbor.model.describe import describe
 from arbor.model.loading import (
     BUILTIN,
     eos_ids,
+    left_out,
     load_generation_config,
     locate_model,
+    sampling_defaults,
     settled_dtype,
 )
 
@@ -259,6 +262,19 @@ def test_ends_are_the_generation_configs_or_the_tokenizers(ids: Any, ends: Any) 
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ids))
 
     assert eos_ids(model, SimpleNamespace(eos_token_id=3)) == ends
+
+
+def test_settings_that_transformers_alone_applies_are_named() -> None:
+    forced = {"forced_bos_token_id": 0, "forced_eos_token_id": 2, "remove_invalid_values": True}
+
+    assert left_out(GenerationConfig(**forced)) == tuple(forced)
+    assert left_out(GenerationConfig(remove_invalid_values=False)) == ()
+
+
+def test_sampling_settings_that_a_generation_config_lacks_change_nothing() -> None:
+    found = sampling_defaults(GenerationConfig(do_sample=True, top_p=0.8))
+
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (1.0, 0.8, 0, 0.0)
 
 
 # Code of a model's own
