@@ -41,7 +41,7 @@ LONG = 64  # tokens
 def converted(path: Path, dtype: torch.dtype) -> Any:
     """The model as transformers converts it."""
     source = locate_model(path)
-    model, missing = _by_transformers(
+    model, missing, _ = _by_transformers(
         source, load_config(source), dtype, None, "AutoModelForCausalLM"
     )
     assert not missing
